@@ -1,0 +1,71 @@
+"""Deterministic PyTorch Lightning training, proven by a ledger.
+
+Public names are loaded on first use, so that importing the package loads neither torch nor
+Lightning, and the command line answers at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_d9m.adapters.callback import DeterminismCallback
+    from lightning_d9m.control.session import Session, deterministic, enable
+    from lightning_d9m.control.settings import Settings
+    from lightning_d9m.errors import (
+        D9mError,
+        DigestError,
+        DriftError,
+        LedgerError,
+        ReferenceRefusedError,
+        SettingError,
+        StackDifferenceError,
+        TooLateError,
+    )
+    from lightning_d9m.evidence.digest import digest
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "D9mError": "errors",
+    "DeterminismCallback": "adapters.callback",
+    "DigestError": "errors",
+    "DriftError": "errors",
+    "LedgerError": "errors",
+    "ReferenceRefusedError": "errors",
+    "Session": "control.session",
+    "SettingError": "errors",
+    "Settings": "control.settings",
+    "StackDifferenceError": "errors",
+    "TooLateError": "errors",
+    "deterministic": "control.session",
+    "digest": "evidence.digest",
+    "enable": "control.session",
+}
+
+__all__ = [
+    "D9mError",
+    "DeterminismCallback",
+    "DigestError",
+    "DriftError",
+    "LedgerError",
+    "ReferenceRefusedError",
+    "Session",
+    "SettingError",
+    "Settings",
+    "StackDifferenceError",
+    "TooLateError",
+    "deterministic",
+    "digest",
+    "enable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Make a run deterministic: settings, variables, seeding, algorithms, loaders, session."""

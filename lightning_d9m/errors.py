@@ -1,0 +1,105 @@
+"""Every exception of the package. This module imports nothing of it.
+
+Each message says what is wrong, the value, what was allowed and what to do; the facts are also
+attributes, so that a program need not parse the text.
+"""
+
+from collections.abc import Sequence
+
+
+class D9mError(Exception):
+    """The base of every error that lightning_d9m raises."""
+
+
+class SettingError(D9mError, ValueError):
+    """A setting has a value that is not allowed, or two settings contradict each other."""
+
+
+class TooLateError(D9mError, RuntimeError):
+    """A switch was asked for after the moment at which it can still take effect."""
+
+
+class DigestError(D9mError, TypeError):
+    """A value has no digest: its bytes are not defined or not reachable."""
+
+
+class LedgerError(D9mError, OSError):
+    """A ledger cannot be written, or what was read is not a ledger."""
+
+
+class CommandError(D9mError, RuntimeError):
+    """A command that `d9m` was asked to run did not do its part."""
+
+
+class ReferenceRefusedError(D9mError, ValueError):
+    """A reference comes from another experiment, so that holding this run against it says nothing.
+
+    Attributes:
+        field: What differs: ``"seed"``, ``"model"``, ``"dataset"``, ``"world_size"``, ...
+        expected: The reference's value.
+        actual: This run's value.
+    """
+
+    def __init__(self, message: str, *, field: str, expected: object, actual: object) -> None:
+        super().__init__(message)
+        self.field = field
+        self.expected = expected
+        self.actual = actual
+
+
+class StackDifferenceError(D9mError, RuntimeError):
+    """The stack differs from the reference's, so that equal bits cannot be promised.
+
+    Attributes:
+        differences: One ``(field, expected, actual)`` for each field that differs.
+    """
+
+    def __init__(
+        self, message: str, *, differences: Sequence[tuple[str, object, object]]
+    ) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+
+class DriftError(D9mError, RuntimeError):
+    """A run disagrees with its reference, or a rank with the others.
+
+    Attributes:
+        moment: When the digests were taken: ``"initial"``, ``"epoch"`` or ``"final"``.
+        epoch: The epoch, counted from 0.
+        step: The global step.
+        rank: The first rank that differs.
+        group: What differs first: ``"weights"``, ``"buffers"``, ``"optimizers"``, ...
+        names: The first names in that group that differ.
+        count: How many entries differ in all groups.
+        total: How many entries were compared.
+        expected: The digest of the first of ``names`` in the reference (or on rank 0).
+        actual: The digest of the first of ``names`` in this run (or on ``rank``).
+    """
+
+    def __init__(  # noqa: PLR0913 - the facts of one drift, each named
+        self,
+        message: str,
+        *,
+        moment: str,
+        epoch: int,
+        step: int,
+        rank: int,
+        group: str,
+        names: Sequence[str],
+        count: int,
+        total: int,
+        expected: str,
+        actual: str,
+    ) -> None:
+        super().__init__(message)
+        self.moment = moment
+        self.epoch = epoch
+        self.step = step
+        self.rank = rank
+        self.group = group
+        self.names = tuple(names)
+        self.count = count
+        self.total = total
+        self.expected = expected
+        self.actual = actual

@@ -1,0 +1,1 @@
+"""Prove that a run was deterministic: digests, ledger, stack, drift, comparison."""

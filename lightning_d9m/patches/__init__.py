@@ -1,0 +1,1 @@
+"""Deterministic replacements of operations that torch leaves nondeterministic, one a file."""
