@@ -54,9 +54,7 @@ class StackDifferenceError(D9mError, RuntimeError):
         differences: One ``(field, expected, actual)`` for each field that differs.
     """
 
-    def __init__(
-        self, message: str, *, differences: Sequence[tuple[str, object, object]]
-    ) -> None:
+    def __init__(self, message: str, *, differences: Sequence[tuple[str, object, object]]) -> None:
         super().__init__(message)
         self.differences = tuple(differences)
 
@@ -103,3 +101,29 @@ class DriftError(D9mError, RuntimeError):
         self.total = total
         self.expected = expected
         self.actual = actual
+
+
+class RanksDisagreeError(D9mError, RuntimeError):
+    """The ranks of a run are about to do different things, so that none can go on.
+
+    Attributes:
+        claims: What each rank was about to do, in rank order.
+    """
+
+    def __init__(self, message: str, *, claims: Sequence[str]) -> None:
+        super().__init__(message)
+        self.claims = tuple(claims)
+
+
+class RankLostError(D9mError, RuntimeError):
+    """Another rank ended, or Horovod was shut down, while this rank waited for the others.
+
+    Attributes:
+        rank: The rank that reports the loss, not the one that is lost.
+        doing: What it waited for.
+    """
+
+    def __init__(self, message: str, *, rank: int, doing: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.doing = doing

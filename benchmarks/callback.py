@@ -1,0 +1,141 @@
+"""What the callback costs: a whole ``fit`` with it over a bare ``Trainer(deterministic=True)``.
+
+    python benchmarks/callback.py
+
+Two models: the digits network of the examples, and a multilayer perceptron of 10 million
+parameters. Fits alternate within one process; the figure is the median of the ratios of neighbouring
+fits, with their quartiles. Results go to ``benchmarks/results/callback-cpu.json``.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from datetime import datetime, timezone
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_d9m import DeterminismCallback
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from digits import Digits, DigitsNet  # noqa: E402 - an example is a script, not a package
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class TenMillion(L.LightningModule):
+    """A multilayer perceptron of 10.5 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
+            nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10),
+        )  # fmt: skip
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        """Return the cross-entropy of a batch."""
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Use Adam, whose state triples what is digested."""
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """One hundred batches of 64."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(6400, 1024, generator=generator)
+        classes = torch.randint(10, (6400,), generator=generator)
+        return DataLoader(TensorDataset(inputs, classes), 64, shuffle=True)
+
+
+def fit_seconds(model, data, epochs, folder, callbacks):
+    """Return the seconds of one whole fit."""
+    trainer = L.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        deterministic=True,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    start = time.perf_counter()
+    trainer.fit(model, data)
+    return time.perf_counter() - start
+
+
+def measure(make_model, make_data, epochs, repeats):
+    """Return the ratios with the callback over without, and the seconds of both."""
+    seconds = {"bare": [], "callback": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(repeats + 1):
+            # Neighbours in both orders, so that a machine that slows down favours neither.
+            order = ["bare", "callback"] if repeat % 2 else ["callback", "bare"]
+            for name in order:
+                L.seed_everything(42, verbose=False)
+                callbacks = [DeterminismCallback()] if name == "callback" else []
+                took = fit_seconds(make_model(), make_data(), epochs, folder, callbacks)
+                if repeat:  # the first pair warms up
+                    seconds[name].append(took)
+    ratios = [a / b for a, b in zip(seconds["callback"], seconds["bare"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "epochs": epochs,
+        "repeats": repeats,
+        "ratio_median": middle,
+        "ratio_quartiles": [low, high],
+        "seconds_bare_median": statistics.median(seconds["bare"]),
+        "seconds_callback_median": statistics.median(seconds["callback"]),
+        "ratio_of_medians": statistics.median(seconds["callback"])
+        / statistics.median(seconds["bare"]),
+        "ratio_of_minima": min(seconds["callback"]) / min(seconds["bare"]),
+    }
+
+
+def main() -> None:
+    """Measure both models, print a table and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=RESULTS / "callback-cpu.json")
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    torch.use_deterministic_algorithms(True)
+    results = {
+        "digits": measure(DigitsNet, Digits, 10, arguments.repeats),
+        "10M parameters": measure(TenMillion, lambda: None, 2, arguments.repeats),
+    }
+    report = {
+        "benchmark": "callback",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "python": platform.python_version(),
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "results": results,
+    }
+    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{'model':16} {'median':>8} {'quartiles':>17} {'bare':>8} {'callback':>9}")
+    for name, row in results.items():
+        low, high = row["ratio_quartiles"]
+        print(
+            f"{name:16} {row['ratio_median']:8.4f} {low:8.4f} {high:8.4f} "
+            f"{row['seconds_bare_median']:6.2f} s {row['seconds_callback_median']:7.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Set up and run this project with nothing but Python: ``python3 dev.py digits`` or ``test``.
+
+It makes a virtual environment in ``.venv``, installs what is missing there, and runs the command in
+it. It uses only the standard library, because it runs before anything is installed.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ENVIRONMENT = ROOT / ".venv"
+PYTHON = ENVIRONMENT / "bin" / "python"
+# Resolved first and by its exact version, so that a machine without a GPU takes the small CPU build
+# rather than gigabytes of CUDA libraries. An installed torch >= 2.11 is kept.
+TORCH = "torch==2.13.0"
+OLDEST_PYTHON = (3, 10)
+
+
+def say(text: str) -> None:
+    """Print a headline."""
+    print(f"\n== {text}", flush=True)
+
+
+def run(*words: object, **environment: str) -> None:
+    """Run a command in the project's folder; its failure is ours."""
+    bin_path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    variables = {**os.environ, "PATH": bin_path, "VIRTUAL_ENV": str(ENVIRONMENT), **environment}
+    status = subprocess.run([str(word) for word in words], cwd=ROOT, env=variables, check=False)
+    if status.returncode != 0:
+        sys.exit(status.returncode if status.returncode > 0 else 1)
+
+
+def make_environment() -> None:
+    """Make ``.venv``; on Debian, ``venv`` is a package of its own."""
+    if PYTHON.exists():
+        return
+    say(f"making {ENVIRONMENT.relative_to(ROOT)}")
+    command = [sys.executable, "-m", "venv", str(ENVIRONMENT)]
+    if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+        return
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    install_debian("python3-venv")
+    subprocess.run(command, check=True)
+
+
+def install_debian(*packages: str) -> None:
+    """Install packages of Debian's, or say how."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        sys.exit(f"dev.py: missing: {' '.join(packages)}. Install: apt-get install {' '.join(packages)}")
+    say(f"installing Debian's {' '.join(packages)}")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(["apt-get", "-qq", "update"], check=True, env=quiet)
+    install = ["apt-get", "-qq", "-y", "install", "--no-install-recommends", *packages]
+    subprocess.run(install, check=True, env=quiet)
+
+
+def install(*groups: str, extra: str = "") -> None:
+    """Install torch, this package (editable) and dependency groups, once for each state of the metadata."""
+    recipe = (ROOT / "pyproject.toml").read_bytes() + repr((groups, extra, sys.version)).encode()
+    mark = ENVIRONMENT / f"installed-{'-'.join(groups) or 'package'}"
+    state = hashlib.sha256(recipe).hexdigest()
+    if mark.exists() and mark.read_text() == state:
+        return
+    say(f"installing into {ENVIRONMENT.relative_to(ROOT)} (some minutes the first time)")
+    pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    run(*pip, "--upgrade", "pip>=25.1")  # the first with --group
+    if subprocess.run([PYTHON, "-c", "import torch"], check=False, capture_output=True).returncode:
+        run(*pip, TORCH)
+    run(*pip, "--editable", f".[{extra}]" if extra else ".", *(f"--group={group}" for group in groups))
+    mark.write_text(state)
+
+
+def digits() -> None:
+    """The main job: train on the digits twice, and print the verdict."""
+    install(extra="examples")
+    run(ENVIRONMENT / "bin" / "d9m", "repeat", "-n", "2", "--", "python", "examples/digits.py")
+
+
+def test(words: list[str]) -> None:
+    """All that CI checks: format, lint, types, import contracts, docs, tests."""
+    install("dev", extra="examples")
+    say("format and lint")
+    run("ruff", "format", "--check", ".")
+    run("ruff", "check", ".")
+    say("types")
+    run("mypy")
+    say("import contracts")
+    run("lint-imports")
+    say("documentation")
+    run("mkdocs", "build", "--strict", "--quiet")
+    say("tests and doctests")
+    run(PYTHON, "-m", "pytest", *words)
+
+
+def main() -> None:
+    """Read the command and run it."""
+    if sys.version_info < OLDEST_PYTHON:
+        sys.exit(f"dev.py: Python {sys.version.split()[0]} is too old; use 3.10 or newer.")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["digits", "test"], help="the main job, or all checks")
+    command, words = parser.parse_known_args()
+    make_environment()
+    if command.command == "digits":
+        digits()
+    else:
+        test(words)
+
+
+if __name__ == "__main__":
+    main()

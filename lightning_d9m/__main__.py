@@ -1,0 +1,8 @@
+"""``python -m lightning_d9m`` is ``d9m``."""
+
+import sys
+
+from lightning_d9m.adapters.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""Gradients in fixed buckets, each summed over the ranks while the backward pass still runs.
+
+What Horovod fuses depends on which gradients happen to be ready when its cycle comes round, and the
+ring sums an element in an order that depends on its place in the fused buffer. Here the place of
+every gradient is decided once, from the order of the parameters alone: one flat buffer per bucket,
+always reduced whole under the same name. Nothing is left to timing.
+
+This file knows neither Horovod nor Lightning: what crosses the ranks is passed in.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import groupby
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_d9m.errors import SettingError
+
+MEBIBYTE = 2**20
+# A gradient at an odd address takes another path through vectorised reductions (its norm, when it
+# is clipped) than one that was allocated for itself.
+_ALIGNMENT_BYTES = 64
+
+
+class Reducer(Protocol):
+    """What crosses the ranks."""
+
+    size: int
+
+    def start(self, tensor: Tensor, name: str) -> int:
+        """Start to sum a contiguous tensor over the ranks in place, and return a handle."""
+        ...
+
+    def wait(self, handle: int, doing: str) -> Any:
+        """Wait until what was started is done."""
+        ...
+
+    def agree_on(self, fingerprint: int, doing: str, items: Callable[[], tuple[str, ...]]) -> None:
+        """Raise on every rank unless all ranks pass the same fingerprint."""
+        ...
+
+
+class _Mode(Enum):
+    OUTSIDE = "outside"  # no backward pass that is ours
+    BLOCKED = "blocked"  # gradients accumulate on this rank
+    RUNNING = "running"  # a backward pass whose gradients are reduced
+
+
+@dataclass
+class _Slot:
+    """The place of one parameter: a view of its bucket's buffer."""
+
+    name: str
+    parameter: Parameter
+    start: int
+    stop: int
+    view: Tensor
+
+
+@dataclass
+class _Bucket:
+    index: int
+    flat: Tensor
+    slots: list[_Slot]
+    fired: set[int] = field(default_factory=set)
+    awaited: int = 0
+    launched: bool = False
+
+
+@dataclass(frozen=True)
+class _Flight:
+    handle: int
+    target: Tensor
+    wire: Tensor
+
+
+class GradientBuckets:
+    """The gradients of a model, packed, reduced and handed back as views of the buckets.
+
+    After a reduced backward pass ``parameter.grad`` is a view of a bucket; the next backward pass
+    overwrites it. A parameter that got no gradient keeps what it had.
+
+    Args:
+        named_parameters: All parameters in their order of registration. Those that are frozen join
+            when they are unfrozen.
+        reducer: What crosses the ranks.
+        op: ``"average"`` or ``"sum"``. The mean is taken as DDP does: every rank's gradient is
+            multiplied by 1 / ranks, then summed, so that half precision does not overflow.
+        bucket_bytes: A bucket is closed when it holds this many bytes; 0 reduces each gradient
+            alone.
+        compression: ``"fp16"`` sends float32 and float64 gradients as float16. ``"bf16"`` rounds
+            them to bfloat16, which Horovod 0.28.1 cannot sum, so that they travel as float32.
+        sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
+        on_stray: Called with the name of a parameter that got a gradient outside `backward` and
+            `blocked`.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        reducer: Reducer,
+        *,
+        op: Literal["average", "sum"] = "average",
+        bucket_bytes: int = 4 * MEBIBYTE,
+        compression: Literal["fp16", "bf16"] | None = None,
+        sparse_as_dense: bool = False,
+        on_stray: Callable[[str], None] | None = None,
+    ) -> None:
+        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
+        self._parameters = list(named_parameters)
+        self._known = {id(parameter) for _, parameter in self._parameters}
+        self._reducer = reducer
+        self._scale = 1.0 / reducer.size if op == "average" else 1.0
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._on_stray = on_stray
+        self._options = f"{op} {bucket_bytes} {compression}"
+        self._mode = _Mode.OUTSIDE
+        self._hooks: dict[int, Any] = {}
+        self._places: dict[int, tuple[_Bucket, int]] = {}
+        self._flights: list[_Flight] = []
+        self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
+        self._buckets: list[_Bucket] = []
+        self._frozen: list[Parameter] = []
+        self._build()
+
+    def __len__(self) -> int:
+        """The number of buckets."""
+        return len(self._buckets)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether gradients accumulate on this rank alone at present."""
+        return self._mode is _Mode.BLOCKED
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the gradient of this parameter is reduced, as soon as it has one."""
+        return id(parameter) in self._known
+
+    def close(self) -> None:
+        """Take the hooks off and give the buffers up; gradients that are views keep theirs."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._places = {}
+        self._buckets = []
+        self._flights = []
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Let backward passes inside accumulate gradients on this rank alone."""
+        before, self._mode = self._mode, _Mode.BLOCKED
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Reduce the gradients of the backward pass that runs inside; blocked, do nothing."""
+        if self._mode is not _Mode.OUTSIDE:
+            yield
+            return
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._build()
+        for bucket in self._buckets:
+            bucket.fired.clear()
+            bucket.launched = False
+            bucket.awaited = sum(slot.parameter.requires_grad for slot in bucket.slots)
+        self._mode = _Mode.RUNNING
+        try:
+            yield
+            self._finish()
+        finally:
+            self._mode = _Mode.OUTSIDE
+            self._flights = []
+
+    def _build(self) -> None:
+        """Lay out the buckets: last registered first, since its gradient arrives first."""
+        trainable: dict[int, tuple[str, Parameter]] = {}
+        self._frozen = []
+        for name, parameter in self._parameters:
+            # A parameter that is switched off for a while (one of two optimizers) keeps its place.
+            if not parameter.requires_grad and id(parameter) not in self._places:
+                self._frozen.append(parameter)
+            else:  # a shared parameter has one gradient
+                trainable.setdefault(id(parameter), (name, parameter))
+        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
+        for name, parameter in reversed(trainable.values()):
+            by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
+        self._buckets = []
+        for (device, dtype), members in by_kind.items():
+            for chunk in _chunks(members, self._bucket_bytes):
+                self._buckets.append(_make_bucket(len(self._buckets), chunk, device, dtype))
+        layout = [
+            f"{b.index} {slot.name} {tuple(slot.view.shape)} {slot.view.dtype} {slot.start}"
+            for b in self._buckets
+            for slot in b.slots
+        ]
+        self._plan = "\n".join([self._options, *layout])
+        self._fingerprints = {}
+        self._places = {
+            id(slot.parameter): (bucket, position)
+            for bucket in self._buckets
+            for position, slot in enumerate(bucket.slots)
+        }
+        for key, (_, parameter) in trainable.items():
+            if key not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                self._hooks[key] = hook
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._mode is _Mode.BLOCKED:
+            return
+        bucket, position = self._places[id(parameter)]
+        if self._mode is _Mode.OUTSIDE:
+            if self._on_stray is not None:
+                self._on_stray(bucket.slots[position].name)
+        elif position in bucket.fired:
+            self._check_second(bucket, bucket.slots[position])
+        else:
+            bucket.fired.add(position)
+            if len(bucket.fired) == bucket.awaited:
+                self._launch(bucket)
+
+    @staticmethod
+    def _check_second(bucket: _Bucket, slot: _Slot) -> None:
+        if bucket.launched:
+            raise SettingError(
+                f"The parameter {slot.name!r} got a second gradient in one backward pass, after "
+                "its first was already on its way to the other ranks. Reentrant activation "
+                "checkpointing of a shared parameter does that: pass use_reentrant=False to "
+                "torch.utils.checkpoint."
+            )
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
+        bucket.launched = True
+        if self._reducer.size == 1:
+            return
+        # Neighbours have the same difference between their number and their place.
+        numbered = enumerate(sorted(bucket.fired))
+        for _, group in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
+            positions = [position for _, position in group]
+            slots = bucket.slots[positions[0] : positions[-1] + 1]
+            self._pack(slots)
+            target = bucket.flat[slots[0].start : slots[-1].stop]
+            if target.is_complex():
+                target = torch.view_as_real(target).view(-1)
+            wire = self._prepare(target)
+            name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
+            self._flights.append(_Flight(self._reducer.start(wire, name), target, wire))
+
+    def _pack(self, slots: Sequence[_Slot]) -> None:
+        views: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for slot in slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                raise SettingError(
+                    f"The gradient of {slot.name!r} was taken away before the ranks could reduce "
+                    "it. An optimizer that steps inside a backward hook works on one rank only: "
+                    "let Lightning step it."
+                )
+            gradient = self._densify(slot.name, gradient)
+            if gradient.data_ptr() != slot.view.data_ptr():
+                views.append(slot.view)
+                gradients.append(gradient)
+            slot.parameter.grad = slot.view
+        if views:
+            # One call for a bucket: it takes any strides, and the optimizers use it as well.
+            torch._foreach_copy_(views, gradients)
+
+    def _densify(self, name: str, gradient: Tensor) -> Tensor:
+        if gradient.layout == torch.strided:
+            return gradient
+        if not self._sparse_as_dense:
+            raise SettingError(
+                f"The gradient of {name!r} is sparse ({gradient.layout}) and buckets are dense: "
+                "pass sparse_as_dense=True to reduce it as a dense tensor, or build the embedding "
+                "with sparse=False."
+            )
+        # coalesce() adds duplicates in sorted order; to_dense() alone adds them as they come.
+        return gradient.coalesce().to_dense()
+
+    def _prepare(self, target: Tensor) -> Tensor:
+        """Scale the gradients and bring them into the form in which they travel."""
+        if target.dtype is torch.bfloat16:
+            return target.float().mul_(self._scale)
+        if self._compression is not None and target.dtype in (torch.float32, torch.float64):
+            scaled = target.mul(self._scale)
+            return scaled.half() if self._compression == "fp16" else scaled.bfloat16().float()
+        return target if self._scale == 1.0 else target.mul_(self._scale)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Agree on which gradients there are, reduce the rest, wait for all."""
+        if self._reducer.size == 1:
+            return
+        fired = tuple(frozenset(bucket.fired) for bucket in self._buckets)
+        fingerprint = self._fingerprints.get(fired)
+        if fingerprint is None:
+            text = "\n".join([self._plan, *self._fired_names()]).encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
+        doing = "the parameters that got a gradient in the backward pass"
+        self._reducer.agree_on(fingerprint, doing, self._claim_items)
+        for bucket in self._buckets:
+            if bucket.fired and not bucket.launched:
+                self._launch(bucket)
+        for flight in self._flights:
+            self._reducer.wait(flight.handle, "the gradients of the other ranks")
+            if flight.wire.data_ptr() != flight.target.data_ptr():
+                flight.target.copy_(flight.wire)
+
+    def _fired_names(self) -> tuple[str, ...]:
+        return tuple(b.slots[position].name for b in self._buckets for position in sorted(b.fired))
+
+    def _claim_items(self) -> tuple[str, ...]:
+        """The names; and the layout, for the case in which that is what differs."""
+        plan = hashlib.blake2b(self._plan.encode(), digest_size=4).hexdigest()
+        return (*self._fired_names(), f"layout of the buckets {plan} ({len(self)} buckets)")
+
+
+def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> None:
+    """Check what `GradientBuckets` takes, before any process is set up.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+    if op not in {"average", "sum"}:
+        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+    if compression not in {None, "fp16", "bf16"}:
+        raise SettingError(
+            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+        )
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise SettingError(
+            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+        )
+
+
+def _chunks(
+    members: Sequence[tuple[str, Parameter]], limit: int
+) -> Iterator[list[tuple[str, Parameter]]]:
+    """Cut at the first parameter with which a bucket holds ``limit`` bytes or more."""
+    chunk: list[tuple[str, Parameter]] = []
+    held = 0
+    for name, parameter in members:
+        chunk.append((name, parameter))
+        held += parameter.numel() * parameter.element_size()
+        if held >= limit:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+def _make_bucket(
+    index: int,
+    members: Sequence[tuple[str, Parameter]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Bucket:
+    step = max(1, _ALIGNMENT_BYTES // members[0][1].element_size())
+    starts = [0]
+    for _, parameter in members:
+        starts.append(starts[-1] + -(-parameter.numel() // step) * step)
+    flat = torch.zeros(starts[-1], dtype=dtype, device=device)
+    slots = [
+        _Slot(name, parameter, start, stop, _view_like(flat, start, parameter))
+        for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True)
+    ]
+    return _Bucket(index, flat, slots)
+
+
+def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
+    """A view with the parameter's shape and, where it is dense, its strides (channels_last)."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(parameter.dim())
+    if last is not None and parameter.is_contiguous(memory_format=last):
+        return flat.as_strided(parameter.shape, parameter.stride(), start)
+    return flat[start : start + parameter.numel()].view(parameter.shape)

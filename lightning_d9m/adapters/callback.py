@@ -1,0 +1,186 @@
+"""``Trainer(callbacks=[DeterminismCallback()])``: bit-exact training that leaves a ledger.
+
+The hooks are thin: what they do lives in :mod:`lightning_d9m.control` and
+:mod:`lightning_d9m.evidence`.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_d9m.adapters.lightning_package import combined_base
+from lightning_d9m.adapters.takeover import Takeover, resolve_seed
+from lightning_d9m.adapters.testimony import Testimony
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.control.variables import EarlyVariables
+from lightning_d9m.errors import SettingError
+from lightning_d9m.evidence.recorder import Policy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Callback
+else:
+    _Callback = combined_base("callbacks.Callback")
+
+
+class DeterminismCallback(_Callback):
+    """Makes a Trainer's runs deterministic, and writes and checks the ledger of each fit.
+
+    It works without arguments. Whatever it switches is restored when the run ends.
+
+    Args:
+        seed: Base of every seed, from 0 to 4294967295. None takes that of an active
+            ``lightning_d9m.enable``, of an earlier ``seed_everything`` (``PL_GLOBAL_SEED``), or 0.
+        reference: Ledger of an earlier run that this one is held against: the folder of a fit, or a
+            folder that holds exactly one.
+        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` says the same in
+            a warning and goes on.
+        on_stack_difference: What to do when driver, versions, devices or variables differ from the
+            reference's: ``"raise"``, ``"warn"``, or ``"ignore"`` (it stays in the ledger).
+        ledger_dir: Folder in which each fit makes a new folder for its ledger. None takes ``d9m``
+            under the Trainer's log directory. The variable ``LIGHTNING_D9M_LEDGER_DIR``, which
+            ``d9m repeat`` sets, goes before both.
+        per_sample_rng: Seed the random generators for every sample, so that random augmentation
+            does not depend on the number of loader workers.
+        threads: Number of intra-op CPU threads to pin; None keeps what is set. CPU results differ
+            between numbers of threads.
+        fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
+            memory is exact too. It costs time, and changes no bit of a correct program.
+
+    Raises:
+        SettingError: When a value is not allowed.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = None,
+        *,
+        reference: str | Path | None = None,
+        on_drift: Literal["raise", "warn"] = "raise",
+        on_stack_difference: Literal["raise", "warn", "ignore"] = "raise",
+        ledger_dir: str | Path | None = None,
+        per_sample_rng: bool = False,
+        threads: int | None = None,
+        fill_uninitialized_memory: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_choice("on_drift", on_drift, ("raise", "warn"))
+        _check_choice("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore"))
+        self._seed = seed
+        self._settings = Settings(
+            seed=0 if seed is None else seed,
+            per_sample_rng=per_sample_rng,
+            threads=threads,
+            fill_uninitialized_memory=fill_uninitialized_memory,
+        )
+        policy = Policy(
+            reference=None if reference is None else Path(reference),
+            on_drift=on_drift,
+            on_stack_difference=on_stack_difference,
+        )
+        self._testimony = Testimony(policy, None if ledger_dir is None else Path(ledger_dir))
+        self._takeover: Takeover | None = None
+        # The launcher and NCCL start before `setup` is called: what they read is set here, and
+        # restored when a run ends.
+        self._early = EarlyVariables()
+        self._early.set()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the run over, before the model is configured and any loader is made."""
+        self._check_trainer(trainer)
+        self._early.set()
+        settings = replace(self._settings, seed=resolve_seed(self._seed))
+        self._takeover = Takeover(trainer, settings, stage)
+        if stage == "fit":
+            self._testimony.check_reference()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give everything back."""
+        self._close("finished")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Say in the ledger that the run failed, and give everything back."""
+        self._close("failed", f"{type(exception).__name__}: {exception}")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that the switches still stand, open the ledger and record the initial weights."""
+        self._run.verify()
+        self._testimony.begin(trainer, pl_module, self._run.settings, self._run.fit)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Seed the epoch."""
+        self._run.start_epoch(trainer.current_epoch)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss, without waiting for the device."""
+        self._testimony.keep_loss(outputs)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Record the epoch and hold it against the reference and the other ranks."""
+        self._run.verify()
+        self._testimony.record(trainer, pl_module, "epoch")
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Record the final weights: by now averaging callbacks have rewritten them."""
+        self._testimony.record(trainer, pl_module, "final")
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Set the RNG of training aside."""
+        self._run.start_evaluation("validate")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give training its RNG back."""
+        self._run.end_evaluation("validate")
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Seed what the test draws."""
+        self._run.start_evaluation("test")
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the RNG back."""
+        self._run.end_evaluation("test")
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Seed what the prediction draws."""
+        self._run.start_evaluation("predict")
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the RNG back."""
+        self._run.end_evaluation("predict")
+
+    @property
+    def _run(self) -> Takeover:
+        assert self._takeover is not None, "Lightning calls `setup` before any other hook"
+        return self._takeover
+
+    def _check_trainer(self, trainer: Any) -> None:
+        callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
+        if len(callbacks) > 1:
+            raise SettingError(
+                f"This Trainer has {len(callbacks)} DeterminismCallbacks; a run has one seed and "
+                "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
+            )
+        if torch.backends.cudnn.benchmark:
+            raise SettingError(
+                "cuDNN's benchmark mode is on: it chooses algorithms by timing them, so runs "
+                "differ. With DeterminismCallback it must be off. Remove Trainer(benchmark=True) "
+                "or set torch.backends.cudnn.benchmark = False."
+            )
+
+    def _close(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
+        try:
+            self._testimony.end(status, error)
+        finally:
+            takeover, self._takeover = self._takeover, None
+            if takeover is not None:
+                takeover.close()
+            self._early.restore()
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        choices = " or ".join(repr(choice) for choice in allowed)
+        raise SettingError(f"{name} is {value!r}; allowed: {choices}.")

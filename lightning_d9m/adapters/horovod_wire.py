@@ -1,0 +1,256 @@
+"""Everything that crosses from rank to rank: Horovod's collectives, without spinning or hanging.
+
+Two habits make a run end instead of hang. Every rank waits by polling and sleeping, so that ranks
+that outnumber the cores leave them to those who compute. And before each exchange the ranks agree
+on what it is: all reduce one fingerprint under one fixed name, so that a rank in the backward pass
+meets a rank at a barrier there, and both can say so.
+"""
+
+import hashlib
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.errors import RankLostError, RanksDisagreeError
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.0002
+_LIMIT_OF_NAMES = 8
+# Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
+_normal_tensors = torch.inference_mode(mode=False)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a rank is about to do.
+
+    Attributes:
+        doing: In words, such as ``"the barrier 'pre_setup'"``.
+        items: What it does it with, such as the parameters that have gradients.
+    """
+
+    doing: str
+    items: tuple[str, ...] = ()
+
+    def fingerprint(self) -> int:
+        """A number of 62 bits; two different claims have the same by chance only."""
+        text = "\0".join((self.doing, *self.items)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+class Wire:
+    """The collectives of one run.
+
+    Args:
+        hvd: The module ``horovod.torch``, initialised.
+        grace: Seconds for which a rank that failed waits for the others to hear why.
+
+    Attributes:
+        broken: The error after which no collective can be trusted any more, or None.
+    """
+
+    def __init__(self, hvd: ModuleType, *, grace: float = 30.0) -> None:
+        self._hvd: Any = hvd
+        self._grace = grace
+        self.broken: RankLostError | RanksDisagreeError | None = None
+        self.rank: int = self._hvd.rank()
+        self.size: int = self._hvd.size()
+
+    def start(self, tensor: Tensor, name: str) -> int:
+        """Start to sum a contiguous tensor over the ranks in place; `wait` ends it."""
+        return self._start(self._hvd.allreduce_async_, tensor, name=name, op=self._hvd.Sum)
+
+    def wait(self, handle: int, doing: str, *, seconds: float | None = None) -> Any:
+        """Wait for what was started and return its result.
+
+        Raises:
+            RankLostError: A rank ended, or Horovod refused what the ranks asked for.
+            TimeoutError: It took longer than ``seconds``.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        # hvd.synchronize() alone spins on yield(), and takes the core from a rank that computes.
+        while not self._hvd.poll(handle):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(doing)
+            time.sleep(_POLL_SECONDS)
+        try:
+            return self._hvd.synchronize(handle)
+        except RuntimeError as error:  # HorovodInternalError is one
+            raise self._lost(doing, error) from error
+
+    def agree(self, claim: Claim) -> None:
+        """Go on when all ranks are about to do the same. This is a barrier, too.
+
+        Raises:
+            RanksDisagreeError: They are not; raised on every rank.
+        """
+        self.agree_on(claim.fingerprint(), claim.doing, lambda: claim.items)
+
+    def agree_on(self, fingerprint: int, doing: str, items: Callable[[], tuple[str, ...]]) -> None:
+        """`agree` on a claim whose fingerprint is known; ``items`` is called on disagreement."""
+        if self.size == 1:
+            return
+        if self.broken is not None:
+            raise self.broken
+        if not self._is_common(fingerprint, doing):
+            self._explain(Claim(doing, items()))
+
+    def announce(self, error: BaseException) -> None:
+        """Tell the others why this rank ends; they raise at their next exchange.
+
+        Waits until they have heard it, at most the grace. Never raises.
+        """
+        if self.broken is not None or self.size == 1:
+            return
+        claim = Claim("ends with an error")
+        try:
+            if not self._is_common(claim.fingerprint(), claim.doing, self._grace):
+                self._explain(Claim(f"ends with {_describe(error)}"))
+        except (RankLostError, RanksDisagreeError, TimeoutError):
+            return
+        self.broken = RankLostError(
+            "This rank has ended its part of the run.", rank=self.rank, doing="nothing"
+        )
+
+    @_normal_tensors
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's picklable object, in rank order."""
+        if self.size == 1:
+            return [value]
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([len(payload)]), "d9m.sizes").tolist()
+        parts = _cut(self._gather(payload, "d9m.objects"), sizes)
+        # What is unpickled was pickled by the same program on another rank of this run.
+        return [cast(T, pickle.loads(part.numpy().tobytes())) for part in parts]  # noqa: S301
+
+    @_normal_tensors
+    def gather_equal(self, tensor: Tensor, name: str) -> Tensor:
+        """Return every rank's tensor, stacked in rank order to (world, ...).
+
+        Raises:
+            RanksDisagreeError: The ranks bring different shapes or dtypes, or do something else.
+        """
+        self.agree(Claim(f"{name} of a tensor {tuple(tensor.shape)}, {tensor.dtype}"))
+        if self.size == 1:
+            return tensor.detach().clone()[None]
+        gathered = self._gather(_as_bytes(tensor), "d9m.equal")
+        return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
+
+    def broadcast_object(self, value: T, source: int) -> T:
+        """Return the object of the rank ``source``; the others' values are not even pickled."""
+        return cast(T, self.gather_objects(value if self.rank == source else None)[source])
+
+    @_normal_tensors
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in rank order; shapes may differ, dtypes may not."""
+        if self.size == 1:
+            return [tensor]
+        shapes = self.gather_objects(tuple(tensor.shape))
+        gathered = self._gather(_as_bytes(tensor), "d9m.tensors")
+        sizes = [tensor.element_size() * torch.Size(shape).numel() for shape in shapes]
+        # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
+        return [
+            part.clone().view(tensor.dtype).reshape(shape)
+            for part, shape in zip(_cut(gathered, sizes), shapes, strict=True)
+        ]
+
+    @_normal_tensors
+    def broadcast_tensors(self, tensors: Sequence[Tensor], name: str) -> None:
+        """Overwrite tensors of any dtype with the bytes of rank 0, one message per device."""
+        if self.size == 1:
+            return
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+        for index, group in enumerate(by_device.values()):
+            flat = torch.cat([_as_bytes(tensor) for tensor in group])
+            handle = self._start(self._hvd.broadcast_async_, flat, 0, name=f"{name}.{index}")
+            self.wait(handle, name)
+            if self.rank == 0:
+                continue
+            parts = _cut(flat, [tensor.numel() * tensor.element_size() for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
+                tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
+
+    def _start(self, function: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if self._hvd.is_initialized():
+                raise
+            raise self._lost(kwargs["name"], error) from error
+
+    def _gather(self, tensor: Tensor, name: str) -> Tensor:
+        handle = self._start(self._hvd.allgather_async, tensor, name=name)
+        return cast(Tensor, self.wait(handle, name))
+
+    @_normal_tensors
+    def _is_common(self, fingerprint: int, doing: str, seconds: float | None = None) -> bool:
+        # The minimum of x and of -x at once: all equal exactly when they are opposite.
+        both = torch.tensor([fingerprint, -fingerprint])
+        handle = self._start(self._hvd.allreduce_async_, both, name="d9m.agree", op=self._hvd.Min)
+        self.wait(handle, doing, seconds=seconds)
+        return bool(both[0] == -both[1])
+
+    def _explain(self, claim: Claim) -> None:
+        current = sys.exc_info()[1]
+        if current is not None and not claim.doing.startswith("ends with"):
+            claim = Claim(f"{claim.doing}, while handling {_describe(current)}", claim.items)
+        claims = self.gather_objects(claim)
+        self.broken = RanksDisagreeError(
+            compose_disagreement(claims), claims=[each.doing for each in claims]
+        )
+        raise self.broken
+
+    def _lost(self, doing: str, error: Exception) -> RankLostError:
+        text = str(error).strip().splitlines()
+        self.broken = RankLostError(
+            f"Rank {self.rank} waited for {doing}, but another rank ended or Horovod stopped: look "
+            "at the output of the other ranks for the first error. Horovod says: "
+            f"{text[0] if text else type(error).__name__}",
+            rank=self.rank,
+            doing=doing,
+        )
+        return self.broken
+
+
+def compose_disagreement(claims: Sequence[Claim]) -> str:
+    """Say in words how the claims of the ranks differ."""
+    if len({claim.doing for claim in claims}) > 1:
+        lines = [f"  rank {rank}: {claim.doing}" for rank, claim in enumerate(claims)]
+        return "\n".join(
+            ["The ranks are about to do different things, so that none can go on:", *lines]
+        )
+    sets = [frozenset(claim.items) for claim in claims]
+    everywhere = frozenset[str].intersection(*sets)
+    differing = sorted(frozenset[str].union(*sets) - everywhere)
+    lines = []
+    for name in differing[:_LIMIT_OF_NAMES]:
+        have = [str(rank) for rank, items in enumerate(sets) if name in items]
+        lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
+        lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
+    if len(differing) > _LIMIT_OF_NAMES:
+        lines.append(f"  and {len(differing) - _LIMIT_OF_NAMES} more")
+    return "\n".join([f"The ranks disagree in {claims[0].doing}:", *lines])
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    normal = tensor.clone() if tensor.is_inference() else tensor
+    return normal.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _cut(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return torch.tensor_split(flat, list(accumulate(sizes))[:-1])

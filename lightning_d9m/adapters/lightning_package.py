@@ -1,0 +1,50 @@
+"""Which of Lightning's two packages the user's program uses.
+
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code twice, with base classes that do
+not know each other; a user may have both installed. Importing the one that the program does not use
+would cost seconds, so the packages that are already loaded decide.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def loaded_packages() -> tuple[str, ...]:
+    """Return those of Lightning's packages that the program has imported."""
+    return tuple(name for name in PACKAGES if name in sys.modules)
+
+
+def import_packages() -> tuple[str, ...]:
+    """Return the packages to serve: those loaded, or else the first that is installed.
+
+    Raises:
+        ImportError: When neither is installed.
+    """
+    names = loaded_packages()
+    if names:
+        return names
+    for name in PACKAGES:
+        if find_spec(name.partition(".")[0]) is not None:
+            import_module(name)
+            return (name,)
+    raise ImportError(
+        "lightning_d9m's callback and strategy need PyTorch Lightning, and neither `lightning` nor "
+        "`pytorch-lightning` is installed. Install one: pip install lightning. Without Lightning, "
+        "use `with lightning_d9m.deterministic(seed=...):`."
+    )
+
+
+def combined_base(name: str) -> type:
+    """Return a base class that is Lightning's class of this name in every package served.
+
+    Args:
+        name: Such as ``"callbacks.Callback"``.
+    """
+    module, _, attribute = name.rpartition(".")
+    bases = tuple(
+        getattr(import_module(f"{package}.{module}"), attribute) for package in import_packages()
+    )
+    return bases[0] if len(bases) == 1 else type(attribute, bases, {"__module__": __name__})

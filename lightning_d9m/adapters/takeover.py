@@ -1,0 +1,128 @@
+"""A Trainer's run under control: session, seeds by epoch, loaders, and validation set apart."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.seeding import RngState, capture_rng, derive_seed, restore_rng, seed_all
+from lightning_d9m.control.session import active_session, deterministic, next_fit
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.errors import SettingError
+
+# Lightning's stage -> ours: sanity-check batches are validation batches.
+_STAGES = {"sanity_check": "validate"}
+
+
+def resolve_seed(seed: int | None) -> int:
+    """Return the seed to use: the one given, the active session's, ``PL_GLOBAL_SEED``'s, or 0.
+
+    Raises:
+        SettingError: When ``PL_GLOBAL_SEED`` is not a whole number.
+    """
+    if seed is not None:
+        return seed
+    session = active_session()
+    if session is not None:
+        return session.settings.seed
+    text = os.environ.get("PL_GLOBAL_SEED", "0")
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingError(
+            f"The variable PL_GLOBAL_SEED is {text!r}, which is not a whole number. Set it to one "
+            "from 0 to 4294967295, or give DeterminismCallback(seed=...)."
+        ) from None
+
+
+class Takeover:
+    """Everything that is switched, seeded and wrapped from ``setup`` to ``teardown``.
+
+    Args:
+        trainer: The Trainer whose run begins.
+        settings: What to switch; its seed is the base of all others.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+    Raises:
+        SettingError: When the Trainer asks for the opposite.
+        TooLateError: When a switch can no longer take effect.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings, stage: str) -> None:
+        self.settings = settings
+        self.fit = next_fit() if stage == "fit" else 0
+        self._trainer = trainer
+        self._rank = _data_rank(trainer)
+        self._validations = 0
+        self._training_rng: RngState | None = None
+        with ExitStack() as stack:
+            self._session = stack.enter_context(deterministic(settings))
+            self._loaders = LoaderControl(
+                settings.seed,
+                fit=self.fit,
+                rank=self._rank,
+                per_sample_rng=settings.per_sample_rng,
+            )
+            stack.callback(self._loaders.release)
+            self._wrap_process_dataloader(stack)
+            # The same on every rank, so that weights made in `configure_model` agree.
+            seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """Undo everything, in reverse."""
+        self._stack.close()
+
+    def verify(self) -> None:
+        """Raise if somebody has switched off since what was switched on."""
+        self._session.verify()
+
+    def start_epoch(self, epoch: int) -> None:
+        """Seed what training draws in ``epoch``, whatever was drawn before it."""
+        self._loaders.start_epoch("train", epoch)
+        seed_all(self._seed("train", epoch))
+
+    def start_evaluation(self, stage: str) -> None:
+        """Set aside the RNG of training and seed that of an evaluation."""
+        self._training_rng = capture_rng()
+        seed_all(self._seed(stage, self._validations))
+
+    def end_evaluation(self, stage: str) -> None:
+        """Give training its RNG back, as if there had been no evaluation."""
+        if not self._trainer.sanity_checking:
+            # A sanity check counts for nothing: validation draws the same with and without it.
+            self._validations += 1
+        self._loaders.start_epoch(stage, self._validations)
+        if self._training_rng is not None:
+            restore_rng(self._training_rng)
+            self._training_rng = None
+
+    def _seed(self, purpose: str, epoch: int) -> int:
+        return derive_seed(
+            self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch
+        )
+
+    def _wrap_process_dataloader(self, stack: ExitStack) -> None:
+        """Take each loader over after Lightning has put its sampler in, before it is iterated."""
+        strategy = self._trainer.strategy
+        original: Callable[[object], object] = strategy.process_dataloader
+
+        def process_dataloader(loader: object) -> object:
+            processed = original(loader)
+            name = self._trainer.state.stage.value
+            stage = _STAGES.get(name, name)
+            taken = self._loaders.take_over(processed, stage)
+            epoch = self._trainer.current_epoch if stage == "train" else self._validations
+            self._loaders.start_epoch(stage, epoch)
+            return taken
+
+        strategy.process_dataloader = process_dataloader
+        # The wrapper shadows the class's method: without it, that is seen again.
+        stack.callback(delattr, strategy, "process_dataloader")
+
+
+def _data_rank(trainer: Any) -> int:
+    """Return the rank among those that see different data (tensor-parallel peers share one)."""
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("rank", 0))

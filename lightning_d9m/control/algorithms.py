@@ -1,0 +1,123 @@
+"""torch's own switches: each with the mechanism that makes it necessary."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.backends import cuda as cuda_backend
+from torch.backends import cudnn as cudnn_backend
+
+from lightning_d9m.errors import SettingError
+
+_INDUCTOR = "torch._inductor.config"
+Flags = dict[str, bool]
+
+
+def capture_flags() -> Flags:
+    """Return torch's flags that this module sets, by dotted name."""
+    flags = {
+        "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "torch.fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn.deterministic": cudnn_backend.deterministic,
+        "cudnn.benchmark": cudnn_backend.benchmark,
+        "sdpa.cudnn": cuda_backend.cudnn_sdp_enabled(),
+    }
+    config = _inductor_config()
+    if config is not None:
+        flags["inductor.deterministic"] = config.deterministic
+    return flags
+
+
+def restore_flags(flags: Flags) -> None:
+    """Put torch's flags back as they were captured."""
+    torch.use_deterministic_algorithms(
+        flags["torch.deterministic_algorithms"], warn_only=flags["torch.deterministic_warn_only"]
+    )
+    torch.utils.deterministic.fill_uninitialized_memory = flags["torch.fill_uninitialized_memory"]
+    cudnn_backend.deterministic = flags["cudnn.deterministic"]
+    cudnn_backend.benchmark = flags["cudnn.benchmark"]
+    cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
+    config = _inductor_config()
+    if config is not None:
+        # Imported since the capture: it was then made from the variable, which was not set.
+        config.deterministic = flags.get("inductor.deterministic", False)
+
+
+def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
+    """Return the flags of a deterministic session."""
+    flags = {
+        # Picks deterministic kernels, and raises where an operation has none.
+        "torch.deterministic_algorithms": True,
+        # With warnings only, attention keeps its nondeterministic backward kernels.
+        "torch.deterministic_warn_only": False,
+        # A program that reads what it never wrote reads the same each time.
+        "torch.fill_uninitialized_memory": fill_uninitialized_memory,
+        # cuDNN's fastest convolutions add with atomics.
+        "cudnn.deterministic": True,
+        # The benchmark picks kernels by timing them.
+        "cudnn.benchmark": False,
+        # cuDNN's attention takes no word from torch about determinism.
+        "sdpa.cudnn": False,
+    }
+    if _inductor_config() is not None:
+        # Autotuning picks kernels by timing them.
+        flags["inductor.deterministic"] = True
+    return flags
+
+
+@contextmanager
+def algorithms_switched(*, fill_uninitialized_memory: bool) -> Iterator[None]:
+    """Compute with deterministic algorithms, and restore torch's flags."""
+    before = capture_flags()
+    try:
+        restore_flags(before | wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory))
+        yield
+    finally:
+        restore_flags(before)
+
+
+def verify_flags(*, fill_uninitialized_memory: bool) -> None:
+    """Raise if somebody has changed a flag since.
+
+    Raises:
+        SettingError: With the first flag that is not as it was set.
+    """
+    wanted = wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory)
+    for name, value in capture_flags().items():
+        if value != wanted[name]:
+            raise SettingError(
+                f"The flag {name} is {value} and was set to {wanted[name]}: something switched it "
+                "during the run, so the run is not deterministic. Look for "
+                "torch.use_deterministic_algorithms, torch.backends.cudnn or "
+                "Trainer(deterministic=...) in the program, and remove it."
+            )
+
+
+def recorded_flags() -> dict[str, bool | str | None]:
+    """Return flags that are deterministic either way but change the bits, for the ledger."""
+    matmul = cuda_backend.matmul
+    flags: dict[str, bool | str | None] = {
+        "precision.float32_matmul": torch.get_float32_matmul_precision(),
+        "precision.fp16_reduced_reduction": matmul.allow_fp16_reduced_precision_reduction,
+        "precision.bf16_reduced_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "precision.default_dtype": str(torch.get_default_dtype()),
+        "sdpa.flash": cuda_backend.flash_sdp_enabled(),
+        "sdpa.memory_efficient": cuda_backend.mem_efficient_sdp_enabled(),
+        "sdpa.math": cuda_backend.math_sdp_enabled(),
+        "mkldnn.enabled": torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+    }
+    # These raise where the older and the newer way of setting TF32 were mixed.
+    for name, backend in (("matmul", matmul), ("cudnn", cudnn_backend)):
+        try:
+            flags[f"precision.{name}_tf32"] = bool(backend.allow_tf32)
+        except RuntimeError:
+            flags[f"precision.{name}_tf32"] = str(backend.fp32_precision)
+    return flags
+
+
+def _inductor_config() -> Any:
+    """Return the compiler's configuration if the program has loaded it; loading takes seconds."""
+    return sys.modules.get(_INDUCTOR)

@@ -1,0 +1,148 @@
+"""Random number generators: seeds derived by hashing, and the state of all generators as one value.
+
+Seeds are never added to: seed 1 of epoch 2 and seed 2 of epoch 1 must not be the same stream.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(  # noqa: PLR0913 - one argument for each thing that a stream may depend on
+    base: int,
+    purpose: str,
+    *,
+    fit: int = 0,
+    rank: int = 0,
+    worker: int = 0,
+    epoch: int = 0,
+    index: int = 0,
+) -> int:
+    """Return the seed of one random stream, from 0 to 2**64 - 1.
+
+    It is the first 8 bytes, read as a little-endian number, of BLAKE2b (digest size 8) over the
+    UTF-8 text ``d9m-seed-1|base|purpose|fit|rank|worker|epoch|index``, numbers in decimal. A
+    purpose holds no ``|``, so no two streams share a text.
+
+    >>> derive_seed(42, "train", epoch=1) == derive_seed(42, "train", epoch=1)
+    True
+    >>> derive_seed(1, "train", epoch=2) == derive_seed(2, "train", epoch=1)
+    False
+    """
+    text = f"d9m-seed-1|{base}|{purpose}|{fit}|{rank}|{worker}|{epoch}|{index}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's legacy global and torch's generators, on the CPU and every device.
+
+    Args:
+        seed: From 0 to 2**64 - 1.
+    """
+    seed_host(seed)
+    # Seeds the CPU again, and lazily every device: a device that is initialised later gets it too.
+    torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators of this process on the CPU: Python's, NumPy's and torch's.
+
+    For loader workers and single samples: it takes microseconds, for no device is looked at.
+    """
+    random.seed(seed)
+    # NumPy's takes words of 32 bits.
+    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))  # noqa: NPY002 - user code draws from it
+    torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True, eq=False)
+class RngState:
+    """The state of every generator that ``seed_all`` seeds.
+
+    Attributes:
+        python: ``random.getstate()``.
+        numpy: State of NumPy's legacy global generator.
+        torch_cpu: State of torch's CPU generator, uint8.
+        devices: State of each initialised accelerator's generators, uint8, by device type.
+    """
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch_cpu: torch.Tensor
+    devices: dict[str, list[torch.Tensor]]
+
+
+def capture_rng() -> RngState:
+    """Return the state of every generator, without initialising any device."""
+    return RngState(
+        python=random.getstate(),
+        numpy=np.random.get_state(legacy=False),  # type: ignore[arg-type]  # noqa: NPY002
+        torch_cpu=torch.get_rng_state(),
+        devices={name: module.get_rng_state_all() for name, module in _initialised_devices()},
+    )
+
+
+def restore_rng(state: RngState) -> None:
+    """Put every generator back into a captured state."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)  # noqa: NPY002 - the global generator is what was captured
+    torch.set_rng_state(state.torch_cpu)
+    for name, states in state.devices.items():
+        getattr(torch, name).set_rng_state_all(states)
+
+
+@contextmanager
+def rng_restored() -> Iterator[None]:
+    """Leave every generator as it was, whatever the body draws or seeds."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
+
+
+def describe_hash_seed_problem() -> str | None:
+    """Return a sentence if the order of sets of strings changes from run to run, or else None.
+
+    Python reads ``PYTHONHASHSEED`` when it starts: setting it in a running interpreter does nothing,
+    so what counts is whether this one started with a fixed one.
+    """
+    if not sys.flags.hash_randomization:
+        return None  # PYTHONHASHSEED=0
+    # Python accepts a number, "random" or nothing; with a number it says "randomised" all the same.
+    if _startup_hash_seed().isdigit():
+        return None
+    return (
+        "PYTHONHASHSEED was not fixed when Python started, so sets and dicts of strings may be "
+        "iterated in another order in each run. Start the program with PYTHONHASHSEED=0; "
+        "`d9m repeat` does."
+    )
+
+
+def _startup_hash_seed() -> str:
+    """Return the variable as this process was started with it, where the system can tell."""
+    try:
+        with open("/proc/self/environ", "rb") as stream:  # noqa: PTH123 - procfs
+            entries = stream.read().split(b"\0")
+    except OSError:
+        return os.environ.get("PYTHONHASHSEED", "")
+    for entry in entries:
+        if entry.startswith(b"PYTHONHASHSEED="):
+            return entry.partition(b"=")[2].decode(errors="replace")
+    return ""
+
+
+def _initialised_devices() -> Iterator[tuple[str, Any]]:
+    """Yield (name, module of torch) of each accelerator that this process has initialised."""
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_initialized():
+            yield name, module

@@ -1,0 +1,133 @@
+"""A deterministic session: all switches together, and all of them restored.
+
+``with deterministic(seed=1):`` and ``enable(seed=1)`` are the same session; the callback opens one too.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from lightning_d9m.control import algorithms
+from lightning_d9m.control.seeding import rng_restored, seed_all
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.variables import EarlyVariables
+from lightning_d9m.errors import SettingError
+
+_open: list["Session"] = []
+_fits = 0
+
+
+class Session:
+    """Everything that makes this process deterministic, from opening to ``close``.
+
+    Args:
+        settings: What to switch, and the seed of all generators.
+
+    Raises:
+        SettingError: When a variable of the user's asks for the opposite.
+        TooLateError: When a switch can no longer take effect.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        with ExitStack() as stack:
+            variables = EarlyVariables()
+            variables.set()
+            stack.callback(variables.restore)
+            stack.enter_context(threads_pinned(settings.threads))
+            stack.enter_context(
+                algorithms.algorithms_switched(
+                    fill_uninitialized_memory=settings.fill_uninitialized_memory
+                )
+            )
+            stack.enter_context(rng_restored())
+            seed_all(settings.seed)
+            self._stack = stack.pop_all()
+        _open.append(self)
+
+    def verify(self) -> None:
+        """Raise a ``SettingError`` if somebody has changed a switch since."""
+        algorithms.verify_flags(
+            fill_uninitialized_memory=self.settings.fill_uninitialized_memory
+        )
+
+    def close(self) -> None:
+        """Restore everything, in reverse, the generators included. A second call does nothing.
+
+        Raises:
+            SettingError: When a session that was opened later is still open.
+        """
+        if self not in _open:
+            return
+        if _open[-1] is not self:
+            raise SettingError(
+                "A session that was opened later is still open, and would be left with the "
+                "wrong switches. Close sessions in reverse order, or use `with deterministic(...)`."
+            )
+        _open.pop()
+        self._stack.close()
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def enable(settings: Settings | None = None, **overrides: Any) -> Session:
+    """Make this process deterministic from here on: call it at the top of the program.
+
+    Every generator is seeded with the seed itself, as ``torch.manual_seed(seed)`` does. The session
+    stays open until its ``close``, or the end of the program.
+
+    Args:
+        settings: All settings; the defaults when None.
+        overrides: Single settings by name, such as ``seed=42``.
+
+    Raises:
+        SettingError: When a value or a name is not allowed.
+        TooLateError: When a switch can no longer take effect.
+
+    >>> import torch
+    >>> with enable(seed=1):
+    ...     torch.are_deterministic_algorithms_enabled()
+    True
+    """
+    try:
+        chosen = replace(settings or Settings(), **overrides)
+    except TypeError:
+        known = ", ".join(Settings.__dataclass_fields__)
+        unknown = ", ".join(sorted(set(overrides) - set(Settings.__dataclass_fields__)))
+        raise SettingError(f"There is no setting {unknown}; the settings are {known}.") from None
+    return Session(chosen)
+
+
+@contextmanager
+def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterator[Session]:
+    """Compute the body deterministically; see :func:`enable`."""
+    with enable(settings, **overrides) as session:
+        yield session
+
+
+def active_session() -> Session | None:
+    """Return the session that was opened last and is still open."""
+    return _open[-1] if _open else None
+
+
+def next_fit() -> int:
+    """Return the ordinal of a fit in this process, from 0, and count it.
+
+    Two fits in one process draw other numbers, and each equals its counterpart in another run.
+    """
+    global _fits  # noqa: PLW0603 - a process counts its fits, whoever trains
+    number = _fits
+    _fits += 1
+    return number

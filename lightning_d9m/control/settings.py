@@ -1,0 +1,50 @@
+"""What a user may choose of a deterministic session. This module needs no torch."""
+
+from dataclasses import asdict, dataclass
+
+from lightning_d9m.errors import SettingError
+
+# The range of Lightning's `seed_everything`, so that one number serves both.
+HIGHEST_SEED = 2**32 - 1
+HIGHEST_THREADS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a deterministic session.
+
+    Attributes:
+        seed: Base of every seed, from 0 to 4294967295.
+        per_sample_rng: Seed the random generators for every sample by (seed, epoch, index), so
+            that results do not depend on the number of loader workers.
+        threads: Number of intra-op CPU threads to pin, from 1; None keeps what is set.
+        fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
+            memory is exact too; it changes no bit of a correct program.
+
+    Raises:
+        SettingError: When a value is not allowed.
+    """
+
+    seed: int = 0
+    per_sample_rng: bool = False
+    threads: int | None = None
+    fill_uninitialized_memory: bool = True
+
+    def __post_init__(self) -> None:
+        _check_whole("seed", self.seed, 0, HIGHEST_SEED)
+        if self.threads is not None:
+            _check_whole("threads", self.threads, 1, HIGHEST_THREADS)
+        for name in ("per_sample_rng", "fill_uninitialized_memory"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise SettingError(f"{name} is {value!r}; allowed: True or False.")
+
+    def as_record(self) -> dict[str, int | bool | None]:
+        """Return the settings as the ledger keeps them."""
+        return asdict(self)
+
+
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    # True is an int to Python, and as a seed surely a slip.
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise SettingError(f"{name} is {value!r}; allowed: a whole number from {low} to {high}.")

@@ -1,0 +1,164 @@
+"""Environment variables that libraries read once, when they start.
+
+They must be set before CUDA and NCCL start, which under Lightning is before ``Callback.setup``. What a
+library has read stays in force after the variable is restored, so that is remembered.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from lightning_d9m.errors import SettingError, TooLateError
+
+# One fixed workspace per handle. With the default, cuBLAS may share and resize workspaces between
+# streams, and splits a product by the workspace that it finds. The third value is what torch's
+# documentation of recurrent networks names.
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_ALLOWED = (":4096:8", ":16:8", ":4096:2")
+# NVLS reduces inside the switch, in an order that differs between calls (nccl issue 1497).
+NCCL = "NCCL_ALGO"
+NCCL_DEFAULT = "^NVLS,NVLSTree"
+# The compiler chooses kernels by timing them otherwise. Read when its configuration is imported;
+# `algorithms` sets the configuration itself if that has happened.
+INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
+
+
+def cuda_started() -> bool:
+    """Return whether this process has initialised CUDA."""
+    return torch.cuda.is_initialized()
+
+
+def nccl_started() -> bool:
+    """Return whether torch.distributed runs on NCCL in this process."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return "nccl" in str(distributed.get_backend())
+
+
+def allows_nvls(algorithms: str) -> bool:
+    """Return whether a value of ``NCCL_ALGO`` lets NCCL choose NVLS.
+
+    >>> [allows_nvls(text) for text in ("Ring", "Tree,NVLS", "^NVLS", "^Tree", "allreduce:ring")]
+    [False, True, False, True, False]
+    """
+    for part in algorithms.upper().split(";"):
+        names = part.rpartition(":")[2]
+        excluded = names.startswith("^")
+        named = "NVLS" in names.removeprefix("^").replace(" ", "").split(",")
+        if named != excluded or ("NVLSTREE" in names and not excluded):
+            return True
+    return False
+
+
+@dataclass
+class _State:
+    """What this process's holders have set; one for the process, as the environment is."""
+
+    holders: int = 0
+    previous: dict[str, str | None] | None = None
+    # Values under which a library started, for later sessions in this process.
+    in_force: dict[str, str] | None = None
+
+
+_state = _State()
+
+
+class EarlyVariables:
+    """Holds the variables set; the first holder sets them and the last restores them."""
+
+    def __init__(self) -> None:
+        self._holding = False
+
+    def __getstate__(self) -> dict[str, bool]:
+        # A process that is spawned inherits the variables, and restores nothing.
+        return {"_holding": False}
+
+    def set(self) -> None:
+        """Set what is not set well already. A second call does nothing.
+
+        Raises:
+            SettingError: When the user's value of a variable allows nondeterminism.
+            TooLateError: When a library has started under another value.
+        """
+        if self._holding:
+            return
+        if _state.holders == 0:
+            _set_variables()
+        _state.holders += 1
+        self._holding = True
+
+    def restore(self) -> None:
+        """Give up holding; the last holder restores what was there. A second call does nothing."""
+        if not self._holding:
+            return
+        self._holding = False
+        _state.holders -= 1
+        if _state.holders == 0:
+            _restore_variables()
+
+
+def _set_variables() -> None:
+    wanted = {CUBLAS: _choose_cublas(), NCCL: _choose_nccl(), INDUCTOR: "1"}
+    _state.previous = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+
+
+def _restore_variables() -> None:
+    remembered = _state.in_force or {}
+    for name, started in ((CUBLAS, cuda_started()), (NCCL, nccl_started())):
+        if started:
+            remembered.setdefault(name, os.environ.get(name, ""))
+        else:
+            remembered.pop(name, None)
+    _state.in_force = remembered
+    for name, value in (_state.previous or {}).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _state.previous = None
+
+
+def _choose_cublas() -> str:
+    found = os.environ.get(CUBLAS)
+    if cuda_started():
+        value = (_state.in_force or {}).get(CUBLAS, found)
+        if value not in CUBLAS_ALLOWED:
+            raise _too_late("CUDA", CUBLAS, value, CUBLAS_ALLOWED[0])
+        return found if found in CUBLAS_ALLOWED else CUBLAS_ALLOWED[0]
+    if found is None:
+        return CUBLAS_ALLOWED[0]
+    if found not in CUBLAS_ALLOWED:
+        raise SettingError(
+            f"The variable {CUBLAS} is {found!r}; deterministic products need one of "
+            f"{', '.join(CUBLAS_ALLOWED)}. Unset it, or set one of these."
+        )
+    return found
+
+
+def _choose_nccl() -> str:
+    found = os.environ.get(NCCL)
+    if nccl_started():
+        value = (_state.in_force or {}).get(NCCL, found)
+        if value is None or allows_nvls(value):
+            raise _too_late("NCCL", NCCL, value, NCCL_DEFAULT)
+        return value
+    if found is None:
+        return NCCL_DEFAULT
+    if allows_nvls(found):
+        raise SettingError(
+            f"The variable {NCCL} is {found!r}, which lets NCCL reduce by NVLS, in an order that "
+            f"differs between calls. Unset it, or exclude NVLS: {NCCL}={NCCL_DEFAULT}."
+        )
+    return found
+
+
+def _too_late(library: str, name: str, value: str | None, wanted: str) -> TooLateError:
+    found = "not set" if value is None else repr(value)
+    return TooLateError(
+        f"{library} started in this process while {name} was {found}, and reads it only then. Call "
+        "lightning_d9m.enable() at the top of the program, before anything uses the GPU, or start "
+        f"the program with {name}={wanted}."
+    )

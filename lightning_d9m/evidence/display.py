@@ -1,0 +1,70 @@
+"""Values of a ledger as text for people: a ledger is untrusted, and so is every name in it."""
+
+import reprlib
+from collections.abc import Sequence
+
+
+def shown(value: object, limit: int = 80) -> str:
+    r"""Return a value for people: one line of printable characters, cut at ``limit``.
+
+    What a ledger holds is untrusted: a name must not move the cursor of a terminal.
+
+    >>> print(shown("layers.0.weight"), shown("red\x1b[31m"), shown(None))
+    'layers.0.weight' 'red\x1b[31m' None
+    """
+    if isinstance(value, str):
+        text = value[: limit + 1]
+        line = repr(text) if text.isprintable() else ascii(text)
+    else:
+        line = reprlib.repr(value)
+    return line if len(line) <= limit + 2 else line[: limit - 1] + "..."
+
+
+def plain(value: object, limit: int = 80) -> str:
+    """Return a value as ``shown`` does, without the quotes around a text.
+
+    >>> plain("layers.0.weight"), plain(3)
+    ('layers.0.weight', '3')
+    """
+    if isinstance(value, str) and value.isprintable() and len(value) <= limit:
+        return value
+    return shown(value, limit)
+
+
+def describe_moment(moment: str, epoch: int, step: int) -> str:
+    """Return a moment in a few words, for people.
+
+    >>> describe_moment("epoch", 3, 92), describe_moment("initial", 0, 0)
+    ('epoch 3 (step 92)', 'the initial state')
+    """
+    if moment == "initial":
+        return "the initial state"
+    if moment == "final":
+        return f"the final state (epoch {epoch}, step {step})"
+    prefix = "" if moment == "epoch" else f"{plain(moment)}, " if moment else ""
+    return f"{prefix}epoch {epoch} (step {step})"
+
+
+def describe_value(value: str) -> str:
+    """Return a digest as it is, a number that ``float.hex()`` wrote in both notations.
+
+    >>> describe_value("0x1.8000000000000p-3")
+    '0x1.8000000000000p-3 (0.1875)'
+    """
+    if value.lstrip("-").startswith(("0x", "inf", "nan")):
+        try:
+            return f"{value} ({float.fromhex(value)!r})"
+        except (ValueError, OverflowError):
+            pass
+    return plain(value)
+
+
+def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
+    """Return the first names, and how many more there are.
+
+    >>> describe_names(["a", "b", "c", "d"], 9)
+    'a, b, c and 6 more'
+    """
+    listed = ", ".join(plain(name) for name in names[:limit])
+    more = count - min(len(names), limit)
+    return f"{listed} and {more} more" if more > 0 else listed

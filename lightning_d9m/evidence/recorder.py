@@ -1,0 +1,215 @@
+"""One run's evidence: its ledger is written, and held against a reference and the other ranks.
+
+Framework-free: ranks talk through a function that is passed in, so that what crosses ranks is
+tested without starting any.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from lightning_d9m.errors import D9mError, DriftError
+from lightning_d9m.evidence.drift import Reference
+from lightning_d9m.evidence.ledger import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.evidence.ranks import RankDifference, compare_ranks, encode_digests, rank_error
+from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+from lightning_d9m.evidence.stack import check_stack
+
+
+class Gather(Protocol):
+    """Gathers int64 numbers from all ranks; each rank calls it with the same count of numbers."""
+
+    def __call__(self, numbers: Sequence[int], /) -> list[list[int]]:
+        """Return one list for each rank, in order of ranks, the same on every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run is held against, and what a difference means.
+
+    Attributes:
+        reference: Ledger of an earlier run; None for none.
+        on_drift: ``"raise"`` or ``"warn"``.
+        on_stack_difference: ``"raise"``, ``"warn"`` or ``"ignore"``.
+    """
+
+    reference: Path | None = None
+    on_drift: Literal["raise", "warn"] = "raise"
+    on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
+
+    def check_reference(self) -> None:
+        """Raise a ``LedgerError`` if the reference cannot be read."""
+        if self.reference is not None:
+            read_ledger(self.reference)
+
+
+class Recorder:
+    """Writes one rank's part of a ledger and checks it as it is written.
+
+    Whatever goes wrong on one rank is told to all, so that all raise together and none waits.
+
+    Args:
+        folder: The ledger's folder, which exists.
+        header: The first record.
+        policy: What the run is held against.
+        gather: How ranks talk; None when there is one rank.
+        replicated: Names of the weights that all ranks hold alike.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        header: Header,
+        *,
+        policy: Policy,
+        gather: Gather | None = None,
+        replicated: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self._header = header
+        self._policy = policy
+        self._gather = gather
+        self._replicated = list(replicated)
+        self._writer: LedgerWriter | None = None
+        self._reference: Reference | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is anything that this run is held against."""
+        return self._reference is not None or (self._gather is not None and bool(self._replicated))
+
+    def begin(self, facts: RunFacts) -> None:
+        """Write the header and the facts of the run, and accept or refuse the reference.
+
+        Raises:
+            LedgerError: When the ledger cannot be written or the reference not be read.
+            StackDifferenceError: When the reference's stack differs, unless the policy allows it.
+            ReferenceRefusedError: When the reference comes from another experiment.
+        """
+        self._together(lambda: self._begin(facts))
+
+    def record(self, digests: Digests) -> int:
+        """Write one moment's digests, and compare them.
+
+        Returns:
+            The number of entries that differ from the reference or across ranks.
+
+        Raises:
+            DriftError: When there are any, and the policy is to raise.
+            LedgerError: When the ledger cannot be written.
+        """
+        found: list[DriftError] = []
+        self._together(lambda: found.extend(self._record(digests)))
+        found += self._across_ranks(digests, found)
+        if not found:
+            return 0
+        if self._policy.on_drift == "raise":
+            raise found[0]
+        for error in found:
+            if error.rank == self._header.rank:
+                warnings.warn(str(error), stacklevel=2)
+        return max(error.count for error in found)
+
+    def end(self, end: End) -> None:
+        """Write the last record, close the ledger, and say what of the reference was not checked."""
+        writer, self._writer = self._writer, None
+        reference, self._reference = self._reference, None
+        if writer is not None:
+            with writer:
+                writer.write(end.as_record())
+        if reference is None:
+            return
+        unchecked = reference.finish()
+        if unchecked is not None and end.status == "finished":
+            warnings.warn(unchecked, stacklevel=2)
+
+    def _begin(self, facts: RunFacts) -> None:
+        self._writer = LedgerWriter(rank_path(self.folder, self._header.rank))
+        self._writer.write(self._header.as_record())
+        self._writer.write(facts.as_record())
+        if self._policy.reference is None:
+            return
+        reference = Reference(self._policy.reference, self._header.rank, writing=self.folder)
+        # The stack first: another driver is never to be mistaken for nondeterminism.
+        expected, actual = reference.header.stack, self._header.stack
+        warning = check_stack(expected, actual, self._policy.on_stack_difference)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+        reference.check_header(self._header)
+        reference.check_run(facts)
+        self._reference = reference
+
+    def _record(self, digests: Digests) -> list[DriftError]:
+        assert self._writer is not None, "begin() comes first"
+        self._writer.write(digests.as_record())
+        difference = None if self._reference is None else self._reference.check(digests)
+        if difference is None or self._reference is None:
+            return []
+        return [self._reference.drift_error(difference)]
+
+    def _together(self, act: Callable[[], object]) -> None:
+        """Act, and raise on every rank when it fails on any."""
+        problem: D9mError | None = None
+        try:
+            act()
+        except D9mError as error:
+            problem = error
+        failed = self._ranks_that(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise D9mError(
+                f"Rank {failed[0]} failed, so this rank {self._header.rank} stops too; the cause is "
+                f"in the message of rank {failed[0]}."
+            )
+
+    def _ranks_that(self, fact: bool) -> list[int]:
+        """Return the ranks on which ``fact`` is so."""
+        if self._gather is None:
+            return [0] if fact else []
+        return [rank for rank, row in enumerate(self._gather([int(fact)])) if row[0]]
+
+    def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
+        """Return what the ranks find together, the same on every rank."""
+        if self._gather is None:
+            return []
+        drifted = [rank for rank in self._ranks_that(bool(found)) if rank != self._header.rank]
+        errors = []
+        if drifted and not found:
+            errors.append(self._other_rank_error(digests, drifted))
+        difference = self._compare_ranks(digests)
+        if difference is not None:
+            errors.append(
+                rank_error(
+                    difference, moment=digests.moment, epoch=digests.epoch, step=digests.step
+                )
+            )
+        return errors
+
+    def _compare_ranks(self, digests: Digests) -> RankDifference | None:
+        if self._gather is None or not self._replicated:
+            return None
+        weights = {name: digests.groups["weights"][name] for name in self._replicated}
+        vectors = self._gather(encode_digests(weights))
+        return compare_ranks(self._replicated, vectors)
+
+    def _other_rank_error(self, digests: Digests, drifted: list[int]) -> DriftError:
+        rank = drifted[0]
+        return DriftError(
+            f"Rank {rank} differs from its reference (epoch {digests.epoch}, step {digests.step}); "
+            f"this rank {self._header.rank} does not. What differs is in the message of rank "
+            f"{rank} and in its ledger, {rank_path(self.folder, rank)}.",
+            moment=digests.moment,
+            epoch=digests.epoch,
+            step=digests.step,
+            rank=rank,
+            group="",
+            names=(),
+            count=0,
+            total=0,
+            expected="",
+            actual="",
+        )

@@ -1,0 +1,121 @@
+"""What is digested at one moment of a training: weights, buffers, optimizer and scheduler state.
+
+Names are those of the user's model: the prefix that ``torch.compile`` adds is stripped.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_d9m.evidence.digest import digest_many, digest_value
+
+Groups = dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Digests of one moment.
+
+    Attributes:
+        groups: Digest (32 hex digits) by name, by group: ``"weights"``, ``"buffers"``,
+            ``"optimizers"``, ``"schedulers"``.
+        totals: One digest for each group, over its names and digests.
+    """
+
+    groups: Groups
+    totals: dict[str, str]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefix of ``torch.compile``.
+
+    >>> plain_name("encoder._orig_mod.layers.0.weight")
+    'encoder.layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def take_snapshot(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    schedulers: Sequence[Any] = (),
+) -> Snapshot:
+    """Digest all state that a training carries from step to step.
+
+    All tensors go through one batch, so that an accelerator is synchronised once.
+
+    Args:
+        model: Its parameters and buffers are digested; non-persistent buffers too, because they
+            take part in the computation.
+        optimizers: Their state by parameter, and the settings of their parameter groups.
+        schedulers: Objects with ``state_dict()``.
+
+    Raises:
+        DigestError: When a part of the state has no defined bytes.
+    """
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    tensors: dict[tuple[str, str], Tensor] = {}
+    groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
+    for name, parameter in model.named_parameters():
+        tensors["weights", plain_name(name)] = parameter
+    for name, buffer in model.named_buffers():
+        tensors["buffers", plain_name(name)] = buffer
+    for number, optimizer in enumerate(optimizers):
+        for name, value in _optimizer_state(optimizer, names):
+            if isinstance(value, Tensor):
+                tensors["optimizers", f"{number}.{name}"] = value
+            else:
+                groups["optimizers"][f"{number}.{name}"] = digest_value(value)
+    for number, scheduler in enumerate(schedulers):
+        groups["schedulers"][str(number)] = digest_value(scheduler.state_dict())
+    for (group, name), value in zip(tensors, digest_many(list(tensors.values())), strict=True):
+        groups[group][name] = value
+    return Snapshot(groups, {group: digest_value(entries) for group, entries in groups.items()})
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterable[tuple[str, object]]:
+    """Yield (name, value) for the settings of each parameter group and the state of each."""
+    position = 0
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"group.{number}", {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            name = names.get(id(parameter), f"parameter {position}")
+            position += 1
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield f"{key}.{name}", value
+
+
+def describe_model(model: nn.Module) -> tuple[str, int]:
+    """Return a digest of the model's names, shapes and dtypes, and its number of parameters.
+
+    Two models with equal descriptions may be held against each other, whatever their weights.
+    """
+    description = {
+        plain_name(name): [list(tensor.shape), str(tensor.dtype), kind]
+        for kind, entries in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        )
+        for name, tensor in entries
+    }
+    return digest_value(description), sum(p.numel() for p in model.parameters())
+
+
+def replicated_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that are meant to hold the same bits on every rank.
+
+    A parameter that is sharded over ranks (a DTensor with a placement other than ``Replicate``, a
+    partition of DeepSpeed's ZeRO-3) differs from rank to rank by design. So do buffers: running
+    statistics follow each rank's own data.
+    """
+    return sorted(
+        plain_name(name)
+        for name, parameter in model.named_parameters()
+        if all(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+        and not hasattr(parameter, "ds_id")
+    )

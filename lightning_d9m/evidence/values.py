@@ -1,0 +1,157 @@
+"""Values as bytes: an encoding in which equal bytes mean equal values, of equal types.
+
+Every value begins with a tag of its type, and whatever has no fixed size is preceded by its size,
+so that no two values share an encoding. docs/digest.md has the table.
+"""
+
+import functools
+import struct
+import types
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from operator import itemgetter
+from pathlib import PurePath
+from typing import cast
+
+import numpy as np
+import torch
+
+from lightning_d9m.errors import DigestError
+
+Piece = bytes | torch.Tensor
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme)
+_CALLABLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+# NumPy's kinds with bytes of fixed meaning: bool, integers, floats, complex, dates, text.
+_NUMPY_KINDS = frozenset("biufcmMSU")
+
+
+def encode(value: object) -> list[Piece]:
+    """Encodes a value; its tensors stay in place among the bytes.
+
+    Raises:
+        DigestError: The value holds itself, or something whose bytes are not defined. The message
+            says where in the value.
+    """
+    pieces: list[Piece] = []
+    try:
+        _encode(value, pieces, "value", {})
+    except RecursionError as error:
+        raise DigestError("A value that is nested this deeply has no digest.") from error
+    return pieces
+
+
+def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
+    scalar = _encode_scalar(value, where)
+    if scalar is not None:
+        out.append(scalar)
+        return
+    if isinstance(value, torch.Tensor):
+        out += (b"T", value)
+        return
+    if id(value) in above:
+        raise DigestError(
+            f"{where} is {above[id(value)]} itself: a value that holds itself has no digest."
+        )
+    above[id(value)] = where
+    _encode_container(value, out, where, above)
+    del above[id(value)]
+
+
+def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: C901, PLR0911 - one case for each type
+    match value:
+        case None:
+            return b"N"
+        case bool():
+            return b"B1" if value else b"B0"
+        case np.generic() | np.ndarray():
+            return _encode_array(value, where)
+        case Enum():
+            # A flag that combines others has no name of its own before Python 3.11.
+            return _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())
+        case int():
+            return _tag(b"I", b"%x" % value)
+        case float():
+            return b"F" + struct.pack("<d", value)
+        case complex():
+            return b"C" + struct.pack("<2d", value.real, value.imag)
+        case str():
+            return _tag(b"S", value.encode("utf-8", "surrogatepass"))
+        case bytes() | bytearray() | memoryview():
+            return _tag(b"Y", bytes(value))
+        case PurePath():
+            return _tag(b"P", value.as_posix().encode("utf-8", "surrogateescape"))
+    if isinstance(value, _NAMED):
+        return _tag(b"Q", str(value).encode())
+    if isinstance(value, _CALLABLE):
+        return _tag(b"Q", _name(value).encode())
+    return None
+
+
+def _encode_array(value: np.generic | np.ndarray, where: str) -> bytes:
+    if value.dtype.kind not in _NUMPY_KINDS or value.dtype.char in "gG":  # long double: padded
+        raise DigestError(
+            f"{where} is a NumPy value of dtype {value.dtype}, whose bytes are not defined. "
+            "Pass its fields, or its elements as a list."
+        )
+    shape = ",".join(map(str, value.shape))
+    return _tag(b"A", f"{value.dtype.str} [{shape}]\n".encode() + value.tobytes())
+
+
+def _encode_container(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
+    match value:
+        case Mapping():
+            out.append(b"D%x:" % len(value))
+            entries = [(_encode_key(key, where), key, item) for key, item in value.items()]
+            for encoded, key, item in sorted(entries, key=itemgetter(0)):
+                out.append(encoded)
+                _encode(item, out, f"{where}[{key!r}]", above)
+        case AbstractSet():
+            out.append(b"U%x:" % len(value))
+            out += sorted(_encode_key(item, where) for item in value)
+        case tuple() if hasattr(value, "_fields"):
+            _encode_object(value, value._fields, out, where, above)
+        case tuple() | list():
+            out.append((b"K%x:" if isinstance(value, tuple) else b"L%x:") % len(value))
+            for index, item in enumerate(value):
+                _encode(item, out, f"{where}[{index}]", above)
+        case torch.Generator():
+            out += (_tag(b"G", str(value.device).encode()), value.get_state())
+        case functools.partial():
+            _encode_object(value, ("func", "args", "keywords"), out, where, above)
+        case _ if is_dataclass(value):
+            _encode_object(value, [field.name for field in fields(value)], out, where, above)
+        case _:
+            raise DigestError(
+                f"{where} is of type {_name(type(value))}, whose bytes are not defined. Pass its "
+                "state as numbers, strings, tensors, and dicts, lists or dataclasses of them."
+            )
+
+
+def _encode_object(
+    value: object, names: Sequence[str], out: list[Piece], where: str, above: dict[int, str]
+) -> None:
+    out.append(_tag(b"O", _name(type(value)).encode()) + b"%x:" % len(names))
+    for name in names:
+        out.append(_tag(b"S", name.encode()))
+        _encode(getattr(value, name), out, f"{where}.{name}", above)
+
+
+def _encode_key(key: object, where: str) -> bytes:
+    pieces: list[Piece] = []
+    _encode(key, pieces, f"a key of {where}", {})
+    if any(isinstance(piece, torch.Tensor) for piece in pieces):
+        raise DigestError(
+            f"A key of {where} holds a tensor, which as a key is equal only to itself. "
+            "Use its name as the key."
+        )
+    return b"".join(cast(list[bytes], pieces))
+
+
+def _tag(tag: bytes, content: bytes) -> bytes:
+    return b"%s%x:%s" % (tag, len(content), content)
+
+
+def _name(thing: Callable[..., object]) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"

@@ -1,0 +1,128 @@
+"""Reductions over elements that share a key, always in the order in which they came.
+
+A stable sort by key puts the elements of one output side by side without changing their order;
+each run is then reduced by one reader. No two threads ever meet on one output, so there is no
+race whose winner could change the rounding. Nothing is read back to the host.
+"""
+
+import torch
+from torch import Tensor
+
+_INT32_LIMIT = 2**31 - 1
+_MODE_SUM = 0
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to add in: float32 for half and bfloat16, else the dtype itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def sum_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
+    """Add the values that share a key.
+
+    Args:
+        keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is left out.
+        values: Floating point, of shape ``[m]`` or ``[m, features]``.
+        count: Number of outputs.
+
+    Returns:
+        Sums of shape ``[count]`` or ``[count, features]``; 0 where a key does not occur. Half and
+        bfloat16 are added in float32, in which they are also returned.
+    """
+    order, offsets = _group(keys, count)
+    rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
+    return _reduce_runs(rows, offsets, "sum", 0)
+
+
+def multiply_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
+    """Multiply the values that share a key.
+
+    Args:
+        keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is left out.
+        values: Of shape ``[m]``, of any dtype that can be multiplied.
+        count: Number of outputs.
+
+    Returns:
+        Products of shape ``[count]``; 1 where a key does not occur. Half and bfloat16 are
+        multiplied in float32, in which they are also returned.
+    """
+    order, offsets = _group(keys, count)
+    rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
+    if rows.is_floating_point():
+        return _reduce_runs(rows, offsets, "prod", 1)
+    # torch.segment_reduce takes floating point only. Integers multiply in any order alike, so
+    # runs are folded in halves: after step k each element holds the product of 2**k of its run.
+    sorted_keys = keys.index_select(0, order)
+    step = 1
+    while step < rows.numel():
+        same = sorted_keys[step:] == sorted_keys[:-step]
+        rows = torch.cat([rows[:step], torch.where(same, rows[step:] * rows[:-step], rows[step:])])
+        step *= 2
+    last = (offsets[1:] - 1).clamp_(min=0)
+    occupied = offsets[1:] > offsets[:-1]
+    if not rows.numel():
+        return rows.new_ones(count)
+    return torch.where(occupied, rows.index_select(0, last), rows.new_ones(()))
+
+
+def sum_weighted_rows(keys: Tensor, weights: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Add each row, times its weights, to the outputs that its keys name.
+
+    Args:
+        keys: Integers of shape ``[m, k]``; ``count`` stands for no output.
+        weights: One for each key, of the rows' dtype.
+        rows: Of shape ``[m, features]``, float32 or float64.
+        count: Number of outputs.
+
+    Returns:
+        Sums of shape ``[count, features]``, each in the order of the rows and of their keys.
+    """
+    order, offsets = _group(keys.flatten(), count)
+    reads = torch.div(order, keys.shape[1], rounding_mode="floor")
+    sums = sum_bags(rows, reads, offsets, weights.flatten().index_select(0, order))
+    return sums[:-1]  # the last bag holds what stands for no output
+
+
+def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """Add, for each output, the rows that it reads, from first to last.
+
+    This is ``embedding_bag`` in mode sum: each output has one reader.
+
+    Args:
+        rows: Of shape ``[rows, features]``.
+        reads: The rows that output 0 reads, that output 1 reads, ...; of shape ``[entries]``.
+        offsets: Where each output's reads start; of shape ``[outputs]``.
+        weights: The factor of each entry, of the rows' dtype, or None where all are 1.
+    """
+    forward = torch.ops.aten._embedding_bag_forward_only  # noqa: SLF001 - without its autograd
+    sums: Tensor = forward(rows, reads, offsets, False, _MODE_SUM, False, weights)[0]  # noqa: FBT003
+    return sums
+
+
+def find_last(keys: Tensor) -> Tensor:
+    """Say for each element which is the last one with the same key.
+
+    Args:
+        keys: Integers of shape ``[m]``.
+
+    Returns:
+        Positions of shape ``[m]``, int64.
+    """
+    sorted_keys, order = torch.sort(keys, stable=True)
+    last = torch.searchsorted(sorted_keys, keys, right=True) - 1
+    return order.index_select(0, last)
+
+
+def _group(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if max(count, keys.numel()) < _INT32_LIMIT:
+        keys = keys.to(torch.int32)  # half as many bits to sort by
+    sorted_keys, order = torch.sort(keys, stable=True)
+    bounds = torch.arange(count + 1, dtype=keys.dtype, device=keys.device)
+    return order, torch.searchsorted(sorted_keys, bounds)
+
+
+def _reduce_runs(rows: Tensor, offsets: Tensor, reduce: str, initial: int) -> Tensor:
+    if not rows.numel():
+        return rows.new_full((offsets.numel() - 1, *rows.shape[1:]), initial)
+    # unsafe: the offsets are ours; checking them would wait for the device.
+    return torch.segment_reduce(rows, reduce, offsets=offsets, initial=initial, unsafe=True)

@@ -1,0 +1,49 @@
+"""Fixtures for all tests, and a guard: a test that leaks what it set fails."""
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+# Lightning and its loggers write these for their own use; they are not ours to restore.
+_FOREIGN_VARIABLES = ("PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "SLURM_NTASKS")
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "threads": torch.get_num_threads(),
+        "variables": {k: v for k, v in os.environ.items() if k not in _FOREIGN_VARIABLES},
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fail the test that leaves a flag, a thread count or a variable other than it found it."""
+    before = _settings()
+    yield
+    after = _settings()
+    assert after == before, "the test leaked a setting"
+
+
+@pytest.fixture(autouse=True)
+def fixed_rng() -> Iterator[None]:
+    """Start every test from one RNG state, so that no test depends on the order of the others."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    return
+
+
+@pytest.fixture
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no trace of an earlier ``seed_everything``."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)

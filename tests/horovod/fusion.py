@@ -1,0 +1,78 @@
+"""Train 150 small parameters in a plain loop and write the digest that each way of fusing gives.
+
+Usage: fusion.py FOLDER default|ours
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import models
+import torch
+from torch.nn import functional
+
+folder, mode = sys.argv[1:]
+if mode == "ours":
+    from lightning_d9m.adapters import horovod_settings
+
+    horovod_settings.switch_on(initialized=False, stall_seconds=60)
+else:
+    assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
+import horovod.torch as hvd
+
+STEPS = 12
+hvd.init()
+torch.set_num_threads(1)
+
+
+def train(reduced):
+    """Train from a fixed start; ``reduced(model, optimizer)`` returns one step's function."""
+    torch.manual_seed(1)
+    model = models.many_small_layers()
+    models.jitter(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = reduced(model, optimizer)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(STEPS):
+        inputs = torch.randn(16, 24, generator=generator)
+        step(functional.mse_loss(model(inputs), inputs.roll(1, 1)))
+    return models.digest(model)
+
+
+def horovods_own(model, optimizer):
+    """Reduce with Horovod's optimizer and its dynamic fusion."""
+    distributed = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def step(loss):
+        distributed.zero_grad()
+        loss.backward()
+        distributed.step()
+
+    return step
+
+
+def buckets(size):
+    """Reduce with our buckets; a size of 0 reduces each gradient alone."""
+    from lightning_d9m.adapters.buckets import GradientBuckets
+    from lightning_d9m.adapters.horovod_wire import Wire
+
+    def reduced(model, optimizer):
+        own = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)
+
+        def step(loss):
+            optimizer.zero_grad()
+            with own.backward():
+                loss.backward()
+            optimizer.step()
+
+        return step
+
+    return reduced
+
+
+if mode == "ours":
+    result = {"static": train(buckets(65536)), "off": train(buckets(0))}
+else:
+    result = {"default": train(horovods_own)}
+Path(folder, f"rank-{hvd.rank()}.json").write_text(json.dumps(result))

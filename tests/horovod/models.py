@@ -1,0 +1,52 @@
+"""Models and data that the worker scripts train; the same on every rank."""
+
+import hashlib
+import random
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def digest(module):
+    """The SHA-256 of all parameters and buffers, in their order."""
+    total = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        total.update(name.encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def loader(samples=64, batch_size=8, shuffle=True):
+    """A regression problem from a generator of its own."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(samples, 8, generator=generator)
+    targets = inputs.pow(2).sum(1, keepdim=True) + torch.randn(samples, 1, generator=generator)
+    return DataLoader(TensorDataset(inputs, targets), batch_size=batch_size, shuffle=shuffle)
+
+
+def network():
+    """Three layers with dropout and batch normalisation."""
+    return nn.Sequential(
+        nn.Linear(8, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.1), nn.Linear(33, 1)
+    )
+
+
+def many_small_layers(count=75):
+    """150 small parameters: what Horovod's own fusion is made for."""
+    layers = [nn.Linear(24, 24) for _ in range(count)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def jitter(module):
+    """Delay gradients by times that no seed decides, so that ranks are ready in another order."""
+    chance = random.SystemRandom()
+
+    def delay(gradient):
+        if chance.random() < 0.1:
+            time.sleep(chance.random() * 0.003)
+        return gradient
+
+    for parameter in module.parameters():
+        parameter.register_hook(delay)

@@ -1,0 +1,331 @@
+"""Exercise Lightning's surface on every rank and write what each found.
+
+Usage: surface.py FOLDER
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import models
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from pytorch_lightning.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
+from lightning_d9m.errors import D9mError
+
+warnings.filterwarnings("ignore")
+folder = Path(sys.argv[1])
+found = {}
+
+
+def trainer(strategy="horovod_d9m", **options):
+    quiet = {
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **(quiet | options))
+
+
+class Base(pl.LightningModule):
+    """Regression with a module that a check gives."""
+
+    def __init__(self, net, lr=0.05):
+        super().__init__()
+        self.net = net
+        self.lr = lr
+
+    def training_step(self, batch, _):
+        loss = functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def check(function):
+    """Run a check from a fixed seed and note what it returns, by its name."""
+    pl.seed_everything(5, verbose=False)
+    found[function.__name__] = function()
+    return function
+
+
+def fit(model, loader=None, **options):
+    own = trainer(**options)
+    own.fit(model, loader or models.loader())
+    return own
+
+
+@check
+def loops():
+    """Fit with validation, test, predict, metrics, callbacks and sync_dist."""
+
+    class Model(Base):
+        def __init__(self):
+            super().__init__(models.network())
+            self.error = torchmetrics.MeanSquaredError()
+            self.seen = torchmetrics.CatMetric()
+            self.samplers = []
+
+        def on_train_start(self):
+            sampler = self.trainer.train_dataloader.sampler
+            self.samplers = [type(sampler).__name__, sampler.rank, sampler.num_replicas]
+
+        def validation_step(self, batch, index):
+            out = self.net(batch[0])
+            self.error(out, batch[1])
+            # A different number of values on each rank: torchmetrics gathers uneven states.
+            self.seen.update(torch.full((self.global_rank + 1,), float(self.global_rank)))
+            self.log("mse", self.error)
+            self.log("rank_mean", float(self.global_rank), sync_dist=True)
+            self.log("rank_max", float(self.global_rank), sync_dist=True, reduce_fx="max")
+
+        def on_validation_epoch_end(self):
+            self.values = self.seen.compute().tolist()
+            self.seen.reset()
+
+        def test_step(self, batch, index):
+            self.log("test_loss", functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def predict_step(self, batch, index):
+            return self.net(batch[0])
+
+    model = Model()
+    saved = ModelCheckpoint(dirpath=folder / "checkpoints", monitor="mse", save_last=True)
+    stop = EarlyStopping("mse", patience=5)
+    own = trainer(callbacks=[saved, stop], enable_checkpointing=True)
+    own.fit(model, models.loader(), models.loader(24, shuffle=False))
+    metrics = {name: float(value) for name, value in own.callback_metrics.items()}
+    tested = own.test(model, models.loader(16, shuffle=False), verbose=False)[0]
+    predicted = own.predict(model, models.loader(16, shuffle=False))
+    return {
+        "metrics": metrics,
+        "test": tested,
+        "predicted": sum(len(part) for part in predicted),
+        "samplers": model.samplers,
+        "values": model.values,
+        "lr": own.optimizers[0].param_groups[0]["lr"],
+        "best": saved.best_model_path,
+        "ranks": [own.global_rank, own.world_size, own.local_rank],
+        "zero": own.is_global_zero,
+        "files": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+    }
+
+
+@check
+def early_stopping():
+    """A metric that stops improving on one rank only stops all."""
+
+    class Model(Base):
+        def validation_step(self, batch, index):
+            self.log("own", float(self.current_epoch if self.global_rank else -self.current_epoch))
+
+    own = trainer(callbacks=[EarlyStopping("own", patience=1)], max_epochs=9)
+    own.fit(Model(models.network()), models.loader(), models.loader(16))
+    return own.current_epoch
+
+
+@check
+def resume():
+    """Two epochs and two more after a resume end where four end."""
+    path = str(folder / "half.ckpt")
+
+    # Dropout draws from the global generator, which Lightning does not save.
+    def without_dropout(model):
+        model.net[3].p = 0.0
+        return model
+
+    straight = without_dropout(Base(models.network()))
+    state = {name: value.clone() for name, value in straight.state_dict().items()}
+    fit(straight, models.loader(shuffle=False), max_epochs=4)
+    half = without_dropout(Base(models.network()))
+    half.load_state_dict(state)
+    own = fit(half, models.loader(shuffle=False), max_epochs=2)
+    own.save_checkpoint(path)
+    rest = without_dropout(Base(models.network()))
+    again = trainer(max_epochs=4)
+    again.fit(rest, models.loader(shuffle=False), ckpt_path=path)
+    return [models.digest(straight), models.digest(rest), again.global_step]
+
+
+@check
+def collectives():
+    """Shapes, dtypes, gradients and objects across the ranks."""
+    noted = {}
+
+    class Model(Base):
+        def on_train_start(self):
+            rank = self.global_rank
+            noted["all_gather"] = list(self.all_gather(torch.full((3, 4), float(rank))).shape)
+            noted["dtypes"] = [
+                self.all_gather(torch.tensor([rank, 1], dtype=dtype)).sum(0).tolist()
+                for dtype in (torch.bfloat16, torch.int64, torch.uint8, torch.float64)
+            ]
+            value = torch.tensor([1.0 + rank, 2.0], requires_grad=True)
+            gathered = self.all_gather(value, sync_grads=True)
+            (gathered * torch.tensor([[1.0], [10.0]]) * (rank + 1)).sum().backward()
+            noted["gradient"] = value.grad.tolist()
+            strategy = self.trainer.strategy
+            noted["broadcast"] = strategy.broadcast({"from": rank, "path": folder}) == {"from": 0, "path": folder}
+            noted["broadcast_1"] = strategy.broadcast(("from", rank), src=1)
+            one = torch.tensor([1 + rank])
+            noted["reduce"] = [
+                strategy.reduce(one, reduce_op=op).tolist() for op in ("sum", "mean", "max", "min")
+            ]
+            noted["reduce_half"] = strategy.reduce(one.bfloat16()).tolist()
+            noted["text"] = strategy.reduce("text")
+            noted["decisions"] = [
+                strategy.reduce_boolean_decision(rank == 0),
+                strategy.reduce_boolean_decision(rank == 0, all=False),
+                strategy.reduce_boolean_decision(True),
+            ]
+            strategy.barrier("ours")
+
+    fit(Model(models.network()))
+    return noted
+
+
+@check
+def sync_batchnorm():
+    """Statistics over all ranks equal those of the whole batch in one process."""
+    whole = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    state = {name: value.clone() for name, value in whole.state_dict().items()}
+    data = models.loader(32, shuffle=False).dataset
+    inputs, targets = (tensor.double() for tensor in data.tensors)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for start in range(0, 32, 8):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(whole(inputs[start : start + 8]), targets[start : start + 8])
+        loss.backward()
+        optimizer.step()
+    split = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    split.load_state_dict(state)
+    dataset = TensorDataset(inputs, targets)
+    sampler = DistributedSampler(dataset, 2, trainer().global_rank, shuffle=False)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    options = {"sync_batchnorm": True, "use_distributed_sampler": False, "max_epochs": 1}
+    fit(Base(split), loader, **options)
+    return [
+        float((whole.state_dict()[name].double() - value.double()).abs().max())
+        for name, value in split.state_dict().items()
+    ]
+
+
+@check
+def parameters():
+    """Unused, shared, frozen and unfrozen parameters, channels_last and sparse gradients."""
+    digests = {}
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+            self.unused = nn.Linear(4, 4)
+            self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
+            self.phases = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+            self.embedding = nn.Embedding(5, 1, sparse=True)
+            self.brain = nn.Parameter(torch.randn(8).bfloat16())
+            self.last = nn.Linear(8, 1)
+
+        def forward(self, x):
+            x = self.second(self.first(x)) * self.phases.abs() + self.brain.float()
+            image = x.view(-1, 1, 2, 4).contiguous(memory_format=torch.channels_last)
+            x = x + self.conv(image).mean(1).flatten(1)
+            index = (x.detach()[:, 0] > 0).long()
+            return self.last(x) + self.embedding(index)
+
+    model = Base(Tied())
+    strategy = HorovodDeterministicStrategy(sparse_as_dense=True, bucket_bytes=256)
+    fit(model, strategy=strategy)
+    digests["mixed"] = models.digest(model)
+    digests["unused_gradient"] = model.net.unused.weight.grad is None
+    digests["tied"] = model.net.first.weight is model.net.second.weight
+
+    class Thaw(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+    class Frozen(Base):
+        def configure_optimizers(self):
+            some = [p for p in self.parameters() if p.requires_grad]
+            return torch.optim.SGD(some, lr=self.lr, momentum=0.9)
+
+    model = Frozen(models.network())
+    before = model.net[0].weight.detach().clone()
+    fit(model, callbacks=[Thaw()])
+    digests["thawed"] = models.digest(model)
+    digests["moved"] = not torch.equal(before, model.net[0].weight)
+    return digests
+
+
+@check
+def options():
+    """Each option of the strategy trains and leaves the ranks equal."""
+    digests = {}
+    for name, given in {
+        "static": {},
+        "off": {"fusion": "off"},
+        "sum": {"op": "sum"},
+        "fp16": {"compression": "fp16"},
+        "bf16": {"compression": "bf16"},
+    }.items():
+        pl.seed_everything(5, verbose=False)
+        model = Base(models.network(), lr=0.01)
+        fit(model, strategy=HorovodDeterministicStrategy(**given))
+        digests[name] = models.digest(model)
+    return digests
+
+
+@check
+def refusals():
+    """What would break silently is an error; both ranks run into it."""
+    messages = {}
+
+    class Stray(Base):
+        automatic_optimization = False
+
+        def training_step(self, batch, _):
+            functional.mse_loss(self.net(batch[0]), batch[1]).backward()
+
+    class Sparse(Base):
+        def __init__(self):
+            super().__init__(nn.Embedding(5, 1, sparse=True))
+
+        def training_step(self, batch, _):
+            return self.net(torch.tensor([1, 2])).sum()
+
+    class Foreign(Base):
+        def configure_optimizers(self):
+            self.foreign = [nn.Parameter(torch.zeros(3))]
+            return torch.optim.SGD([*self.parameters(), *self.foreign], lr=0.1)
+
+    for name, model in {
+        "stray": Stray(models.network()),
+        "sparse": Sparse(),
+        "foreign": Foreign(models.network()),
+    }.items():
+        try:
+            fit(model)
+        except D9mError as error:
+            messages[name] = str(error)
+    return messages
+
+
+rank = trainer().global_rank
+(folder / f"rank-{rank}.json").write_text(json.dumps(found))

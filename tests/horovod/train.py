@@ -1,0 +1,111 @@
+"""Train the scenarios named on the command line and write what each rank ends with.
+
+Usage: train.py PACKAGE STRATEGY FOLDER SCENARIO...
+"""
+
+import json
+import os
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import models
+import torch
+from torch import nn
+from torch.nn import functional
+
+package, strategy, folder, *scenarios = sys.argv[1:]
+pl = import_module(package)
+if strategy.startswith("horovod"):
+    import lightning_d9m.adapters.horovod  # noqa: F401 - registers the strategy
+warnings.filterwarnings("ignore")
+
+
+class Automatic(pl.LightningModule):
+    """Automatic optimization with a scheduler."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = models.network()
+        models.jitter(self)
+
+    def training_step(self, batch, _):
+        inputs, targets = batch
+        loss = functional.mse_loss(self.net(inputs), targets)
+        self.log("train_loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Manual(pl.LightningModule):
+    """Two optimizers that take turns, the other's parameters switched off meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = models.network()
+        self.second = nn.Linear(1, 1)
+        models.jitter(self)
+
+    def training_step(self, batch, _):
+        inputs, targets = batch
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)
+            loss = functional.mse_loss(self.second(self.first(inputs)), targets)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return (
+            torch.optim.SGD(self.first.parameters(), lr=0.02),
+            torch.optim.Adam(self.second.parameters(), lr=0.02),
+        )
+
+
+def make_strategy(name):
+    """A strategy by its name; DDP has to be told that parameters may go unused."""
+    if name == "ddp":
+        return import_module(f"{package}.strategies").DDPStrategy(
+            find_unused_parameters=True, process_group_backend="gloo"
+        )
+    return name
+
+
+SCENARIOS = {
+    "plain": (Automatic, {}),
+    "accumulation": (Automatic, {"accumulate_grad_batches": 3}),
+    "clip_norm": (Automatic, {"gradient_clip_val": 0.5}),
+    "clip_value": (Automatic, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "bf16": (Automatic, {"precision": "bf16-mixed"}),
+    "manual": (Manual, {}),
+}
+torch.set_num_threads(1)
+result = {}
+environment = dict(os.environ)
+for scenario in scenarios:
+    make, options = SCENARIOS[scenario]
+    pl.seed_everything(3, verbose=False)
+    os.environ.update(environment)  # Lightning's own environment removes WORLD_SIZE at its end
+    model = make()
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=2 if strategy == "ddp" else 1,
+        strategy=make_strategy(strategy),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, models.loader())
+    result[scenario] = {"digest": models.digest(model), "steps": trainer.global_step}
+rank = trainer.global_rank
+Path(folder, f"rank-{rank}.json").write_text(json.dumps(result))

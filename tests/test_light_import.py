@@ -1,0 +1,55 @@
+"""Importing the package and asking the command line loads neither torch nor Lightning."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_d9m
+
+HEAVY = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "horovod", "triton")
+
+LIGHT = {
+    "package": "import lightning_d9m",
+    "errors": "import lightning_d9m; lightning_d9m.DriftError",
+    "settings": "import lightning_d9m; lightning_d9m.Settings(seed=1)",
+    "help": "from lightning_d9m.adapters.cli import build_parser; build_parser().format_help()",
+    "ledger": "import lightning_d9m.evidence.ledger, lightning_d9m.evidence.compare",
+}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the heavy packages that a fresh interpreter has loaded after ``statement``."""
+    code = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("statement", LIGHT.values(), ids=LIGHT.keys())
+def test_stays_light(statement):
+    """None of these statements needs torch."""
+    assert loaded_by(statement) == set()
+
+
+def test_the_probe_sees_what_is_loaded():
+    """The probe above can fail: the digest does load torch and NumPy."""
+    assert {"torch", "numpy"} <= loaded_by("import lightning_d9m; lightning_d9m.digest")
+
+
+def test_every_public_name_loads():
+    """``__all__``, the table of homes and what can be imported are the same names."""
+    assert sorted(lightning_d9m.__all__) == sorted(lightning_d9m._HOME) == dir(lightning_d9m)
+    for name in lightning_d9m.__all__:
+        assert getattr(lightning_d9m, name).__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    """A misspelt name fails as it does in any module."""
+    with pytest.raises(AttributeError, match="has no attribute 'Determinism'"):
+        _ = lightning_d9m.Determinism
+
+
+def test_the_package_is_typed():
+    """Type checkers see the package's annotations."""
+    assert (Path(lightning_d9m.__file__).parent / "py.typed").exists()

@@ -1,0 +1,77 @@
+"""Small real trainings for the tests of the callback: digits of scikit-learn, a net with dropout."""
+
+import importlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "accelerator": "cpu",
+}
+
+
+class NoisyDigits(Dataset):
+    """Digits with augmentation noise from Python, NumPy and torch, as user code draws it."""
+
+    def __init__(self, size: int = 96) -> None:
+        digits = load_digits()
+        self.images = torch.tensor(digits.data[:size], dtype=torch.float32) / 16
+        self.classes = torch.tensor(digits.target[:size])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = random.random() + float(np.random.rand()) + torch.rand(64)
+        return self.images[index] + 0.01 * noise, self.classes[index]
+
+
+def make_model(package: str = "lightning.pytorch", **overrides: Any) -> Any:
+    """Build a model of the given package; ``overrides`` replace its methods."""
+    base = importlib.import_module(package).LightningModule
+
+    class Net(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+            )
+
+        def training_step(self, batch, batch_idx):
+            images, classes = batch
+            loss = nn.functional.cross_entropy(self.layers(images), classes)
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            images, classes = batch
+            self.log("val_loss", nn.functional.cross_entropy(self.layers(images), classes))
+
+        def test_step(self, batch, batch_idx):
+            self.validation_step(batch, batch_idx)
+
+        def predict_step(self, batch, batch_idx):
+            return self.layers(batch[0])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    for name, method in overrides.items():
+        setattr(Net, name, method)
+    torch.manual_seed(7)
+    return Net()
+
+
+def make_loader(*, size: int = 96, shuffle: bool = True, **settings: Any) -> DataLoader:
+    """Build a loader of 6 batches."""
+    return DataLoader(NoisyDigits(size), batch_size=16, shuffle=shuffle, **settings)
