@@ -51,7 +51,9 @@ def make_environment() -> None:
 def install_debian(*packages: str) -> None:
     """Install packages of Debian's, or say how."""
     if shutil.which("apt-get") is None or os.geteuid() != 0:
-        sys.exit(f"dev.py: missing: {' '.join(packages)}. Install: apt-get install {' '.join(packages)}")
+        sys.exit(
+            f"dev.py: missing: {' '.join(packages)}. Install: apt-get install {' '.join(packages)}"
+        )
     say(f"installing Debian's {' '.join(packages)}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     subprocess.run(["apt-get", "-qq", "update"], check=True, env=quiet)
@@ -60,7 +62,7 @@ def install_debian(*packages: str) -> None:
 
 
 def install(*groups: str, extra: str = "") -> None:
-    """Install torch, this package (editable) and dependency groups, once for each state of the metadata."""
+    """Install torch, this package (editable) and groups, once for each state of the metadata."""
     recipe = (ROOT / "pyproject.toml").read_bytes() + repr((groups, extra, sys.version)).encode()
     mark = ENVIRONMENT / f"installed-{'-'.join(groups) or 'package'}"
     state = hashlib.sha256(recipe).hexdigest()
@@ -71,8 +73,21 @@ def install(*groups: str, extra: str = "") -> None:
     run(*pip, "--upgrade", "pip>=25.1")  # the first with --group
     if subprocess.run([PYTHON, "-c", "import torch"], check=False, capture_output=True).returncode:
         run(*pip, TORCH)
-    run(*pip, "--editable", f".[{extra}]" if extra else ".", *(f"--group={group}" for group in groups))
+    run(
+        *pip,
+        "--editable",
+        f".[{extra}]" if extra else ".",
+        *(f"--group={group}" for group in groups),
+    )
     mark.write_text(state)
+
+
+def need_tools() -> None:
+    """Install what compiles Horovod, where it is missing."""
+    packages = {"c++": "g++", "cmake": "cmake", "make": "make"}
+    missing = [package for tool, package in packages.items() if shutil.which(tool) is None]
+    if missing:
+        install_debian(*missing)
 
 
 def digits() -> None:
@@ -83,7 +98,10 @@ def digits() -> None:
 
 def test(words: list[str]) -> None:
     """All that CI checks: format, lint, types, import contracts, docs, tests."""
-    install("dev", extra="examples")
+    need_tools()
+    install("dev", "horovod", extra="examples")
+    say("Horovod (built once, some minutes; then taken from a cache)")
+    run(ENVIRONMENT / "bin" / "d9m", "install-horovod")
     say("format and lint")
     run("ruff", "format", "--check", ".")
     run("ruff", "check", ".")

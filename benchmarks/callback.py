@@ -2,9 +2,9 @@
 
     python benchmarks/callback.py
 
-Two models: the digits network of the examples, and a multilayer perceptron of 10 million
-parameters. Fits alternate within one process; the figure is the median of the ratios of neighbouring
-fits, with their quartiles. Results go to ``benchmarks/results/callback-cpu.json``.
+Two models: the digits network of the examples, and a perceptron of 10 million parameters. Fits
+alternate within one process; the figure is the median of the ratios of neighbouring fits, with
+their quartiles. Results go to ``benchmarks/results/callback-cpu.json``.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from digits import Digits, DigitsNet  # noqa: E402 - an example is a script, not a package
+from digits import Digits, DigitsNet
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -99,9 +99,8 @@ def _measure(
 
 
 def _print(title: str, results: dict[str, dict[str, object]]) -> None:
-    print(
-        f"\n{title}\n{'method':<38}{'GB/s':>8}{'quartiles':>18}{'time / digest':>16}{'quartiles':>18}"
-    )
+    print(f"\n{title}\n{'method':<38}{'GB/s':>8}{'quartiles':>18}", end="")
+    print(f"{'time / digest':>16}{'quartiles':>18}")
     for name, result in results.items():
         print(f"{name:<38}", end="")
         for field, width in (("gigabytes_per_second", 8), ("times_as_long_as_digest", 16)):

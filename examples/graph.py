@@ -81,7 +81,9 @@ class DigitsGraph(L.LightningModule):
         return float((self()[chosen].argmax(1) == self.classes[chosen]).float().mean())
 
 
-def train(*, seed: int = 42, epochs: int = 3, plain: bool = False, **settings: object) -> DigitsGraph:
+def train(
+    *, seed: int = 42, epochs: int = 3, plain: bool = False, **settings: object
+) -> DigitsGraph:
     """Train once; ``plain`` leaves the callback out, as a user without it would."""
     L.seed_everything(seed, verbose=False)
     model = DigitsGraph()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import sklearn  # noqa: F401 - sets variables when it is first imported, which is no leak
 import torch
 
 # Lightning and its loggers write these for their own use; they are not ours to restore.

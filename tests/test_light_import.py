@@ -8,7 +8,15 @@ import pytest
 
 import lightning_d9m
 
-HEAVY = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "horovod", "triton")
+HEAVY = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "numpy",
+    "horovod",
+    "triton",
+)
 
 LIGHT = {
     "package": "import lightning_d9m",

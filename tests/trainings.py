@@ -1,4 +1,4 @@
-"""Small real trainings for the tests of the callback: digits of scikit-learn, a net with dropout."""
+"""Small real trainings for the callback's tests: scikit-learn's digits, a net with dropout."""
 
 import importlib
 import random

@@ -11,7 +11,7 @@ This file knows neither Horovod nor Lightning: what crosses the ranks is passed 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from typing import Any, Literal, Protocol
@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_d9m.adapters.bucket_layout import Bucket, Slot, lay_out
 from lightning_d9m.errors import SettingError
 
 MEBIBYTE = 2**20
-# A gradient at an odd address takes another path through vectorised reductions (its norm, when it
-# is clipped) than one that was allocated for itself.
-_ALIGNMENT_BYTES = 64
 
 
 class Reducer(Protocol):
@@ -50,27 +48,6 @@ class _Mode(Enum):
     OUTSIDE = "outside"  # no backward pass that is ours
     BLOCKED = "blocked"  # gradients accumulate on this rank
     RUNNING = "running"  # a backward pass whose gradients are reduced
-
-
-@dataclass
-class _Slot:
-    """The place of one parameter: a view of its bucket's buffer."""
-
-    name: str
-    parameter: Parameter
-    start: int
-    stop: int
-    view: Tensor
-
-
-@dataclass
-class _Bucket:
-    index: int
-    flat: Tensor
-    slots: list[_Slot]
-    fired: set[int] = field(default_factory=set)
-    awaited: int = 0
-    launched: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,10 +104,10 @@ class GradientBuckets:
         self._options = f"{op} {bucket_bytes} {compression}"
         self._mode = _Mode.OUTSIDE
         self._hooks: dict[int, Any] = {}
-        self._places: dict[int, tuple[_Bucket, int]] = {}
+        self._places: dict[int, tuple[Bucket, int]] = {}
         self._flights: list[_Flight] = []
         self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._frozen: list[Parameter] = []
         self._build()
 
@@ -186,7 +163,7 @@ class GradientBuckets:
             self._flights = []
 
     def _build(self) -> None:
-        """Lay out the buckets: last registered first, since its gradient arrives first."""
+        """Lay out the buckets of all parameters that are or have been trained."""
         trainable: dict[int, tuple[str, Parameter]] = {}
         self._frozen = []
         for name, parameter in self._parameters:
@@ -195,13 +172,7 @@ class GradientBuckets:
                 self._frozen.append(parameter)
             else:  # a shared parameter has one gradient
                 trainable.setdefault(id(parameter), (name, parameter))
-        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
-        for name, parameter in reversed(trainable.values()):
-            by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
-        self._buckets = []
-        for (device, dtype), members in by_kind.items():
-            for chunk in _chunks(members, self._bucket_bytes):
-                self._buckets.append(_make_bucket(len(self._buckets), chunk, device, dtype))
+        self._buckets = lay_out(list(trainable.values()), self._bucket_bytes)
         layout = [
             f"{b.index} {slot.name} {tuple(slot.view.shape)} {slot.view.dtype} {slot.start}"
             for b in self._buckets
@@ -234,7 +205,7 @@ class GradientBuckets:
                 self._launch(bucket)
 
     @staticmethod
-    def _check_second(bucket: _Bucket, slot: _Slot) -> None:
+    def _check_second(bucket: Bucket, slot: Slot) -> None:
         if bucket.launched:
             raise SettingError(
                 f"The parameter {slot.name!r} got a second gradient in one backward pass, after "
@@ -244,7 +215,7 @@ class GradientBuckets:
             )
 
     @torch.no_grad()
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
         bucket.launched = True
         if self._reducer.size == 1:
@@ -262,7 +233,7 @@ class GradientBuckets:
             name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
             self._flights.append(_Flight(self._reducer.start(wire, name), target, wire))
 
-    def _pack(self, slots: Sequence[_Slot]) -> None:
+    def _pack(self, slots: Sequence[Slot]) -> None:
         views: list[Tensor] = []
         gradients: list[Tensor] = []
         for slot in slots:
@@ -314,7 +285,7 @@ class GradientBuckets:
             text = "\n".join([self._plan, *self._fired_names()]).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
             fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
-        doing = "the parameters that got a gradient in the backward pass"
+        doing = "the backward pass"
         self._reducer.agree_on(fingerprint, doing, self._claim_items)
         for bucket in self._buckets:
             if bucket.fired and not bucket.launched:
@@ -349,46 +320,3 @@ def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> Non
         raise SettingError(
             f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
         )
-
-
-def _chunks(
-    members: Sequence[tuple[str, Parameter]], limit: int
-) -> Iterator[list[tuple[str, Parameter]]]:
-    """Cut at the first parameter with which a bucket holds ``limit`` bytes or more."""
-    chunk: list[tuple[str, Parameter]] = []
-    held = 0
-    for name, parameter in members:
-        chunk.append((name, parameter))
-        held += parameter.numel() * parameter.element_size()
-        if held >= limit:
-            yield chunk
-            chunk, held = [], 0
-    if chunk:
-        yield chunk
-
-
-def _make_bucket(
-    index: int,
-    members: Sequence[tuple[str, Parameter]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> _Bucket:
-    step = max(1, _ALIGNMENT_BYTES // members[0][1].element_size())
-    starts = [0]
-    for _, parameter in members:
-        starts.append(starts[-1] + -(-parameter.numel() // step) * step)
-    flat = torch.zeros(starts[-1], dtype=dtype, device=device)
-    slots = [
-        _Slot(name, parameter, start, stop, _view_like(flat, start, parameter))
-        for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True)
-    ]
-    return _Bucket(index, flat, slots)
-
-
-def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
-    """A view with the parameter's shape and, where it is dense, its strides (channels_last)."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = formats.get(parameter.dim())
-    if last is not None and parameter.is_contiguous(memory_format=last):
-        return flat.as_strided(parameter.shape, parameter.stride(), start)
-    return flat[start : start + parameter.numel()].view(parameter.shape)

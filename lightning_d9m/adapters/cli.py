@@ -16,6 +16,8 @@ _COMMANDS = {
     "repeat": "run a command several times and say whether the runs agree bit for bit",
     "compare": "compare two ledgers and name the first divergence",
     "doctor": "what on this machine would make a run nondeterministic, and the fix",
+    "ops": "the operations that torch leaves nondeterministic, and what is done about each",
+    "install-horovod": "build Horovod for the torch that is installed",
 }
 
 

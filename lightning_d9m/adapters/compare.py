@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_d9m.evidence.compare import Comparison, RankComparison, compare_ledgers
 from lightning_d9m.evidence.difference import Difference, FieldDifference
 from lightning_d9m.evidence.display import (
+    counted,
     describe_moment,
     describe_names,
     describe_value,
@@ -111,7 +112,7 @@ def _format_rank(rank: RankComparison) -> Iterator[str]:
         ("actual", rank.only_actual, rank.actual_complete, rank.actual_truncated),
     ):
         if found.count:
-            records = "1 record" if found.count == 1 else f"{found.count:,} records"
+            records = counted(found.count, "record")
             yield from _wrap(
                 f"Rank {rank.rank}: only the {name} run has {records}, the first {found.first}."
             )
@@ -138,20 +139,18 @@ def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]
             "seed_everything at the top of the program).",
             "  ",
         )
-    yield f"  {rank.differing:,} of {rank.records:,} records differ."
+    yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
 
 
 def _state_verdict(comparison: Comparison) -> str:
-    records = sum(rank.records for rank in comparison.ranks)
-    digests = sum(rank.digests for rank in comparison.ranks)
+    records = counted(sum(rank.records for rank in comparison.ranks), "record")
     if comparison.verdict == "equal":
-        epochs = max(rank.epochs for rank in comparison.ranks)
-        return (
-            f"equal: {records:,} records agree bit for bit ({digests:,} of digests, "
-            f"{epochs:,} epochs, {_name_ranks([rank.rank for rank in comparison.ranks])})."
-        )
+        digests = sum(rank.digests for rank in comparison.ranks)
+        epochs = counted(max(rank.epochs for rank in comparison.ranks), "epoch")
+        ranks = _name_ranks([rank.rank for rank in comparison.ranks])
+        return f"equal: {records} bit for bit the same ({digests:,} of digests; {epochs}; {ranks})."
     if comparison.verdict == "different":
-        return f"different: {records:,} records were compared."
+        return f"different: {records} compared."
     if comparison.refusals:
         names = ", ".join(plain(entry.field) for entry in comparison.refusals)
         return f"not comparable: the runs differ by design ({names})."

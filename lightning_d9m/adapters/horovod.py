@@ -12,6 +12,11 @@ from torch.nn import Module
 
 from lightning_d9m.adapters import horovod_batchnorm
 from lightning_d9m.adapters.buckets import MEBIBYTE, GradientBuckets, check_options
+from lightning_d9m.adapters.horovod_collectives import (
+    gather_with_gradients,
+    reduce_over_ranks,
+    refuse_group,
+)
 from lightning_d9m.adapters.horovod_launch import HorovodEnvironment
 from lightning_d9m.adapters.horovod_metrics import Metrics
 from lightning_d9m.adapters.horovod_settings import (
@@ -252,26 +257,23 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, in rank order; anything else comes back as it is."""
-        _refuse_group(group)
+        refuse_group(group)
         if not isinstance(tensor, Tensor) or self.world_size == 1:
             return tensor
-        name = "sum" if reduce_op is None else reduce_op
-        name = (name if isinstance(name, str) else name.name).lower()
-        parts = self.wire.gather_equal(tensor, f"{name}-reduction").unbind()
-        return _combine(parts, name)
+        return reduce_over_ranks(tensor, reduce_op, self.wire)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack every rank's tensor to (world, ...); one process alone gets its own back."""
-        _refuse_group(group)
+        refuse_group(group)
         if self.world_size == 1:
             return tensor
         if sync_grads and tensor.requires_grad:
-            return cast(Tensor, _Gather.apply(tensor, self.wire))  # type: ignore[no-untyped-call]
+            return gather_with_gradients(tensor, self.wire)
         return self.wire.gather_equal(tensor, "all_gather")
 
     def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Every rank's tensor, whose shapes may differ; what torchmetrics asks for."""
-        _refuse_group(group)
+        refuse_group(group)
         self.wire.agree(Claim("the synchronisation of a metric"))
         return self.wire.gather_tensors(tensor)
 
@@ -305,6 +307,22 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         trainer = cast(Any, self.lightning_module).trainer
         self.wire.agree(Claim(f"training on {trainer.num_training_batches} batches per epoch"))
 
+    def on_train_end(self) -> None:
+        """A rank that has run out of batches meets here those that have not."""
+        self.wire.agree(Claim("the end of training"))
+
+    def on_validation_end(self) -> None:
+        """The same for a collective that only some ranks called while validating."""
+        self.wire.agree(Claim("the end of validation"))
+
+    def on_test_end(self) -> None:
+        """The same while testing."""
+        self.wire.agree(Claim("the end of testing"))
+
+    def on_predict_end(self) -> None:
+        """The same while predicting."""
+        self.wire.agree(Claim("the end of prediction"))
+
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one."""
         if self._wire is not None:
@@ -326,45 +344,6 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         if self._switched is not None:
             self._switched.restore()
             self._switched = None
-
-
-class _Gather(torch.autograd.Function):
-    """`all_gather` whose gradient is the sum of what all ranks sent back for this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, wire: Wire) -> Tensor:
-        ctx.wire = wire
-        return wire.gather_equal(tensor, "all_gather")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        wire: Wire = ctx.wire
-        everyone = wire.gather_equal(gradients[0], "the gradient of all_gather")
-        return _combine([part[wire.rank] for part in everyone.unbind()], "sum"), None
-
-
-def _combine(parts: Any, name: str) -> Tensor:
-    """Reduce tensors in the order in which they are given."""
-    result: Tensor = parts[0]
-    for part in parts[1:]:
-        if name in {"mean", "avg", "sum"}:
-            result = result + part
-        elif name == "product":
-            result = result * part
-        elif name == "max":
-            result = torch.maximum(result, part)
-        elif name == "min":
-            result = torch.minimum(result, part)
-        else:
-            raise SettingError(
-                f"reduce_op={name!r} is not known: pass 'mean', 'sum', 'min', 'max' or 'product'."
-            )
-    return (result / len(parts)).to(parts[0].dtype) if name in {"mean", "avg"} else result
-
-
-def _refuse_group(group: Any) -> None:
-    if group is not None:
-        raise SettingError(f"group={group!r}: this strategy knows one group, all ranks. Pass None.")
 
 
 def _signature(module: Module) -> tuple[str, ...]:

@@ -1,17 +1,16 @@
 """The variables that Horovod and NCCL read once, when Horovod starts."""
 
 import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from lightning_d9m.control.variables import allows_nvls
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
-
-Fact = str | int | float | bool | None
+from lightning_d9m.evidence.records import Scalar
+from lightning_d9m.evidence.stack import capture_stack, format_differences, stack_differences
 
 # What must have this value, and the mechanism that makes it necessary.
 PINNED = {
@@ -80,6 +79,11 @@ def switch_on(*, initialized: bool, stall_seconds: float) -> Switched:
                 f"The variable {name} is {found!r}, but deterministic training needs {value!r}: "
                 "unset it, and take it out of horovodrun's options."
             )
+    if allows_nvls(wanted["NCCL_ALGO"]):
+        raise SettingError(
+            f"The variable NCCL_ALGO is {wanted['NCCL_ALGO']!r}, which lets NCCL reduce by NVLS, "
+            f"in an order that differs between calls: unset it, or set {CHOSEN['NCCL_ALGO']!r}."
+        )
     if initialized:
         _check_running(wanted)
     else:
@@ -111,54 +115,27 @@ def _check_running(wanted: Mapping[str, str]) -> None:
             )
 
 
-def describe_rank(options: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Return what must be the same on every rank: settings, versions, threads, device."""
-    cuda = torch.cuda.is_available()
-    return {
-        **{f"strategy.{name}": value for name, value in options.items()},
-        **{name: os.environ.get(name) for name in (*PINNED, *CHOSEN)},
-        **{f"version.{name}": _version(name) for name in ("torch", "horovod", "numpy")},
-        "version.python": platform.python_version(),
-        "cpu.capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "default_dtype": str(torch.get_default_dtype()),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda.device": torch.cuda.get_device_name() if cuda else None,
-        "cuda.version": torch.version.cuda,
-    }
+def describe_rank(options: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return what must be the same on every rank: the strategy's options and the stack."""
+    variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
+    return capture_stack({f"strategy.{n}": v for n, v in options.items()} | variables)
 
 
-def check_ranks(described: list[dict[str, Fact]]) -> None:
+def check_ranks(described: Sequence[Mapping[str, Scalar]]) -> None:
     """Compare what the ranks described.
 
     Raises:
         StackDifferenceError: A rank differs from rank 0; the message names rank and field.
     """
     for rank, actual in enumerate(described):
-        expected = described[0]
-        fields = [f for f in {**expected, **actual} if expected.get(f) != actual.get(f)]
-        if not fields:
-            continue
-        lines: list[str] = []
-        for field in fields:
-            lines += [
-                f"  {field}",
-                f"    expected: {expected.get(field)!r} (rank 0)",
-                f"    actual:   {actual.get(field)!r} (rank {rank})",
-            ]
-        raise StackDifferenceError(
-            f"Rank {rank} runs with other settings or another stack than rank 0, so that the ranks "
-            "would compute different bits; make them equal:\n" + "\n".join(lines),
-            differences=[(f, expected.get(f), actual.get(f)) for f in fields],
-        )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+        differences = stack_differences(described[0], actual)
+        if differences:
+            raise StackDifferenceError(
+                f"Rank {rank} (actual) runs with other settings or on another stack than rank 0 "
+                "(expected), so that they would compute different bits; make them equal:\n"
+                f"{format_differences(differences)}",
+                differences=differences,
+            )
 
 
 def import_horovod() -> Any:

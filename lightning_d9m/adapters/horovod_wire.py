@@ -183,9 +183,11 @@ class Wire:
     def _start(self, function: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         try:
             return function(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:  # HorovodInternalError is one
+            raise self._lost(kwargs["name"], error) from error
+        except ValueError as error:
             if self._hvd.is_initialized():
-                raise
+                raise  # what was asked for is not possible
             raise self._lost(kwargs["name"], error) from error
 
     def _gather(self, tensor: Tensor, name: str) -> Tensor:
@@ -239,7 +241,7 @@ def compose_disagreement(claims: Sequence[Claim]) -> str:
         lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
     if len(differing) > _LIMIT_OF_NAMES:
         lines.append(f"  and {len(differing) - _LIMIT_OF_NAMES} more")
-    return "\n".join([f"The ranks disagree in {claims[0].doing}:", *lines])
+    return "\n".join([f"The ranks do not agree on what takes part in {claims[0].doing}:", *lines])
 
 
 def _describe(error: BaseException) -> str:

@@ -14,7 +14,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 def loaded_packages() -> tuple[str, ...]:
     """Return those of Lightning's packages that the program has imported."""
-    return tuple(name for name in PACKAGES if name in sys.modules)
+    return tuple(name for name in PACKAGES if sys.modules.get(name) is not None)
 
 
 def import_packages() -> tuple[str, ...]:

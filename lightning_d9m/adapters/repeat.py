@@ -4,16 +4,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lightning_d9m.adapters.compare import as_json, format_comparison
 from lightning_d9m.adapters.process import run_watched
 from lightning_d9m.adapters.verdict import RunRow, format_table
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.evidence.compare import Comparison, compare_ledgers
-from lightning_d9m.evidence.ledger import Ledger, read_ledger
+from lightning_d9m.evidence.ledger import Ledger, list_fits, read_ledger
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
+_FEWEST_RUNS = 2
 _MOST_RUNS = 1000
 
 
@@ -58,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tick=progress.tick,
             )
         ledgers.append(_read_fits(folder, words))
-    return _conclude(ledgers, output, as_json=arguments.json)
+    return _conclude(ledgers, output, print_json=arguments.json)
 
 
 def _check(arguments: argparse.Namespace, words: list[str]) -> None:
@@ -66,10 +71,10 @@ def _check(arguments: argparse.Namespace, words: list[str]) -> None:
         raise SettingError(
             "There is no command to repeat. Give it after `--`: d9m repeat -- python train.py"
         )
-    if not 2 <= arguments.runs <= _MOST_RUNS:
+    if not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
         raise SettingError(
-            f"--runs is {arguments.runs}; allowed: 2 to {_MOST_RUNS}. One run has nothing to be "
-            "compared with."
+            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}. One run has "
+            "nothing to be compared with."
         )
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise SettingError(f"--timeout is {arguments.timeout:g}; allowed: more than 0 seconds.")
@@ -78,7 +83,9 @@ def _check(arguments: argparse.Namespace, words: list[str]) -> None:
 def _make_output(chosen: Path | None) -> Path:
     """Make a new folder for this repetition; never one that exists."""
     candidates = (
-        (Path("d9m-runs") / f"{number:03d}" for number in range(1000)) if chosen is None else [chosen]
+        (Path("d9m-runs") / f"{number:03d}" for number in range(1000))
+        if chosen is None
+        else [chosen]
     )
     for folder in candidates:
         try:
@@ -107,7 +114,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _read_fits(folder: Path, words: list[str]) -> list[Ledger]:
-    fits = [read_ledger(path) for path in sorted(folder.glob("fit-*")) if path.is_dir()]
+    fits = [read_ledger(path) for path in list_fits(folder)]
     if not fits:
         raise CommandError(
             f"The command {' '.join(words)!r} ended well but wrote no ledger. Add "
@@ -126,7 +133,7 @@ class _Progress:
         self._seconds = 0.0
         self._live = sys.stderr.isatty()
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> "Self":
         self._show("started", end="" if self._live else "\n")
         return self
 
@@ -151,7 +158,7 @@ class _Progress:
         )
 
 
-def _conclude(runs: list[list[Ledger]], output: Path, *, as_json: bool) -> int:
+def _conclude(runs: list[list[Ledger]], output: Path, *, print_json: bool) -> int:
     """Compare every run with the first, print table and verdict, return the exit status."""
     counts = {len(fits) for fits in runs}
     if len(counts) > 1:
@@ -167,7 +174,7 @@ def _conclude(runs: list[list[Ledger]], output: Path, *, as_json: bool) -> int:
             if comparison is not None:
                 comparisons.append((number, fit, comparison))
     differing = [entry for entry in comparisons if not entry[2].equal]
-    if as_json:
+    if print_json:
         print(json.dumps(_as_json(rows, differing, output), indent=2))
     else:
         print(format_table(rows), end="\n\n")
@@ -178,15 +185,46 @@ def _conclude(runs: list[list[Ledger]], output: Path, *, as_json: bool) -> int:
 def _row(number: int, fit: int, ledger: Ledger, comparison: Comparison | None) -> RunRow:
     outcome = ledger.outcome(min(ledger.files))
     last = outcome.final
-    if comparison is None:
-        verdict = "expected"
-    else:
-        verdict = "equal" if comparison.equal else "differs"
+    verdict = "equal" if comparison is None or comparison.equal else "differs"
     return RunRow(
         run=number,
         fit=fit,
         seed=ledger.header.seed,
         weights="" if last is None else last.totals.get("weights", ""),
         loss=None if last is None else last.loss,
-        verdict=verdict,
+        verdict="expected" if comparison is None else verdict,
     )
+
+
+def _print_verdict(
+    rows: list[RunRow],
+    comparisons: list[tuple[int, int, Comparison]],
+    differing: list[tuple[int, int, Comparison]],
+    output: Path,
+) -> None:
+    runs = rows[-1].run
+    if not differing:
+        records = sum(rank.records for rank in comparisons[0][2].ranks)
+        print(f"equal: {runs} runs agree bit for bit in {records:,} records each.")
+        print(f"weights: {rows[-1].weights}")
+    else:
+        number, fit, comparison = differing[0]
+        many = {run for run, _, _ in differing}
+        print("\n".join(format_comparison(comparison)))
+        which = f"run {number}" + (f", fit {fit}" if rows[-1].fit > 1 else "")
+        print(f"\ndifferent: {len(many)} of {runs} runs differ from run 1; above: {which}.")
+    print(f"ledgers: {output}")
+
+
+def _as_json(
+    rows: list[RunRow], differing: list[tuple[int, int, Comparison]], output: Path
+) -> dict[str, object]:
+    return {
+        "verdict": "different" if differing else "equal",
+        "output": str(output),
+        "runs": [row.as_json() for row in rows],
+        "differing": [
+            {"run": run, "fit": fit, "comparison": as_json(comparison)}
+            for run, fit, comparison in differing
+        ],
+    }

@@ -99,9 +99,7 @@ class Takeover:
             self._training_rng = None
 
     def _seed(self, purpose: str, epoch: int) -> int:
-        return derive_seed(
-            self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch
-        )
+        return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
 
     def _wrap_process_dataloader(self, stack: ExitStack) -> None:
         """Take each loader over after Lightning has put its sampler in, before it is iterated."""

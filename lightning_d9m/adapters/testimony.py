@@ -20,7 +20,7 @@ from lightning_d9m.evidence.stack import capture_stack
 
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 
-# Each rank holds a part of every parameter under these; what is not in `replicated_names` is theirs.
+# Under these each rank holds a part of every parameter, so that no two are to be equal.
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy")
 
 
@@ -127,7 +127,7 @@ class Testimony:
         return Path(folder)
 
 
-def _layout(trainer: Any) -> dict[str, str | int]:
+def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
     return {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,

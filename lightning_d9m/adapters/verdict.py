@@ -61,7 +61,11 @@ def format_table(rows: Sequence[RunRow]) -> str:
     lines = []
     for line in (titles, *cells):
         run, seed, weights, *rest = line
-        padded = [run.rjust(widths[0]), seed.rjust(widths[1]), weights[: widths[2]].ljust(widths[2])]
+        padded = [
+            run.rjust(widths[0]),
+            seed.rjust(widths[1]),
+            weights[: widths[2]].ljust(widths[2]),
+        ]
         padded += [text.ljust(width) for text, width in zip(rest, widths[3:], strict=True)]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -50,9 +50,7 @@ class Session:
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if somebody has changed a switch since."""
-        algorithms.verify_flags(
-            fill_uninitialized_memory=self.settings.fill_uninitialized_memory
-        )
+        algorithms.verify_flags(fill_uninitialized_memory=self.settings.fill_uninitialized_memory)
 
     def close(self) -> None:
         """Restore everything, in reverse, the generators included. A second call does nothing.

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from lightning_d9m.evidence.display import describe_moment, plain
 from lightning_d9m.evidence.rank_file import RankReader
-from lightning_d9m.evidence.records import Digests, End, Json, Opaque, Record
+from lightning_d9m.evidence.records import Digests, End, Opaque, Record
 from lightning_d9m.evidence.schema import KNOWN_KINDS
 
 Key: TypeAlias = tuple[object, ...]
@@ -36,13 +36,13 @@ def record_key(record: Record) -> Key:
         counted = record.moment in {"initial", "epoch", "final"}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
     if isinstance(record, Opaque):
-        named = tuple(record.fields.get(name) for name in _NAMED)
-        return (record.kind, *(entry if _hashable(entry) else repr(entry) for entry in named))
+        key: Key = (record.kind, *map(record.fields.get, _NAMED))
+        try:
+            hash(key)
+        except TypeError:  # a name that is a list or an object
+            return (record.kind, repr(key))
+        return key
     return (record.as_record()["kind"],)
-
-
-def _hashable(value: Json) -> bool:
-    return not isinstance(value, dict | list)
 
 
 def record_place(record: Record, previous: Place) -> Place:
@@ -131,7 +131,7 @@ class _Merge:
     def step(self, *bodies: bytes | None) -> Generator[Pair, None, tuple[bool, bool]]:
         """Take the record of the run that is behind, or both; return which was taken."""
         one, other = self._look(0, bodies[0]), self._look(1, bodies[1])
-        if one and other and one.key == other.key:
+        if one and other and one.key == other.key and not self._awaits(one.key):
             yield one.record, other.record
             return True, True
         lowest = min(entry.place for entry in (one, other) if entry)
@@ -156,6 +156,10 @@ class _Merge:
         for table in self.waiting:
             table.clear()
         self.kept = 0
+
+    def _awaits(self, key: Key) -> bool:
+        """Whether an earlier record with this key has yet to find its counterpart."""
+        return key in self.waiting[0] or key in self.waiting[1]
 
     def _look(self, side: int, body: bytes | None) -> _Entry | None:
         if body is None:

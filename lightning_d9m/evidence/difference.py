@@ -143,7 +143,7 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
-    return table | dict(_leaves(facts.extra, ""))
+    return table | _flatten(facts.extra)
 
 
 def table_differences(
@@ -177,14 +177,19 @@ def _comparable_fields(record: Record) -> dict[str, Json]:
     fields = record.as_record()
     if isinstance(record, End):
         fields.pop("error", None)
-    return dict(_leaves(fields, ""))
+    return _flatten(fields)
+
+
+def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
+    """Return what nested tables and lists hold, by dotted path."""
+    return {path: leaf for name, entry in table.items() for path, leaf in _leaves(entry, name)}
 
 
 def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
     if isinstance(value, dict | list) and value:
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for name, entry in entries:
-            yield from _leaves(entry, f"{path}.{name}" if path else str(name))
+            yield from _leaves(entry, f"{path}.{name}")
     else:
         yield path, value
 
@@ -200,7 +205,7 @@ def _digests_difference(expected: Digests, actual: Digests) -> Difference | None
     tables["loss"] = (losses[0], losses[1])
     tables["scalars"] = (expected.scalars, actual.scalars)
     tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
-    extras = [dict(_leaves(record.extra, "")) for record in (expected, actual)]
+    extras = [_flatten(record.extra) for record in (expected, actual)]
     tables["other fields"] = (extras[0], extras[1])
     return _build(expected.moment, actual, tables)
 
@@ -209,13 +214,15 @@ def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table
     """Return the digests of a group in both; where one left the names out, only the totals."""
     unnamed = (group in expected.groups) != (group in actual.groups)
     totals_only = unnamed and group in expected.totals and group in actual.totals
-    tables = []
-    for record in (expected, actual):
-        table = {} if totals_only else dict(record.groups.get(group, {}))
-        if group in record.totals:
-            table[_TOTAL] = record.totals[group]
-        tables.append(table)
-    return tables[0], tables[1]
+    one, other = (
+        {} if totals_only else dict(record.groups.get(group, {})) for record in (expected, actual)
+    )
+    totals = expected.totals.get(group), actual.totals.get(group)
+    if one or other or group not in expected.groups or totals[0] != totals[1]:
+        for table, total in zip((one, other), totals, strict=True):
+            if total is not None:
+                table[_TOTAL] = total
+    return one, other
 
 
 def _build(

@@ -1,14 +1,15 @@
 """Digests: 128 bits that stand for a tensor's bytes, dtype and shape, or for a nested value.
 
 One definition on every device (docs/digest.md): XXH3-128 over a header and the XXH3-64 of each
-64 KiB of the elements. No thread count, block size or memory layout enters into it.
+128 KiB of the elements. No thread count, block size or memory layout enters into it.
 """
 
 import functools
 import subprocess
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
+from typing import cast
 
 import torch
 from xxhash import xxh3_128_digest
@@ -43,7 +44,7 @@ def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Returns the digest of each tensor, in order, with one synchronisation for each device.
 
     On CUDA the tensors of a device are hashed in one launch on its current stream, and 8 bytes for
-    each 64 KiB come back. Without Triton, and on other accelerators, they are copied to the host
+    each 128 KiB come back. Without Triton, and on other accelerators, they are copied to the host
     one after the other: the digests are the same, the time is that of the copies.
 
     Raises:
@@ -104,29 +105,36 @@ def _follow(recipe: _Recipe, digests: Sequence[bytes]) -> bytes:
 
 
 def _hash_all(plain: Sequence[Plain]) -> list[bytes]:
-    """Hashes plain tensors; accelerators work while the CPU hashes its own."""
     by_device: dict[torch.device, list[int]] = {}
     for index, part in enumerate(plain):
         by_device.setdefault(part.data.device, []).append(index)
-    leaves = [b""] * len(plain)
-    started = []
-    host: list[int] = []
-    for device, indices in by_device.items():
-        kernel = _load_kernel(device)
-        if kernel is None:
-            host += indices
-        else:
-            memory = [locate(plain[index].data) for index in indices]
-            started.append((kernel, kernel.start_hashing(memory, device), memory, indices))
-    for index in host:
-        data = plain[index].data
-        if not data.is_cpu:
-            data = data.detach().cpu()
-        leaves[index] = chunks_cpu.hash_chunks(*locate(data))
-    for kernel, there, memory, indices in started:
-        for index, fetched in zip(indices, kernel.fetch_leaves(there, memory), strict=True):
-            leaves[index] = fetched
-    return [xxh3_128_digest(part.header + leaf) for part, leaf in zip(plain, leaves, strict=True)]
+    started = [
+        (device, indices, _start_hashing([plain[index].data for index in indices], device))
+        for device, indices in by_device.items()
+    ]
+    digests = [b""] * len(plain)
+    # The CPU's own first: meanwhile the other devices work.
+    for _, indices, finish in sorted(started, key=lambda start: start[0].type != "cpu"):
+        for index, leaves in zip(indices, finish(), strict=True):
+            digests[index] = xxh3_128_digest(plain[index].header + leaves)
+    return digests
+
+
+def _start_hashing(data: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[bytes]]:
+    """Starts hashing on an accelerator; what is returned waits, or works, and gives the leaves."""
+    if device.type == "cpu":
+        return lambda: chunks_cpu.hash_chunks([locate(tensor) for tensor in data])
+    kernel = _load_kernel(device)
+    if kernel is None:
+        return lambda: [_hash_copy(tensor) for tensor in data]
+    memory = [locate(tensor) for tensor in data]
+    leaves = kernel.start_hashing(memory, device)
+    return lambda: cast(list[bytes], kernel.fetch_leaves(leaves, memory))
+
+
+def _hash_copy(tensor: torch.Tensor) -> bytes:
+    copy = tensor.detach().cpu()
+    return chunks_cpu.hash_chunks([locate(copy)])[0]
 
 
 @functools.cache

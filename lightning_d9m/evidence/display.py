@@ -68,3 +68,12 @@ def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
     listed = ", ".join(plain(name) for name in names[:limit])
     more = count - min(len(names), limit)
     return f"{listed} and {more} more" if more > 0 else listed
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "record"), counted(2500, "record")
+    ('1 record', '2,500 records')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -15,6 +15,7 @@ from lightning_d9m.evidence.difference import (
     run_refusals,
 )
 from lightning_d9m.evidence.display import (
+    counted,
     describe_moment,
     describe_names,
     describe_value,
@@ -176,17 +177,18 @@ class Reference:
         self.close()
         parts = []
         if self.beyond and self._first_beyond is not None:
+            records = counted(self.beyond, "record")
             parts.append(
-                f"{self.beyond} records of this run, from {describe_record(self._first_beyond)} "
-                "on, have no counterpart there and were not checked"
+                f"{records} of this run, from {describe_record(self._first_beyond)} on, had no "
+                "counterpart there and went unchecked"
             )
         if left:
-            parts.append(f"{left} records there have no counterpart in this run")
+            parts.append(f"{counted(left, 'record')} there had no counterpart in this run")
         if self._reader is not None and not self._reader.complete:
             parts.append("that run was itself ended before it could finish its ledger")
         if not parts:
             return None
-        checked = f"{self.checked} records were held against {self.path}"
+        checked = f"Held against {self.path}: {counted(self.checked, 'record')}"
         return f"{checked}; {'; '.join(parts)}."
 
     def close(self) -> None:

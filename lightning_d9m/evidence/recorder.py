@@ -6,11 +6,12 @@ tested without starting any.
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from lightning_d9m.errors import D9mError, DriftError
+from lightning_d9m.errors import D9mError, DriftError, LedgerError
 from lightning_d9m.evidence.drift import Reference
 from lightning_d9m.evidence.ledger import LedgerWriter, rank_path, read_ledger
 from lightning_d9m.evidence.ranks import RankDifference, compare_ranks, encode_digests, rank_error
@@ -114,16 +115,20 @@ class Recorder:
         return max(error.count for error in found)
 
     def end(self, end: End) -> None:
-        """Write the last record, close the ledger, and say what of the reference was not checked."""
+        """Write the last record, close the ledger, and say what was not checked."""
         writer, self._writer = self._writer, None
         reference, self._reference = self._reference, None
         if writer is not None:
-            with writer:
+            # A ledger that cannot be written has failed the run; its error has been raised.
+            with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
                 writer.write(end.as_record())
         if reference is None:
             return
+        if end.status != "finished":
+            reference.close()
+            return
         unchecked = reference.finish()
-        if unchecked is not None and end.status == "finished":
+        if unchecked is not None:
             warnings.warn(unchecked, stacklevel=2)
 
     def _begin(self, facts: RunFacts) -> None:
@@ -133,6 +138,7 @@ class Recorder:
         if self._policy.reference is None:
             return
         reference = Reference(self._policy.reference, self._header.rank, writing=self.folder)
+        self._reference = reference
         # The stack first: another driver is never to be mistaken for nondeterminism.
         expected, actual = reference.header.stack, self._header.stack
         warning = check_stack(expected, actual, self._policy.on_stack_difference)
@@ -140,7 +146,6 @@ class Recorder:
             warnings.warn(warning, stacklevel=2)
         reference.check_header(self._header)
         reference.check_run(facts)
-        self._reference = reference
 
     def _record(self, digests: Digests) -> list[DriftError]:
         assert self._writer is not None, "begin() comes first"
@@ -162,8 +167,8 @@ class Recorder:
             raise problem
         if failed:
             raise D9mError(
-                f"Rank {failed[0]} failed, so this rank {self._header.rank} stops too; the cause is "
-                f"in the message of rank {failed[0]}."
+                f"Rank {failed[0]} failed, so this rank {self._header.rank} stops too; the cause "
+                f"is in the message of rank {failed[0]}."
             )
 
     def _ranks_that(self, fact: bool) -> list[int]:

@@ -208,17 +208,21 @@ def parse_record(fields: Json) -> Record:
     """
     if not isinstance(fields, dict):
         raise FieldError("kind", f"is missing: the record is {shown(fields)}, not an object")
-    taken = _Fields(fields)
-    kind = taken.text("kind")
-    if "check" in taken.rest:
+    kind = fields.get("kind")
+    if not isinstance(kind, str) or len(kind) > MAX_NAME:
+        found = f"must be a short text, and is {shown(kind)}" if "kind" in fields else "is missing"
+        raise FieldError("kind", found)
+    if "check" in fields:
         raise FieldError("check", "occurs twice")
-    for name, value in taken.rest.items():
+    rest = {name: value for name, value in fields.items() if name != "kind"}
+    parser = _PARSERS.get(kind)
+    return Opaque(kind, rest) if parser is None else parser(_Fields(rest))
+
+
+def _check_depth(fields: Json) -> None:
+    for name, value in fields.items() if isinstance(fields, dict) else ():
         if not _nests_within(value, MAX_DEPTH):
             raise FieldError(name, f"nests deeper than {MAX_DEPTH} levels")
-    parser = _PARSERS.get(kind)
-    if parser is None:
-        return Opaque(kind, taken.rest)
-    return parser(taken)
 
 
 def _nests_within(value: Json, depth: int) -> bool:
@@ -264,6 +268,8 @@ def decode_record(body: bytes) -> Record:
         if isinstance(error, FieldError):
             raise
         raise FieldError("record", "holds a number of thousands of digits") from error
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(fields)
     return parse_record(fields)
 
 
@@ -274,6 +280,7 @@ def encode_record(record: Mapping[str, Json]) -> bytes:
         FieldError: When the record is not one that ``decode_record`` would accept.
     """
     parse_record(dict(record))
+    _check_depth(record)
     try:
         text = json.dumps(record, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -302,7 +302,7 @@ def check_stack(
 
 
 def _describe(differences: Sequence[StackDifference]) -> str:
-    fields = "field" if len(differences) == 1 else f"{len(differences)} fields"
+    fields = "1 field" if len(differences) == 1 else f"{len(differences)} fields"
     return (
         f"The stack differs from the reference's in {fields}, so another result would be no "
         f"nondeterminism of this program:\n{format_differences(differences)}\n"

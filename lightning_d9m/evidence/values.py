@@ -90,10 +90,11 @@ def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: C901, PL
 
 
 def _encode_array(value: np.generic | np.ndarray, where: str) -> bytes:
-    if value.dtype.kind not in _NUMPY_KINDS or value.dtype.char in "gG":  # long double: padded
+    padded = value.dtype.char in "gG"  # long double: 10 of 16 bytes
+    if value.dtype.kind not in _NUMPY_KINDS or padded or isinstance(value, np.ma.MaskedArray):
         raise DigestError(
-            f"{where} is a NumPy value of dtype {value.dtype}, whose bytes are not defined. "
-            "Pass its fields, or its elements as a list."
+            f"{where} is a NumPy {type(value).__name__} of dtype {value.dtype}, whose bytes are "
+            "not defined. Pass its fields, or its elements as a list."
         )
     shape = ",".join(map(str, value.shape))
     return _tag(b"A", f"{value.dtype.str} [{shape}]\n".encode() + value.tobytes())

@@ -98,7 +98,7 @@ def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
         and grad_output.dim() == self.dim()
         and grad_output.dtype == self.dtype
         and self.is_floating_point()
-        and min(self.numel(), grad_output.numel()) > 0
+        and min(*self.shape[-dims - 1 :], *grad_output.shape[-dims:]) > 0
     )
 
 

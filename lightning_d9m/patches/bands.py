@@ -90,6 +90,9 @@ def gather_through(gradient: Tensor, bands: Sequence[Band]) -> Tensor:
     """
     result = gradient
     dtype = accumulation_dtype(gradient.dtype)
+    if not gradient.numel():
+        inputs = [len(band.offsets) for band in bands]
+        return gradient.new_zeros((*gradient.shape[: -len(bands)], *inputs))
     for dim in range(-1, -len(bands) - 1, -1):
         band = bands[dim]
         rows = result.movedim(dim, 0)

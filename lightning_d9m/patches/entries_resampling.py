@@ -80,8 +80,8 @@ RESAMPLING: tuple[Op, ...] = (
                 "its own, weighted."
             ),
             bits=(
-                "Within a few rounding errors. A coordinate that is NaN or infinite touches "
-                "nothing, as on CUDA."
+                "Within a few rounding errors. A coordinate that is NaN touches nothing, as on "
+                "CUDA."
             ),
             kernels={
                 f"grid_sampler_{dims}d_backward": f"sampling:grid_sampler_{dims}d_backward",

@@ -130,7 +130,7 @@ def _fractional_backward(
     # them reach an input: sort the outputs by the input that they chose.
     planes, inputs = prod(self.shape[:-dims]), prod(self.shape[-dims:])
     first = torch.arange(planes, dtype=torch.int64, device=self.device)[:, None] * inputs
-    keys = (indices.reshape(planes, -1) + first).flatten()
+    keys = (indices.flatten(-dims).flatten(0, -2) + first).flatten()
     sums = sum_segments(keys, grad_output.reshape(-1), planes * inputs)
     return finish(sums.view(self.shape), self, keep_format=False)
 
@@ -145,7 +145,8 @@ def _gather_chosen(grad_output: Tensor, indices: Tensor, reaches: list[Reach]) -
     """
     dims = len(reaches)
     planes = prod(grad_output.shape[:-dims])
-    gradients, chosen = grad_output.reshape(planes, -1), indices.reshape(planes, -1)
+    outputs = prod(grad_output.shape[-dims:])
+    gradients, chosen = (part.reshape(planes, outputs) for part in (grad_output, indices))
     sizes = [reach.outputs.shape[1] for reach in reaches]
     device = grad_output.device
     inputs = torch.arange(prod(sizes), dtype=torch.int64, device=device).view(sizes)
@@ -155,15 +156,15 @@ def _gather_chosen(grad_output: Tensor, indices: Tensor, reaches: list[Reach]) -
     # The windows that reach an input are visited in ascending order, which is the order in which
     # one thread going through all outputs would add them.
     for ranks in product(*(range(len(reach.outputs)) for reach in reaches)):
-        outputs, expected = torch.zeros_like(inputs), inputs
+        read, expected = torch.zeros_like(inputs), inputs
         for position, (reach, rank) in enumerate(zip(reaches, ranks, strict=True)):
             side = [-1] + [1] * (dims - 1 - position)
             window = reach.outputs[rank].view(side)
-            outputs = outputs * grad_output.shape[position - dims] + window.clamp(min=0)
+            read = read * grad_output.shape[position - dims] + window.clamp(min=0)
             expected = torch.where(window >= 0, expected, _UNREACHED)
-        read = outputs.flatten()
-        hit = chosen.index_select(1, read) == expected.flatten()
-        total += torch.where(hit, gradients.index_select(1, read), zero)
+        places = read.flatten()
+        hit = chosen.index_select(1, places) == expected.flatten()
+        total += torch.where(hit, gradients.index_select(1, places), zero)
     return total.view(*grad_output.shape[:-dims], *sizes)
 
 
@@ -176,5 +177,5 @@ def _can_choose(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -
         and indices.dtype == torch.int64
         and grad_output.dtype == self.dtype
         and self.is_floating_point()
-        and min(self.numel(), grad_output.numel()) > 0
+        and min(*self.shape[-dims - 1 :], *grad_output.shape[-dims:]) > 0
     )

@@ -44,7 +44,9 @@ def topk(
     if not self.dim():
         return self.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
     values, indices = torch.sort(self, dim=dim, descending=largest, stable=True)
-    return values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()
+    first = (part.narrow(dim, 0, k) for part in (values, indices))
+    values, indices = (part.clone(memory_format=torch.contiguous_format) for part in first)
+    return values, indices
 
 
 def _median(

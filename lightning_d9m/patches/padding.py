@@ -102,7 +102,7 @@ def _fits(grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]) -
         and grad_output.dtype == self.dtype
         and self.is_floating_point()
         and grad_output.shape == (*self.shape[:-dims], *padded)
-        and min(self.numel(), grad_output.numel()) > 0
+        and min(*self.shape[-dims - 1 :], *padded) > 0
     )
 
 

@@ -34,7 +34,7 @@ def make_facts(**changes):
     fields = {
         "model": _digest("model"),
         "parameters": 1234,
-        "train": [LoaderFacts(1437, 64, 23)],
+        "train": (LoaderFacts(1437, 64, 23),),
         "trainer": {"precision": "32-true", "accumulate_grad_batches": 1},
     }
     return RunFacts(**(fields | changes))

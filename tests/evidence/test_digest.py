@@ -1,6 +1,7 @@
 """The digest of plain tensors: the definition in docs/digest.md, and what must change it."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_d9m.errors import DigestError
+from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.digest import digest, digest_many, digest_value
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "digest.md"
-CHUNK = 65536
+CHUNK = 131072
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted(
     {v for v in vars(torch).values() if isinstance(v, torch.dtype)} - QUANTIZED, key=str
@@ -168,15 +170,45 @@ def test_digest_many_is_digest_of_each():
     assert digest_many(tensors[0:1] * 3) == [digest(tensors[0])] * 3
 
 
-def test_threads_do_not_count():
-    tensor = torch.randn(50_000).reshape(250, 200).t()
+@pytest.fixture
+def set_threads():
+    """Set torch's number of threads, for this test alone."""
     before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_number_of_threads_does_not_count(set_threads):
+    large = _bytes(40_000_000).view(-1, 1000)
+    tensors = [large, large.t(), *(large[n : 3 * n + 2] for n in range(0, 9000, 90))]
+    digests = {}
+    for threads in (1, 2, 3, 4):
+        set_threads(threads)
+        digests[threads] = digest_many(tensors)
+    assert digests[2] == digests[3] == digests[4] == digests[1]
+    assert len(set(digests[1])) == len(tensors)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 10**6))
+def test_switch_interval_is_low_while_hashing_and_restored(microseconds):
+    during = []
+
+    def record(address, size):
+        during.append(sys.getswitchinterval())
+        raise ValueError
+
+    original = sys.getswitchinterval()
     try:
-        torch.set_num_threads(1)
-        alone = digest(tensor)
+        sys.setswitchinterval(microseconds * 1e-6 + 5e-7)
+        before = sys.getswitchinterval()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError):  # noqa: PT012
+            patch.setattr(chunks_cpu, "_hash_span", record)
+            digest(torch.ones(CHUNK))
+        assert sys.getswitchinterval() == before
+        assert during[0] == pytest.approx(min(before, 1e-5))
     finally:
-        torch.set_num_threads(before)
-    assert digest(tensor) == alone
+        sys.setswitchinterval(original + 5e-7)
 
 
 def test_digest_disturbs_nothing():

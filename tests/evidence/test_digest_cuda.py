@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf"),
 ]
 
-CHUNK = 65536
+CHUNK = 131072
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted(
     {v for v in vars(torch).values() if isinstance(v, torch.dtype)} - QUANTIZED, key=str

@@ -259,9 +259,10 @@ def test_deeply_nested_value_is_refused():
         (iter([1]), r"value is of type builtins\.list_iterator, .* Pass its state as numbers"),
         (random.Random(1), r"value is of type random\.Random"),
         ({torch.ones(1): 1}, r"A key of value holds a tensor.* Use its name as the key"),
-        (np.array([object()]), r"value is a NumPy value of dtype object"),
-        (np.zeros(1, "i4,f4"), r"value is a NumPy value of dtype \[\('f0'.* Pass its fields"),
-        (np.longdouble(1), r"value is a NumPy value of dtype (float128|longdouble)"),
+        (np.array([object()]), r"value is a NumPy \w+ of dtype object"),
+        (np.zeros(1, "i4,f4"), r"value is a NumPy \w+ of dtype \[\('f0'.* Pass its fields"),
+        (np.ma.masked_array([1], [True]), r"value is a NumPy MaskedArray of dtype int64"),
+        (np.longdouble(1), r"value is a NumPy \w+ of dtype (float128|longdouble)"),
     ],
 )
 def test_what_has_no_defined_bytes_is_refused(value, message):

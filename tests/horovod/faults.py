@@ -1,6 +1,6 @@
 """Break one rank while it trains; the others have to end, too, and say why.
 
-Usage: faults.py FOLDER killed|raising|gradients|batches|settings|validation
+Usage: faults.py FOLDER killed|raising|gradients|batches|stream|settings|validation|ulp
 """
 
 import os
@@ -15,7 +15,9 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_d9m.adapters.callback import DeterminismCallback
 from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
 
 warnings.filterwarnings("ignore")
@@ -41,12 +43,24 @@ class Model(pl.LightningModule):
             out = self.branch(out)
         return functional.mse_loss(out, batch[1])
 
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.global_rank == 1 and index == 7 and fault == "ulp":
+            weight = self.net[0].weight.data
+            weight[3, 2] = torch.nextafter(weight[3, 2], torch.tensor(9.0))
+
     def validation_step(self, batch, index):
         if self.global_rank == 1 and fault == "validation":
             self.all_gather(torch.zeros(2))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Stream(IterableDataset):
+    """A dataset that does not tell its length; rank 1's is shorter."""
+
+    def __iter__(self):
+        yield from list(models.loader(64).dataset)[: 48 if rank == 1 else 64]
 
 
 rank = int(os.environ["HOROVOD_RANK"])
@@ -62,10 +76,12 @@ trainer = pl.Trainer(
     enable_model_summary=False,
     num_sanity_val_steps=0,
     use_distributed_sampler=False,
+    callbacks=[DeterminismCallback(ledger_dir=folder / "d9m")],
 )
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
+loader = DataLoader(Stream(), batch_size=8) if fault == "stream" else models.loader(samples)
 try:
-    trainer.fit(Model(), models.loader(samples), models.loader(16))
+    trainer.fit(Model(), loader, models.loader(16))
 except Exception as error:
     text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
     (folder / f"error-{rank}").write_text(text)

@@ -33,8 +33,8 @@ def network():
     )
 
 
-def many_small_layers(count=75):
-    """150 small parameters: what Horovod's own fusion is made for."""
+def many_small_layers(count=50):
+    """100 small parameters: what Horovod's own fusion is made for."""
     layers = [nn.Linear(24, 24) for _ in range(count)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 

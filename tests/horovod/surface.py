@@ -66,6 +66,15 @@ def fit(model, loader=None, **options):
     return own
 
 
+def refusal(model):
+    """The message of the error that training ends with."""
+    try:
+        fit(model)
+    except D9mError as error:
+        return str(error)
+    return "none"
+
+
 @check
 def loops():
     """Fit with validation, test, predict, metrics, callbacks and sync_dist."""
@@ -176,7 +185,10 @@ def collectives():
             (gathered * torch.tensor([[1.0], [10.0]]) * (rank + 1)).sum().backward()
             noted["gradient"] = value.grad.tolist()
             strategy = self.trainer.strategy
-            noted["broadcast"] = strategy.broadcast({"from": rank, "path": folder}) == {"from": 0, "path": folder}
+            noted["broadcast"] = strategy.broadcast({"from": rank, "path": folder}) == {
+                "from": 0,
+                "path": folder,
+            }
             noted["broadcast_1"] = strategy.broadcast(("from", rank), src=1)
             one = torch.tensor([1 + rank])
             noted["reduce"] = [
@@ -187,7 +199,7 @@ def collectives():
             noted["decisions"] = [
                 strategy.reduce_boolean_decision(rank == 0),
                 strategy.reduce_boolean_decision(rank == 0, all=False),
-                strategy.reduce_boolean_decision(True),
+                strategy.reduce_boolean_decision(rank < 2),
             ]
             strategy.barrier("ours")
 
@@ -320,10 +332,7 @@ def refusals():
         "sparse": Sparse(),
         "foreign": Foreign(models.network()),
     }.items():
-        try:
-            fit(model)
-        except D9mError as error:
-            messages[name] = str(error)
+        messages[name] = refusal(model)
     return messages
 
 

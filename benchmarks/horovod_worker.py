@@ -1,0 +1,162 @@
+"""One rank of `benchmarks/horovod.py`: trains a workload and writes steps per second.
+
+Usage: horovod_worker.py MODE WORKLOAD STEPS FOLDER
+"""
+
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+mode, workload, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+WARM_UP = 4
+torch.set_num_threads(1)
+
+
+class Shapes(nn.Module):
+    """The parameters of a ResNet-50 (25.6 million), each with a gradient that costs one pass."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(64, 3, 7, 7), (64,), (64,)]
+        inputs = 64
+        for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+            for block in range(blocks):
+                outputs = 4 * width
+                kernels = [(width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1)]
+                if block == 0:
+                    kernels.append((outputs, inputs, 1, 1))
+                for kernel in kernels:
+                    shapes += [kernel, (kernel[0],), (kernel[0],)]
+                inputs = outputs
+        shapes += [(1000, 2048), (1000,)]
+        self.parts = nn.ParameterList(torch.randn(shape) * 0.01 for shape in shapes)
+
+    def forward(self, x):
+        scale = x.mean()
+        for part in self.parts:
+            scale = scale + 1e-3 * part.square().mean() * scale
+        return scale
+
+
+def make_workload():
+    """Return a model, and a function from a generator to a loss."""
+    torch.manual_seed(0)
+    if workload == "small":
+        layers = [module for _ in range(75) for module in (nn.Linear(32, 32), nn.Tanh())]
+        model = nn.Sequential(*layers)
+
+        def loss(generator):
+            x = torch.randn(16, 32, generator=generator)
+            return functional.mse_loss(model(x), x.roll(1, 1))
+
+    elif workload == "digits":
+        model = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(),
+            nn.Linear(128, 10),
+        )  # fmt: skip
+
+        def loss(generator):
+            x = torch.randn(32, 1, 8, 8, generator=generator)
+            y = torch.randint(10, (32,), generator=generator)
+            return functional.cross_entropy(model(x), y)
+
+    else:
+        model = Shapes()
+
+        def loss(generator):
+            return model(torch.randn(8, generator=generator)).square()
+
+    return model, loss
+
+
+def wait_politely(hvd):
+    """Let Horovod's own optimizer poll and sleep as ours does: with more ranks than cores it gains."""
+    optimizer = sys.modules["horovod.torch.optimizer"]
+    spinning = optimizer.synchronize
+
+    def synchronize(handle):
+        while not hvd.poll(handle):
+            time.sleep(0.0002)
+        return spinning(handle)
+
+    optimizer.synchronize = synchronize
+
+
+def make_step(model, optimizer):
+    """Return rank and a function that takes a loss one step further."""
+    if mode == "ddp":
+        torch.distributed.init_process_group("gloo")
+        # broadcast_buffers=False: the others reduce gradients only.
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        return torch.distributed.get_rank(), wrapped, optimizer, None
+    if mode in {"static", "off"}:
+        from lightning_d9m.adapters.buckets import MEBIBYTE, GradientBuckets
+        from lightning_d9m.adapters.horovod_settings import switch_on
+        from lightning_d9m.adapters.horovod_wire import Wire
+
+        switch_on(initialized=False, stall_seconds=600)
+        import horovod.torch as hvd
+
+        hvd.init()
+        size = int(os.environ.get("D9M_BENCHMARK_BUCKET", 4 * MEBIBYTE)) if mode == "static" else 0
+        buckets = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)
+        return hvd.rank(), model, optimizer, buckets
+    import horovod.torch as hvd
+
+    hvd.init()
+    if mode != "plain":
+        wait_politely(hvd)
+        options = {"groups": 1} if mode == "groups" else {}
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+    return hvd.rank(), model, optimizer, None
+
+
+def main():
+    model, loss_of = make_workload()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    rank, forward, optimizer, buckets = make_step(model, optimizer)
+    if mode == "ddp":
+        model_forward, model.forward = model.forward, model.forward
+        assert model_forward is not None
+    generator = torch.Generator().manual_seed(rank)
+    began = 0.0
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            began = time.perf_counter()
+        optimizer.zero_grad()
+        if mode == "ddp":
+            loss = ddp_loss(forward, generator)
+            loss.backward()
+        elif buckets is None:
+            loss_of(generator).backward()
+        else:
+            loss = loss_of(generator)
+            with buckets.backward():
+                loss.backward()
+        optimizer.step()
+    seconds = time.perf_counter() - began
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(parameter.detach().numpy().tobytes())
+    found = {
+        "steps_per_second": steps / seconds,
+        "digest": total.hexdigest()[:16],
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "gradient_mib": sum(p.numel() * 4 for p in model.parameters()) / 2**20,
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+main()

@@ -1,0 +1,130 @@
+"""Whole models whose step is timed with and without determinism; each returns a training step."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+Step = Callable[[], None]
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nnf.relu(self.body(x) + self.shortcut(x))
+
+
+class UNet(nn.Module):
+    """Three levels, reflection padding, bilinear up and adaptive pooling at the bottom."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sides = [3, width, 2 * width, 4 * width]
+        self.down = nn.ModuleList(
+            nn.Conv2d(a, b, 3, padding=1, padding_mode="reflect") for a, b in pairwise(sides)
+        )
+        self.up = nn.ModuleList(
+            nn.Conv2d(b + a, a, 3, padding=1, padding_mode="reflect")
+            for a, b in reversed(list(pairwise(sides[1:])))
+        )
+        self.gate = nn.Linear(sides[-1], sides[-1])
+        self.head = nn.Conv2d(width, 21, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = nnf.relu(layer(x))
+            kept.append(x)
+            x = nnf.max_pool2d(x, 2)
+        x = nnf.interpolate(x, scale_factor=2, mode="bicubic")
+        x = x * self.gate(nnf.adaptive_avg_pool2d(x, 1).flatten(1))[..., None, None].sigmoid()
+        for layer, skip in zip(self.up, kept[-2::-1], strict=True):
+            x = nnf.interpolate(x, size=skip.shape[-2:], mode="bilinear")
+            x = nnf.relu(layer(torch.cat([x, skip], dim=1)))
+        return self.head(x)
+
+
+class GraphNet(nn.Module):
+    """Four rounds of messages, added where they arrive."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rounds = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(4))
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        for layer in self.rounds:
+            messages = nodes.index_select(0, edges[0])
+            inbox = torch.zeros_like(nodes).index_add(0, edges[1], messages)
+            nodes = nnf.relu(layer(torch.cat([nodes, inbox], dim=1)))
+        return nodes
+
+
+def _train(model: nn.Module, score: Callable[[], Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        score().backward()
+        optimizer.step()
+
+    return step
+
+
+def make_resnet(device: str, scale: int) -> Step:
+    blocks = [Residual(3, 64, 2)]
+    for inputs, outputs in pairwise([64, 64, 128, 256, 512]):
+        blocks += [
+            Residual(inputs, outputs, 1 if inputs == outputs else 2),
+            Residual(outputs, outputs, 1),
+        ]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+    model = model.to(device)
+    images = torch.randn(8 * scale, 3, 28 * scale, 28 * scale, device=device)
+    classes = torch.arange(8 * scale, device=device)
+    return _train(model, lambda: nnf.cross_entropy(model(images), classes))
+
+
+def make_transformer(device: str, scale: int) -> Step:
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
+    model = nn.Sequential(
+        nn.Embedding(1000, 512), nn.TransformerEncoder(layer, 2), nn.Linear(512, 1000)
+    )
+    model = model.to(device)
+    tokens = torch.randint(1000, (2 * scale, 64 * scale), device=device)
+    return _train(model, lambda: nnf.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+
+
+def make_unet(device: str, scale: int) -> Step:
+    model = UNet(32).to(device)
+    images = torch.randn(2 * scale, 3, 32 * scale, 32 * scale, device=device)
+    masks = torch.randint(21, (2 * scale, 32 * scale, 32 * scale), device=device)
+    return _train(model, lambda: nnf.nll_loss(model(images).log_softmax(1), masks))
+
+
+def make_graph(device: str, scale: int) -> Step:
+    model = GraphNet(128).to(device)
+    nodes = torch.randn(2500 * scale, 128, device=device)
+    edges = torch.randint(2500 * scale, (2, 25_000 * scale), device=device)
+    return _train(model, lambda: model(nodes, edges).square().mean())
+
+
+MODELS = {
+    "ResNet-18": make_resnet,
+    "transformer, 2 layers of 512": make_transformer,
+    "U-Net with upsampling": make_unet,
+    "graph network with index_add": make_graph,
+}

@@ -1,0 +1,104 @@
+"""Where each gradient lies, decided by the order, size, dtype and device of parameters alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+# A gradient at an odd address takes another path through vectorised reductions (its norm, when it
+# is clipped) than one that was allocated for itself.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass
+class Slot:
+    """The place of one parameter: a view of its bucket's buffer."""
+
+    name: str
+    parameter: Parameter
+    start: int
+    stop: int
+    view: Tensor
+
+
+@dataclass
+class Bucket:
+    """A flat buffer, its slots, and how far the present backward pass has filled it.
+
+    Attributes:
+        index: Its number, by which all ranks know it.
+        flat: The buffer; slots begin at multiples of 64 bytes, with zeros between.
+        slots: The places of its parameters.
+        fired: Positions of the slots whose gradients have arrived.
+        awaited: How many are to arrive before the bucket is on its way.
+        launched: Whether it is on its way.
+    """
+
+    index: int
+    flat: Tensor
+    slots: list[Slot]
+    fired: set[int] = field(default_factory=set)
+    awaited: int = 0
+    launched: bool = False
+
+
+def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:
+    """Lay out buckets: the parameter registered last comes first, as its gradient arrives first.
+
+    Args:
+        parameters: Names and parameters in their order of registration.
+        bucket_bytes: A bucket is closed when it holds this many bytes; 0 gives each parameter one.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
+    for name, parameter in reversed(parameters):
+        by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
+    buckets: list[Bucket] = []
+    for (device, dtype), members in by_kind.items():
+        for chunk in _chunks(members, bucket_bytes):
+            buckets.append(_make_bucket(len(buckets), chunk, device, dtype))
+    return buckets
+
+
+def _chunks(
+    members: Sequence[tuple[str, Parameter]], limit: int
+) -> Iterator[list[tuple[str, Parameter]]]:
+    """Cut at the first parameter with which a bucket holds ``limit`` bytes or more."""
+    chunk: list[tuple[str, Parameter]] = []
+    held = 0
+    for name, parameter in members:
+        chunk.append((name, parameter))
+        held += parameter.numel() * parameter.element_size()
+        if held >= limit:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+def _make_bucket(
+    index: int,
+    members: Sequence[tuple[str, Parameter]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Bucket:
+    step = max(1, _ALIGNMENT_BYTES // members[0][1].element_size())
+    starts = [0]
+    for _, parameter in members:
+        starts.append(starts[-1] + -(-parameter.numel() // step) * step)
+    flat = torch.zeros(starts[-1], dtype=dtype, device=device)
+    slots = [
+        Slot(name, parameter, start, stop, _view_like(flat, start, parameter))
+        for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True)
+    ]
+    return Bucket(index, flat, slots)
+
+
+def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
+    """A view with the parameter's shape and, where it is dense, its strides (channels_last)."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(parameter.dim())
+    if last is not None and parameter.is_contiguous(memory_format=last):
+        return flat.as_strided(parameter.shape, parameter.stride(), start)
+    return flat[start : start + parameter.numel()].view(parameter.shape)

@@ -1,0 +1,75 @@
+"""One rank of a training with DDP on Gloo; see adapters/test_ddp.py."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import D9mError, DeterminismCallback
+from lightning_d9m.control import session
+
+RANK = int(os.environ["RANK"])
+
+
+def fit(folder, name, model=None, **words):
+    """Train as a run of its own would."""
+    session._fits = 0
+    callback = DeterminismCallback(seed=5, ledger_dir=folder / name, **words)
+    trainer = L.Trainer(max_epochs=2, strategy="ddp", devices=2, callbacks=[callback], **QUIET)
+    trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
+
+
+def error_of(*arguments, **words):
+    """Return the facts of the error that a training raises."""
+    try:
+        fit(*arguments, **words)
+    except D9mError as error:
+        return {"message": str(error), **vars(error)}
+    raise AssertionError("no error was raised")
+
+
+def one_ulp_on_rank_1(self):
+    """Change one weight of rank 1 by one unit in the last place, in the second epoch."""
+    if RANK == 1 and self.current_epoch == 1 and self.global_step % 3 == 0:
+        with torch.no_grad():
+            self.layers[0].weight.view(torch.int32)[2, 3] += 1
+
+
+def other_statistics_on_rank_1(self):
+    """Change a buffer of rank 1 when an epoch ends: the next batch brings rank 0's again."""
+    if RANK == 1:
+        self.layers[1].running_mean += 0.5
+
+
+def main():
+    """Train several times, and write what was found."""
+    folder = Path(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    before = dict(os.environ)
+    fit(folder, "first")
+    changed = {
+        name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)
+    }
+    found = {
+        "left": sorted(changed - {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
+        + [name for name in ("deterministic",) if torch.are_deterministic_algorithms_enabled()],
+    }
+    fit(folder, "second")
+    ulp = make_model(on_train_batch_end=lambda self, *_: one_ulp_on_rank_1(self))
+    found["one ulp on rank 1"] = error_of(folder, "ulp", ulp)
+    other = make_model(on_validation_epoch_end=other_statistics_on_rank_1)
+    found["other statistics on rank 1"] = error_of(
+        folder, "data", other, reference=folder / "first" / "fit-000"
+    )
+    (folder / "file").write_text("")
+    found["no folder"] = error_of(folder, "file/below")
+    (folder / f"found-{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""At two ranks the strategy computes, bit for bit, what torch's DDP does."""
+
+import pytest
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
+SCENARIOS = ["plain", "accumulation", "clip_norm", "clip_value", "bf16", "manual"]
+
+
+@pytest.fixture(scope="module")
+def ours(results, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("horovod")
+    return results(2, "train.py", folder, "lightning.pytorch", "horovod_d9m", folder, *SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def ddp(ddp_run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    return ddp_run("train.py", folder, "lightning.pytorch", "ddp", folder, *SCENARIOS)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_weights_and_buffers_equal_those_of_ddp(ours, ddp, scenario):
+    """Rank 0 ends with DDP's bytes after as many steps, with jitter in the gradients."""
+    assert ours[0][scenario] == ddp[0][scenario]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_end_equal(ours, scenario):
+    """Weights and buffers; DDP itself leaves the buffers of the last batch different."""
+    assert ours[0][scenario] == ours[1][scenario]
+
+
+def test_scenarios_differ(ours):
+    """The scenarios are not all one: clipping, accumulation and precision show in the weights."""
+    digests = [ours[0][scenario]["digest"] for scenario in SCENARIOS]
+    assert len(set(digests)) == len(SCENARIOS)
+
+
+def test_accumulation_takes_fewer_steps(ours):
+    """Two epochs of four batches, three to a step, the rest of an epoch to another."""
+    assert ours[0]["accumulation"]["steps"] == 4

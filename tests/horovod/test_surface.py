@@ -1,0 +1,121 @@
+"""Lightning's whole surface on two ranks, from one launch."""
+
+import pytest
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def found(results, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("surface")
+    return results(2, "surface.py", folder, folder)
+
+
+def both(found, *keys):
+    """What both ranks found under these keys, which has to be the same."""
+    values = []
+    for rank in found:
+        value = rank
+        for key in keys:
+            value = value[key]
+        values.append(value)
+    assert values[0] == values[1]
+    return values[0]
+
+
+def test_ranks_are_known_to_lightning(found):
+    assert [rank["loops"]["ranks"] for rank in found] == [[0, 2, 0], [1, 2, 1]]
+    assert [rank["loops"]["zero"] for rank in found] == [True, False]
+
+
+def test_sampler_gives_each_rank_its_part(found):
+    samplers = [rank["loops"]["samplers"] for rank in found]
+    assert samplers == [["DistributedSampler", rank, 2] for rank in (0, 1)]
+
+
+def test_logged_values_are_reduced_with_sync_dist(found):
+    metrics = both(found, "loops", "metrics")
+    assert (metrics["rank_mean"], metrics["rank_max"]) == (0.5, 1.0)
+    both(found, "loops", "test")
+
+
+def test_torchmetrics_gathers_uneven_states_in_rank_order(found):
+    assert both(found, "loops", "values") == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_predict_gives_each_rank_its_part(found):
+    assert both(found, "loops", "predicted") == 8
+
+
+def test_checkpoints_are_written_once_and_known_to_all(found):
+    assert "last.ckpt" in both(found, "loops", "files")
+    assert both(found, "loops", "best").endswith(".ckpt")
+
+
+def test_learning_rate_is_not_scaled(found):
+    assert both(found, "loops", "lr") == 0.05
+
+
+def test_early_stopping_on_one_rank_stops_all(found):
+    assert both(found, "early_stopping") == 2
+
+
+def test_resume_is_exact(found):
+    straight, resumed, steps = both(found, "resume")
+    assert straight == resumed
+    assert steps == 16
+
+
+def test_all_gather_stacks_and_keeps_dtypes(found):
+    assert both(found, "collectives", "all_gather") == [2, 3, 4]
+    assert both(found, "collectives", "dtypes") == [[1.0, 2.0], [1, 2], [1, 2], [1.0, 2.0]]
+
+
+def test_all_gather_carries_gradients_back(found):
+    """Each rank gets what all ranks sent back for its part: 1 x (1 + 2) and 10 x (1 + 2)."""
+    assert [rank["collectives"]["gradient"] for rank in found] == [[3.0, 3.0], [30.0, 30.0]]
+
+
+def test_broadcast_carries_objects(found):
+    assert both(found, "collectives", "broadcast") is True
+    assert both(found, "collectives", "broadcast_1") == ["from", 1]
+
+
+def test_reduce_knows_its_operations_and_dtypes(found):
+    assert both(found, "collectives", "reduce") == [[3], [1], [2], [1]]
+    assert both(found, "collectives", "reduce_half") == [1.5]
+    assert both(found, "collectives", "text") == "text"
+
+
+def test_decisions_are_all_or_any(found):
+    assert both(found, "collectives", "decisions") == [False, True, True]
+
+
+def test_batch_norm_is_synchronised_on_the_cpu(found):
+    """Half a batch on each rank trains as the whole batch does in one process, up to rounding."""
+    assert max(both(found, "sync_batchnorm")) < 1e-12
+
+
+def test_odd_parameters_train_and_stay_equal(found):
+    """Shared, complex, bfloat16, channels_last, sparse and unused ones in one model."""
+    both(found, "parameters", "mixed")
+    assert both(found, "parameters", "tied")
+    assert both(found, "parameters", "unused_gradient")
+
+
+def test_parameters_unfrozen_while_training_are_reduced(found):
+    both(found, "parameters", "thawed")
+    assert both(found, "parameters", "moved")
+
+
+def test_options_leave_the_ranks_equal(found):
+    """At two ranks a sum has one order, so that fusion does not show; the other options do."""
+    digests = {name: both(found, "options", name) for name in found[0]["options"]}
+    assert digests["static"] == digests["off"]
+    assert len({digests[name] for name in ("static", "sum", "fp16", "bf16")}) == 4
+
+
+def test_what_would_break_silently_is_refused(found):
+    assert "self.manual_backward(loss)" in both(found, "refusals", "stray")
+    assert "sparse_as_dense=True" in both(found, "refusals", "sparse")
+    assert "configure_model" in both(found, "refusals", "foreign")

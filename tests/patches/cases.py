@@ -1,0 +1,232 @@
+"""What the tests of the patches share: ops whose gradient is patched, and ways of running them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from lightning_d9m.patches.registration import patches_applied
+
+Forward = Callable[[Tensor], Tensor]
+
+# The first switch of torch's flag loads Inductor, which sets TORCHINDUCTOR_CACHE_DIR for good.
+torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+
+
+@dataclass(frozen=True)
+class GradientCase:
+    """An op of one input whose gradient with respect to it is patched.
+
+    Attributes:
+        label: The name of the test.
+        shape: The input's.
+        forward: The op.
+        exact: Whether the gradient has the bits of torch's CPU kernel on one thread.
+        cpu_keeps_format: Whether torch's CPU kernel keeps channels_last where its CUDA kernel,
+            which is the one that is replaced, does not.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    forward: Forward
+    exact: bool = False
+    cpu_keeps_format: bool = False
+
+    @property
+    def has_channels_last(self) -> bool:
+        """Whether the input has a batch and two or three spatial dimensions."""
+        dims = 3 if "3d" in self.label or "tri" in self.label else 2
+        return len(self.shape) == dims + 2
+
+
+def _interpolate(**arguments: object) -> Forward:
+    return lambda x: nnf.interpolate(x, **arguments)
+
+
+def _pad(*sides: int, mode: str = "reflect") -> Forward:
+    return lambda x: nnf.pad(x, sides, mode=mode)
+
+
+def _fixed_fractional(pool: Callable[..., Tensor], samples: int) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        starts = torch.linspace(0.1, 0.9, x.shape[0] * x.shape[1] * samples, dtype=x.dtype)
+        return pool(x, 3, [4] * samples, _random_samples=starts.view(*x.shape[:2], samples))
+
+    return forward
+
+
+GRADIENT_CASES = [
+    GradientCase("avg_pool3d", (2, 3, 4, 6, 8), lambda x: nnf.avg_pool3d(x, 2), exact=True),
+    GradientCase(
+        "avg_pool3d-divisor",
+        (3, 4, 6, 8),
+        lambda x: nnf.avg_pool3d(x, 2, divisor_override=5),
+        exact=True,
+    ),
+    GradientCase(
+        "avg_pool3d-overlap",
+        (2, 3, 7, 9, 8),
+        lambda x: nnf.avg_pool3d(x, 3, 2, 1, ceil_mode=True),
+    ),
+    GradientCase(
+        "avg_pool3d-sides",
+        (2, 3, 7, 9, 8),
+        lambda x: nnf.avg_pool3d(x, (2, 3, 2), (2, 1, 3), (1, 1, 0), count_include_pad=False),
+    ),
+    GradientCase(
+        "adaptive_avg_pool2d",
+        (2, 3, 8, 6),
+        lambda x: nnf.adaptive_avg_pool2d(x, (2, 3)),
+        exact=True,
+    ),
+    GradientCase(
+        "adaptive_avg_pool2d-odd", (2, 3, 7, 9), lambda x: nnf.adaptive_avg_pool2d(x, (3, 4))
+    ),
+    GradientCase("adaptive_avg_pool2d-up", (3, 3, 4), lambda x: nnf.adaptive_avg_pool2d(x, (5, 7))),
+    GradientCase(
+        "adaptive_avg_pool3d", (2, 3, 7, 4, 5), lambda x: nnf.adaptive_avg_pool3d(x, (3, 2, 2))
+    ),
+    GradientCase(
+        "adaptive_max_pool2d",
+        (2, 3, 7, 9),
+        lambda x: nnf.adaptive_max_pool2d(x, (3, 4)),
+        exact=True,
+    ),
+    GradientCase(
+        "adaptive_max_pool2d-up",
+        (3, 3, 4),
+        lambda x: nnf.adaptive_max_pool2d(x, (5, 7)),
+        exact=True,
+    ),
+    GradientCase(
+        "adaptive_max_pool3d",
+        (2, 3, 7, 4, 5),
+        lambda x: nnf.adaptive_max_pool3d(x, (3, 2, 2)),
+        exact=True,
+    ),
+    GradientCase(
+        "max_pool3d",
+        (2, 3, 7, 9, 8),
+        lambda x: nnf.max_pool3d(x, 3, 2, 1, ceil_mode=True),
+        exact=True,
+    ),
+    GradientCase(
+        "max_pool3d-dilated",
+        (3, 7, 6, 8),
+        lambda x: nnf.max_pool3d(x, 3, 1, 1, dilation=2),
+        exact=True,
+    ),
+    GradientCase(
+        "fractional_max_pool2d",
+        (2, 3, 9, 8),
+        _fixed_fractional(nnf.fractional_max_pool2d, 2),
+        exact=True,
+    ),
+    GradientCase(
+        "fractional_max_pool3d",
+        (2, 3, 9, 8, 7),
+        _fixed_fractional(nnf.fractional_max_pool3d, 3),
+        exact=True,
+    ),
+    GradientCase("linear", (2, 3, 7), _interpolate(scale_factor=2.3, mode="linear")),
+    GradientCase(
+        "linear-corners", (2, 3, 7), _interpolate(size=5, mode="linear", align_corners=True)
+    ),
+    GradientCase("bilinear", (2, 3, 7, 6), _interpolate(size=(13, 4), mode="bilinear")),
+    GradientCase(
+        "bilinear-corners",
+        (2, 3, 7, 6),
+        _interpolate(scale_factor=2, mode="bilinear", align_corners=True),
+    ),
+    GradientCase("bilinear-one", (2, 3, 1, 1), _interpolate(size=5, mode="bilinear")),
+    GradientCase("bicubic", (2, 3, 7, 6), _interpolate(size=(13, 4), mode="bicubic")),
+    GradientCase(
+        "bicubic-corners",
+        (2, 3, 7, 6),
+        _interpolate(scale_factor=2, mode="bicubic", align_corners=True),
+    ),
+    GradientCase("trilinear", (2, 3, 4, 5, 6), _interpolate(size=(7, 3, 9), mode="trilinear")),
+    GradientCase(
+        "bilinear-antialiased",
+        (2, 3, 17, 6),
+        _interpolate(size=(5, 11), mode="bilinear", antialias=True),
+    ),
+    GradientCase(
+        "bicubic-antialiased",
+        (2, 3, 17, 6),
+        _interpolate(size=(5, 11), mode="bicubic", antialias=True),
+    ),
+    GradientCase(
+        "lanczos-antialiased",
+        (2, 3, 17, 6),
+        lambda x: torch.ops.aten._upsample_lanczos2d_aa(x, [5, 11], align_corners=False),
+    ),
+    GradientCase("reflection1d", (2, 3, 7), _pad(3, 5), exact=True),
+    GradientCase("reflection1d-long", (3, 3), _pad(2, 2), exact=True),
+    GradientCase("reflection2d", (2, 3, 7, 6), _pad(3, 5, 6, 1), cpu_keeps_format=True),
+    GradientCase("reflection2d-crop", (2, 3, 7, 6), _pad(-1, 2, 2, -2), cpu_keeps_format=True),
+    GradientCase("reflection3d", (2, 3, 4, 5, 6), _pad(3, 5, 1, 0, 2, 3), cpu_keeps_format=True),
+    GradientCase("replication1d", (2, 3, 7), _pad(3, 9, mode="replicate"), exact=True),
+    GradientCase(
+        "replication2d", (2, 3, 7, 6), _pad(3, 0, 9, 1, mode="replicate"), cpu_keeps_format=True
+    ),
+    GradientCase(
+        "replication3d",
+        (2, 3, 4, 5, 6),
+        _pad(3, 5, 1, -1, 0, 7, mode="replicate"),
+        cpu_keeps_format=True,
+    ),
+]
+
+
+def compute_gradient(
+    case: GradientCase, image: Tensor, gradient: Tensor, *, patched: bool
+) -> Tensor:
+    """Run forward always unpatched, and backward patched or not."""
+    leaf = image.detach().requires_grad_()
+    output = case.forward(leaf)
+    if not patched:
+        return torch.autograd.grad(output, leaf, gradient)[0]
+    with patches_applied("CPU"):
+        return torch.autograd.grad(output, leaf, gradient)[0]
+
+
+def make_inputs(case: GradientCase, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return an input and a gradient of the output; the input's elements all differ."""
+    elements = torch.Size(case.shape).numel()
+    # Distinct in bfloat16 as well within a window, so that a maximum is the same in every dtype.
+    image = (torch.randperm(elements) % 251).view(case.shape).to(dtype)
+    output = (
+        case.forward(image.to(torch.float64)) if dtype != torch.float64 else case.forward(image)
+    )
+    return image, torch.randn(output.shape).to(dtype)
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Turn torch's flag on, and back to what it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with a number of threads, and back to what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def equal_bits(left: Tensor, right: Tensor) -> bool:
+    """Say whether two tensors are equal, a NaN being equal to a NaN."""
+    return left.dtype == right.dtype and torch.allclose(left, right, 0, 0, equal_nan=True)

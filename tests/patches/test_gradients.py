@@ -1,0 +1,286 @@
+"""Patched gradients: the original's values, layout, errors and derivatives."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from patches.cases import (
+    GRADIENT_CASES,
+    GradientCase,
+    compute_gradient,
+    deterministic_algorithms,
+    make_inputs,
+    threads,
+)
+from torch import Tensor
+
+from lightning_d9m.patches.registration import patches_applied
+
+every_case = pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.label)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch's CPU kernels add in order: several threads share work differently."""
+    with threads(1):
+        yield
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradient_is_the_original(case: GradientCase, dtype: torch.dtype) -> None:
+    """Equal bits where the sum is the same.
+
+    Elsewhere the same terms, at most 64 of each output's, are added in another order, and weights
+    may be rounded once more: a relative error of at most 64 units of rounding of the sum of their
+    magnitudes, which 4 times the gradient of the magnitudes exceeds (cubic weights sum to less).
+    """
+    image, gradient = make_inputs(case, dtype)
+    expected = compute_gradient(case, image, gradient, patched=False)
+    actual = compute_gradient(case, image, gradient, patched=True)
+    assert actual.dtype == expected.dtype
+    assert actual.stride() == expected.stride()
+    if case.exact:
+        assert torch.equal(actual, expected)
+    else:
+        magnitude = compute_gradient(case, image, gradient.abs(), patched=False).abs().max()
+        bound = 64 * torch.finfo(dtype).eps * 4 * magnitude
+        assert (actual - expected).abs().max() <= bound
+
+
+def takes(case: GradientCase, dtype: torch.dtype) -> bool:
+    """Say whether torch's CPU forward kernel takes a dtype; CUDA kernels take all of these."""
+    try:
+        case.forward(torch.zeros(case.shape, dtype=dtype))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.label}-{dtype}")
+        for case in GRADIENT_CASES
+        for dtype in (torch.float16, torch.bfloat16)
+        if takes(case, dtype)
+    ],
+)
+def test_low_precision_is_rounded_once(case: GradientCase, dtype: torch.dtype) -> None:
+    """Half and bfloat16 are added in float32, so that one rounding separates them from float64.
+
+    Reflection adds strips in the dtype itself, as torch does: up to 27 terms, one rounding each.
+    """
+    image, gradient = make_inputs(case, dtype)
+    reference = compute_gradient(case, image.double(), gradient.double(), patched=False)
+    actual = compute_gradient(case, image, gradient, patched=True)
+    roundings = 27 if case.label.startswith("reflection") else 1
+    magnitude = compute_gradient(case, image.double(), gradient.double().abs(), patched=False)
+    bound = roundings * torch.finfo(dtype).eps * magnitude.abs().max()
+    assert actual.dtype == dtype
+    assert (actual.double() - reference).abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in GRADIENT_CASES if case.has_channels_last], ids=lambda case: case.label
+)
+def test_layout_follows_the_cuda_kernel(case: GradientCase) -> None:
+    """channels_last comes out where torch's kernel keeps it; the values do not depend on it."""
+    image, gradient = make_inputs(case)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    strided = image.contiguous(memory_format=formats[image.dim()])
+    turned = gradient.contiguous(memory_format=formats[image.dim()])
+    expected = compute_gradient(case, strided, turned, patched=False)
+    actual = compute_gradient(case, strided, turned, patched=True)
+    if case.cpu_keeps_format:
+        assert actual.is_contiguous()
+    else:
+        assert actual.stride() == expected.stride()
+    assert torch.equal(actual, compute_gradient(case, image, gradient, patched=True))
+
+
+@every_case
+def test_noncontiguous_gradients_are_read_right(case: GradientCase) -> None:
+    """Every second element of a wider tensor, and an expanded one."""
+    image, gradient = make_inputs(case)
+    wide = torch.zeros(*gradient.shape, 2)
+    wide[..., 1] = gradient
+    plain = compute_gradient(case, image, gradient, patched=True)
+    assert torch.equal(compute_gradient(case, image, wide[..., 1], patched=True), plain)
+    ones = torch.ones(()).expand(gradient.shape)
+    assert torch.equal(
+        compute_gradient(case, image, ones, patched=True),
+        compute_gradient(case, image, ones.contiguous(), patched=True),
+    )
+
+
+@every_case
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_where_it_belongs(case: GradientCase, value: float) -> None:
+    """One infinity or NaN in the gradient reaches the inputs that it reaches in torch, no other.
+
+    An infinity may come out as NaN, where a weight is 0 to one and 1e-9 to the other.
+    """
+    image, gradient = make_inputs(case)
+    gradient.view(-1)[gradient.numel() // 2] = value
+    expected = compute_gradient(case, image, gradient, patched=False)
+    actual = compute_gradient(case, image, gradient, patched=True)
+    assert torch.equal(actual.isfinite(), expected.isfinite())
+    assert torch.equal(actual[actual == 0], expected[actual == 0])
+
+
+@every_case
+def test_thread_count_does_not_matter(case: GradientCase) -> None:
+    """The same bits on one thread and on four, forward off and backward under torch's flag."""
+    image, gradient = make_inputs(case)
+    alone = compute_gradient(case, image, gradient, patched=True)
+    with threads(4), deterministic_algorithms():
+        together = compute_gradient(case, image, gradient, patched=True)
+    assert torch.equal(alone, together)
+
+
+SMALL = [case for case in GRADIENT_CASES if "-" not in case.label]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
+def test_first_and_second_derivatives(case: GradientCase) -> None:
+    """Numerical derivatives agree with the patched kernels, and those with their own."""
+    shape = tuple(min(side, 5) for side in case.shape)
+    elements = torch.Size(shape).numel()
+    image = torch.randperm(elements, dtype=torch.float64).view(shape).requires_grad_()
+    try:
+        case.forward(image)
+    except RuntimeError:
+        image = torch.randperm(torch.Size(case.shape).numel(), dtype=torch.float64)
+        image = image.view(case.shape).requires_grad_()
+    with patches_applied("CPU"):
+        assert torch.autograd.gradcheck(case.forward, image, eps=1e-3, fast_mode=True)
+        assert torch.autograd.gradgradcheck(case.forward, image, eps=1e-3, fast_mode=True)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
+def test_vmap_gives_what_a_loop_gives(case: GradientCase) -> None:
+    """torch.func.vmap of the gradient: as unpatched, or the same error."""
+    image, gradient = make_inputs(case)
+    images, gradients = torch.stack([image, image + 1]), torch.stack([gradient, -gradient])
+
+    def differentiate(one: Tensor, direction: Tensor) -> Tensor:
+        return torch.func.vjp(case.forward, one)[1](direction)[0]
+
+    def attempt() -> object:
+        try:
+            return torch.func.vmap(differentiate)(images, gradients)
+        except RuntimeError as error:
+            return str(error)
+
+    expected = attempt()
+    with patches_applied("CPU"):
+        actual = attempt()
+    if isinstance(expected, str):
+        assert actual == expected
+    else:
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in SMALL if len(c.shape) > 3 and "fraction" not in c.label],
+    ids=lambda c: c.label,
+)
+def test_empty_batches_and_bad_gradients_answer_alike(case: GradientCase) -> None:
+    """The same empty result, or the same words of refusal."""
+
+    def attempt(image: Tensor, gradient: Tensor) -> object:
+        try:
+            leaf = image.requires_grad_()
+            return torch.autograd.grad(case.forward(leaf), leaf, gradient)[0].shape
+        except RuntimeError as error:
+            return str(error)
+
+    image, gradient = make_inputs(case)
+    for arguments in [(image[:0], gradient[:0]), (image, gradient[..., :-1])]:
+        expected = attempt(*arguments)
+        with patches_applied("CPU"):
+            assert attempt(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("avg_pool3d_backward", ([2], [2], [0], False, True, None)),
+        ("_adaptive_avg_pool3d_backward", ()),
+        ("upsample_trilinear3d_backward", None),
+        ("reflection_pad3d_backward", ([1, 1, 1, 1, 1, 1],)),
+    ],
+)
+def test_kernels_refuse_shapes_in_the_originals_words(name: str, arguments: object) -> None:
+    """A gradient of a shape that the forward pass cannot have given."""
+    op = getattr(torch.ops.aten, name)
+    image, gradient = torch.ones(2, 3, 4, 4, 4), torch.ones(2, 3, 1, 2, 9)
+    words = (
+        (gradient, [8, 8, 8], [2, 3, 4, 4, 4], False)
+        if arguments is None
+        else (gradient, image, *arguments)
+    )
+    if name == "_adaptive_avg_pool3d_backward":
+        words = (gradient[0], image)
+    with pytest.raises(RuntimeError) as expected:
+        op(*words)
+    with patches_applied("CPU"), pytest.raises(RuntimeError) as actual:
+        op(*words)
+    assert str(actual.value) == str(expected.value)
+
+
+def test_out_variants_resize_and_fill() -> None:
+    """An empty output takes the shape; one of another dtype is refused as in torch."""
+    image, gradient = torch.ones(2, 3, 4, 4, 4), torch.ones(2, 3, 2, 2, 2)
+    arguments = (gradient, image, [2], [2], [0], False, True, None)
+    op = torch.ops.aten.avg_pool3d_backward
+    expected = op(*arguments)
+    with patches_applied("CPU"):
+        target = torch.empty(0)
+        assert op.grad_input(*arguments, grad_input=target) is target
+        assert torch.equal(target, expected)
+        with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+            op.grad_input(*arguments, grad_input=torch.empty(0, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected:UserWarning")
+def test_compiled_graphs_reach_the_patches() -> None:
+    """torch.compile traces through fake tensors, and what it made runs the patched kernels."""
+
+    def score(image: Tensor) -> Tensor:
+        wide = nnf.interpolate(image, scale_factor=2, mode="bicubic")
+        padded = nnf.pad(wide, (2, 1, 1, 2), mode="reflect")
+        pooled = nnf.adaptive_avg_pool2d(padded, (5, 3)) + nnf.adaptive_max_pool2d(padded, (5, 3))
+        small = nnf.interpolate(pooled, size=(4, 4), mode="bilinear", antialias=True)
+        return nnf.nll_loss(small.log_softmax(1), torch.ones(2, 4, 4, dtype=torch.int64))
+
+    image = torch.randn(2, 3, 7, 6, requires_grad=True)
+    with patches_applied("CPU"):
+        eager = torch.autograd.grad(score(image), image)[0]
+        compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
+        traced = torch.autograd.grad(compiled(image), image)[0]
+    torch.compiler.reset()
+    torch.testing.assert_close(traced, eager)
+
+
+def test_autocast_decides_as_before() -> None:
+    """Under autocast the gradient has the dtypes that it has without the patches."""
+    image = torch.randn(2, 3, 8, 8, requires_grad=True)
+    weight = torch.randn(4, 3, 3, 3)
+
+    def differentiate() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            features = nnf.conv2d(image, weight, padding=1)
+            output = nnf.interpolate(features, scale_factor=2, mode="bilinear")
+        assert output.dtype == torch.bfloat16
+        return torch.autograd.grad(output.float().square().sum(), image)[0]
+
+    expected = differentiate()
+    with patches_applied("CPU"):
+        actual = differentiate()
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())

@@ -1,0 +1,463 @@
+"""Patched ops other than the gradients of one input: the answers of the original."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from patches.cases import deterministic_algorithms, equal_bits, threads
+from torch import Tensor
+
+from lightning_d9m.patches.registration import patches_applied
+
+CORNERS_AND_MASK = (False, [True, True])
+NAN, INF = float("nan"), float("inf")
+Attempt = Callable[[], object]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch's CPU kernels add in order: several threads share work differently."""
+    with threads(1):
+        yield
+
+
+def answer(attempt: Attempt) -> object:
+    """Return the results, or the error's type and words."""
+    try:
+        result = attempt()
+    except (RuntimeError, IndexError, NotImplementedError) as error:
+        return type(error), str(error)
+    return tuple(result) if isinstance(result, tuple) else (result,)
+
+
+def assert_alike(attempt: Attempt, *, tolerance: float = 0.0) -> None:
+    """Hold the patched op, under torch's flag, against the original with the flag off."""
+    expected = answer(attempt)
+    with patches_applied("CPU"):
+        if isinstance(expected[0], type):
+            assert answer(attempt) == expected  # the flag off, or its alert would come first
+            return
+        with deterministic_algorithms():
+            actual = answer(attempt)
+    for left, right in zip(actual, expected, strict=True):
+        assert (left.shape, left.dtype, left.stride()) == (right.shape, right.dtype, right.stride())
+        if tolerance:
+            bound = tolerance * torch.finfo(right.dtype).eps * right.nan_to_num(0, 0, 0).abs().max()
+            torch.testing.assert_close(left, right, rtol=0, atol=float(bound), equal_nan=True)
+        else:
+            assert equal_bits(left, right)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nll_loss2d(reduction: str, weighted: bool) -> None:
+    """40 terms in another order: 40 roundings at most, of a sum that does not cancel."""
+    scores = torch.randn(2, 5, 4, 5).log_softmax(1)
+    target = torch.randint(0, 5, (2, 4, 5))
+    weight = torch.rand(5) if weighted else None
+    for arguments in [{}, {"ignore_index": 2}]:
+        assert_alike(
+            lambda a=arguments: nnf.nll_loss(scores, target, weight, reduction=reduction, **a),
+            tolerance=40,
+        )
+    assert_alike(
+        lambda: torch.autograd.grad(
+            nnf.nll_loss(scores.requires_grad_(), target, weight, reduction=reduction).sum(), scores
+        )[0]
+    )
+
+
+def test_nll_loss2d_edges() -> None:
+    """Empty, all ignored, half, an out variant, and every kind of bad argument."""
+    scores, target = torch.randn(2, 5, 4, 3), torch.randint(0, 5, (2, 4, 3))
+    assert_alike(lambda: nnf.nll_loss(scores[:0], target[:0]))
+    assert_alike(lambda: nnf.nll_loss(scores, target * 0, ignore_index=0))
+    assert_alike(lambda: nnf.nll_loss(scores, target + 3))
+    assert_alike(lambda: nnf.nll_loss(scores, target - 4))
+    assert_alike(lambda: nnf.nll_loss(scores, target, torch.ones(2)))
+    assert_alike(lambda: nnf.nll_loss(scores, target.int()))
+    assert_alike(lambda: nnf.nll_loss(scores, target[:, :2]))
+    with patches_applied("CPU"):
+        low = nnf.nll_loss(scores.half(), target)
+    reference = nnf.nll_loss(scores.half().double(), target)
+    assert abs(low.double() - reference) <= torch.finfo(torch.half).eps * abs(reference)
+    op, arguments = torch.ops.aten.nll_loss2d_forward, (scores, target, None, 1, -100)
+    assert_alike(
+        lambda: op.output(*arguments, output=torch.empty(()), total_weight=torch.empty(())),
+        tolerance=24,
+    )
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64], ids=str
+)
+def test_put(accumulate: bool, dtype: torch.dtype) -> None:
+    """Duplicates and negative positions; strided targets; the functional form."""
+    target, source = (torch.randn(*shape).mul(3).to(dtype) for shape in [(4, 5), (3, 7)])
+    index = torch.randint(-20, 20, (3, 7))
+    assert_alike(lambda: target.clone().put_(index, source, accumulate))
+    assert_alike(lambda: target.clone().t().put_(index, source, accumulate))
+    assert_alike(lambda: target[:, ::2].put(index % 8, source, accumulate))
+
+
+@pytest.mark.parametrize(
+    ("target", "index", "source"),
+    [
+        (torch.zeros(3).expand(2, 3), [0], [1.0]),
+        (torch.zeros(3), [5], [1.0]),
+        (torch.zeros(3), [-4], [1.0]),
+        (torch.zeros(2, 3).t(), [0, 7], [1.0, 2.0]),
+        (torch.zeros(2, 3).t(), [0, -7], [1.0, 2.0]),
+        (torch.zeros(3), [0, 1], [1.0]),
+        (torch.zeros(3), [0], [1]),
+        (torch.zeros(0), [0], [1.0]),
+        (torch.zeros(()), [0, -1], [1.0, 2.0]),
+        (torch.zeros(3), [], []),
+    ],
+    ids=[
+        "overlap",
+        "over",
+        "under",
+        "over-strided",
+        "under-strided",
+        "counts",
+        "dtypes",
+        "empty",
+        "scalar",
+        "nothing",
+    ],
+)
+def test_put_edges(target: Tensor, index: list[int], source: list[float]) -> None:
+    """Overlap, out of range, sizes, dtypes, nothing to do."""
+    where, values = torch.tensor(index, dtype=torch.int64), torch.tensor(source)
+    assert_alike(lambda: target.clone(memory_format=torch.preserve_format).put_(where, values))
+    if target.stride() == (0, 1):
+        assert_alike(lambda: target.put_(where, values))
+
+
+def test_max_unpool() -> None:
+    """Duplicates: the last wins; batches, none, an empty one; every kind of bad argument."""
+    two, three = torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d
+    image, index = torch.randn(2, 3, 4, 5), torch.randint(0, 30, (2, 3, 4, 5))
+    assert_alike(lambda: two(image, index, [5, 6]))
+    assert_alike(lambda: two(image[0], index[0], [5, 6]))
+    assert_alike(lambda: two(image.half(), index, [5, 6]))
+    assert_alike(lambda: two(image[:0], index[:0], [5, 6]))
+    for bad in [
+        (image, index + 1, [5, 6]),
+        (image, index - 1, [5, 6]),
+        (image, index.int(), [5, 6]),
+        (image, index[0], [5, 6]),
+        (image[:, :0], index[:, :0], [5, 6]),
+        (image, index, [5]),
+        (image.long(), index, [5, 6]),
+    ]:
+        assert_alike(lambda bad=bad: two(*bad))
+    image, index = torch.randn(2, 3, 2, 4, 5), torch.randint(0, 60, (2, 3, 2, 4, 5))
+    rest = ([2, 2, 2], [0, 0, 0])
+    assert_alike(lambda: three(image, index, [2, 5, 6], *rest))
+    assert_alike(
+        lambda: torch.ops.aten.max_unpool3d.out(image, index, [2, 5, 6], *rest, out=torch.empty(0))
+    )
+    for bad in [([2, 2], [0, 0, 0]), ([0, 2, 2], [0, 0, 0])]:
+        assert_alike(lambda bad=bad: three(image, index, [2, 5, 6], *bad))
+    assert_alike(lambda: three(image, index + 9, [2, 5, 6], *rest))
+    values = torch.randn(1, 2, 8, 8, dtype=torch.double, requires_grad=True)
+    pooled, places = nnf.max_pool2d(values, 2, return_indices=True)
+    with patches_applied("CPU"), deterministic_algorithms():
+        leaf = pooled.detach().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: nnf.max_unpool2d(x, places, 2), leaf)
+
+
+DRAWS = torch.Generator().manual_seed(0)
+NORMAL = torch.randn(1000, generator=DRAWS)
+HISTOGRAMS = {
+    "default": (NORMAL,),
+    "range": (NORMAL, 13, -1, 1),
+    "float64": (NORMAL.double(), 13, -1.3, 0.7),
+    "huge": (NORMAL * 1e30,),
+    "strided": (NORMAL[:20].view(4, 5).t(), 3),
+    "one-value": (torch.ones(2), 3),
+    "empty": (torch.empty(0), 3),
+    "empty-no-bins": (torch.empty(0), 0),
+    "empty-reversed": (torch.empty(0), 3, 2, 1),
+    "nan": (torch.tensor([1.0, NAN]), 3),
+    "infinity": (torch.tensor([1.0, INF]), 3),
+    "not-finite-in-range": (torch.tensor([1.0, NAN, INF, 0.5, -INF]), 3, 0, 1),
+    "no-bins": (torch.ones(1), 0),
+    "reversed": (torch.ones(1), 3, 2, 1),
+    "nan-range": (torch.ones(9), 5, NAN, 1),
+    "integers": (torch.tensor([1]), 3),
+}
+
+
+@pytest.mark.parametrize("arguments", HISTOGRAMS.values(), ids=HISTOGRAMS)
+def test_histc(arguments: tuple[object, ...]) -> None:
+    """Counts are equal: the edges are computed by torch's formula."""
+    assert_alike(lambda: torch.histc(*arguments))
+    if arguments[0].numel() == 1000:
+        assert_alike(lambda: torch.histc(*arguments, out=arguments[0].new_empty(0)))
+
+
+VALUES, WEIGHTS = torch.randint(0, 9, (500,), generator=DRAWS), NORMAL[:500]
+BINCOUNTS = {
+    "float32": (VALUES, WEIGHTS),
+    "float64": (VALUES, WEIGHTS.double()),
+    "half": (VALUES, WEIGHTS.half()),
+    "bool": (VALUES, WEIGHTS > 0),
+    "integers": (VALUES, VALUES),
+    "uint8": (VALUES.to(torch.uint8), WEIGHTS),
+    "minlength": (VALUES.int(), WEIGHTS, 20),
+    "strided": (VALUES[::2], WEIGHTS[::2]),
+    "not-finite": (VALUES, torch.where(WEIGHTS > 2, INF, torch.where(WEIGHTS < -2, NAN, WEIGHTS))),
+    "unweighted": (VALUES,),
+    "empty": (VALUES[:0], WEIGHTS[:0], 3),
+    "empty-negative": (VALUES[:0], WEIGHTS[:0], -3),
+    "negative": (torch.tensor([1, -1]), torch.ones(2)),
+    "matrix": (torch.tensor([[1]]), torch.ones(1)),
+    "lengths": (torch.tensor([1, 2]), torch.ones(1)),
+    "floating": (torch.tensor([1.0, 2]), torch.ones(2)),
+    "minlength-negative": (torch.tensor([1, 2]), torch.ones(2), -1),
+    "weights-matrix": (torch.tensor([1, 2]), torch.ones(2, 1)),
+}
+
+
+@pytest.mark.parametrize("arguments", BINCOUNTS.values(), ids=BINCOUNTS)
+def test_bincount(arguments: tuple[object, ...]) -> None:
+    """Weights are added from first to last, as on one CPU thread."""
+    assert_alike(lambda: torch.bincount(*arguments))
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_median(name: str) -> None:
+    """Without ties values and indices are torch's; NaNs, empty, scalars, out variants, errors."""
+    median = getattr(torch, name)
+    matrix = torch.randn(4, 7)
+    holed = matrix.clone()
+    holed[1, 3] = holed[1, 5] = NAN
+    for arguments in [
+        (matrix, 0),
+        (matrix, -1, True),
+        (matrix.t(), 1),
+        (holed, 1),
+        (holed, 0),
+        (torch.randn(()), 0, True),
+        (torch.randn(0, 3), 1),
+        (torch.randn(0, 3), 0),
+        (matrix, 2),
+        (matrix > 0, 1),
+        (matrix.half(), 1),
+        (matrix.cfloat(), 1),
+        (torch.randperm(28).view(4, 7), 1),
+        (torch.randn(5, 1), 1),
+    ]:
+        assert_alike(lambda a=arguments: tuple(median(*a)))
+    empty = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    assert_alike(lambda: tuple(median(matrix, 1, out=tuple(part.clone() for part in empty))))
+    assert_alike(lambda: tuple(median(matrix, 1, out=(torch.empty(0), torch.empty(0)))))
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_median_of_equal_elements_has_one_index(name: str) -> None:
+    """The index is that of a stable sort, and the value lies there."""
+    matrix = torch.randint(0, 3, (50, 9)).float()
+    with patches_applied("CPU"):
+        values, indices = getattr(torch, name)(matrix, 1)
+    assert torch.equal(matrix.gather(1, indices.unsqueeze(1)).squeeze(1), values)
+    assert torch.equal(indices, matrix.sort(dim=1, stable=True).indices[:, 4])
+    every = torch.full((2, 3), NAN)
+    with patches_applied("CPU"):
+        values, indices = getattr(torch, name)(every, 1)
+    assert values.isnan().all()
+    assert indices.tolist() == [0, 0]
+
+
+def test_topk() -> None:
+    """Values as torch's; of equal elements the first come first; errors as torch's."""
+    matrix = torch.randn(4, 7)
+    for arguments in [
+        (matrix, 3),
+        (matrix, 3, 0, False),
+        (matrix.t(), 2, -1, True, True),
+        (matrix, 0),
+        (torch.randn(()), 1),
+        (matrix, 8),
+        (matrix, 1, 2),
+        (torch.randperm(28).view(4, 7), 5),
+    ]:
+        assert_alike(lambda a=arguments: tuple(torch.topk(*a)))
+    ties = torch.tensor([1.0, 2.0, 2.0, NAN, 2.0])
+    with patches_applied("CPU"):
+        assert ties.topk(3).indices.tolist() == [3, 1, 2]
+        assert ties.topk(3, largest=False).indices.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("include_self", [True, False])
+def test_scatter_reduce_prod(dtype: torch.dtype, include_self: bool) -> None:
+    """Functional, in place and transposed, with duplicates; the other reductions are untouched."""
+    target, source = (torch.randn(*shape).mul(2).to(dtype) for shape in [(4, 5), (6, 5)])
+    index = torch.randint(0, 4, (5, 4))
+    rest = {"include_self": include_self}
+    assert_alike(lambda: target.scatter_reduce(0, index, source, "prod", **rest))
+    assert_alike(lambda: target.t().scatter_reduce(1, index.t(), source.t(), "prod", **rest))
+    assert_alike(lambda: target.clone().scatter_reduce_(-2, index, source, "prod", **rest))
+    assert_alike(lambda: target.scatter_reduce(0, index, source, "amax", **rest))
+
+
+def test_scatter_reduce_prod_edges() -> None:
+    """Out of range, wrong shapes and dtypes, scalars, nothing to do, not finite, an out variant."""
+    target, source = torch.randn(4), torch.tensor([INF, 0.0, NAN])
+    for dim, index, factors in [
+        (0, torch.tensor([0, 1, 1]), source),
+        (0, torch.tensor([0, 1, 4]), source),
+        (0, torch.tensor([0, 1, -1]), source),
+        (1, torch.tensor([0]), source),
+        (0, torch.tensor([0, 1, 1, 1]), source),
+        (0, torch.tensor([[0]]), source),
+        (0, torch.tensor([0]), source.double()),
+        (0, torch.tensor([0]).int(), source),
+        (0, torch.zeros(0, dtype=torch.int64), source),
+        (0, torch.tensor(1), torch.tensor(3.0)),
+    ]:
+        assert_alike(lambda d=dim, i=index, f=factors: target.scatter_reduce(d, i, f, "prod"))
+    assert_alike(lambda: target.scatter_reduce(0, torch.tensor([0]), source, "nope"))
+    index = torch.tensor([0, 1, 1])
+    assert_alike(lambda: torch.scatter_reduce(target, 0, index, source, "prod", out=torch.empty(0)))
+    low = torch.full((1,), 3.0, dtype=torch.half)
+    with patches_applied("CPU"):
+        product = low.scatter_reduce(0, torch.zeros(4, dtype=torch.int64), low.expand(4), "prod")
+    assert product.item() == 243.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("mode", ["max", "sum"])
+def test_embedding_bag(dtype: torch.dtype, padding: int | None, mode: str) -> None:
+    """Repeated rows, an empty bag, a padding row; mode sum is torch's own."""
+    rows, starts = torch.tensor([1, 2, 4, 5, 4, 3, 2, 2, 8]), torch.tensor([0, 4, 4, 8])
+    table = torch.randn(9, 6).to(dtype).requires_grad_()
+    gradient = torch.arange(24).view(4, 6).to(dtype)
+
+    def differentiate() -> Tensor:
+        output = nnf.embedding_bag(rows, table, starts, mode=mode, padding_idx=padding)
+        return torch.autograd.grad(output, table, gradient)[0]
+
+    assert_alike(differentiate)
+
+
+GRIDS = [
+    (mode, padding, corners, dims)
+    for mode in ("bilinear", "nearest", "bicubic")
+    for padding in ("zeros", "border", "reflection")
+    for corners in (False, True)
+    for dims in (2, 3)
+    if (mode, dims) != ("bicubic", 3)
+]
+
+
+@pytest.mark.parametrize(("mode", "padding", "corners", "dims"), GRIDS)
+def test_grid_sample(mode: str, padding: str, corners: bool, dims: int) -> None:
+    """At most 3 * 28 * 16 terms in another order, and positions rounded differently.
+
+    A position is a sum of coordinates up to 12; its error of 12 units of rounding enters the
+    weights with a slope of at most 2.
+    """
+    image = torch.randn(2, 3, *(5, 6, 4)[:dims], dtype=torch.float64, requires_grad=True)
+    grid = (torch.randn(2, *(4, 7, 3)[:dims], dims, dtype=torch.float64) * 1.2).requires_grad_()
+    gradient = torch.randn(2, 3, *grid.shape[1:-1], dtype=torch.float64)
+
+    def differentiate() -> tuple[Tensor, ...]:
+        sampled = nnf.grid_sample(image, grid, mode, padding, corners)
+        return torch.autograd.grad(sampled, (image, grid), gradient)
+
+    assert_alike(differentiate, tolerance=0 if mode == "nearest" else 256)
+    if mode == "bilinear":
+
+        def differentiate_one() -> Tensor:
+            sampled = nnf.grid_sample(image.detach(), grid, mode, padding, corners)
+            return torch.autograd.grad(sampled, grid, gradient)[0]
+
+        assert_alike(differentiate_one, tolerance=256)
+        with patches_applied("CPU"):
+            leaf = torch.rand(1, 1, *(3, 4, 2)[:dims], dtype=torch.float64, requires_grad=True)
+            assert torch.autograd.gradcheck(
+                lambda x: nnf.grid_sample(x, grid[:1].detach(), mode, padding, corners), leaf
+            )
+
+
+def test_grid_sample_where_no_integer_reaches() -> None:
+    """A coordinate that is NaN touches no input and has no slope; an infinite one is padded.
+
+    So on CUDA; torch's CPU kernel answers NaN, or reads outside of the input and crashes.
+    """
+    image = torch.randn(1, 2, 5, 6, requires_grad=True)
+    grid = torch.rand(1, 1, 4, 2)
+    grid[0, 0, 0, 0], grid[0, 0, 1, 1], grid[0, 0, 2] = NAN, INF, -INF
+    grid.requires_grad_()
+    for mode in (0, 1):
+        for padding in (0, 1, 2):
+            with patches_applied("CPU"):
+                by_image, by_grid = torch.ops.aten.grid_sampler_2d_backward(
+                    torch.ones(1, 2, 1, 4), image, grid, mode, padding, *CORNERS_AND_MASK
+                )
+            assert by_image.isfinite().all()
+            assert by_grid.isfinite().all()
+            assert by_grid[0, 0, 0, 0] == 0
+
+
+def test_grid_sample_refuses_in_the_originals_words() -> None:
+    """Shapes that do not belong together, and a mode that does not exist in 3 dimensions."""
+    image, grid = torch.ones(2, 3, 4, 4), torch.ones(2, 5, 5, 2)
+    backward = torch.ops.aten.grid_sampler_2d_backward
+    bad = (torch.ones(2, 3, 5, 5), image, grid[:1], 0, 0, *CORNERS_AND_MASK)
+    assert_alike(lambda: backward(*bad))
+    assert_alike(
+        lambda: backward(torch.ones(2, 3, 5, 5), image, grid.double(), 0, 0, *CORNERS_AND_MASK)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("infinity", [False, True])
+def test_ctc_loss(dtype: torch.dtype, infinity: bool) -> None:
+    """Exponents are sums of 30 logarithms of up to 100: 3000 units of rounding at most.
+
+    One target is longer than its input can emit, one is empty; the lengths come as lists and as
+    tensors, the targets padded and concatenated.
+    """
+    steps, batch, labels = 30, 4, 6
+    scores = torch.randn(steps, batch, labels, dtype=dtype).log_softmax(2)
+    targets = torch.randint(1, labels, (batch, 22))
+    lengths, label_lengths = [30, 25, 30, 20], [10, 5, 0, 20]
+    joined = torch.cat([row[:count] for row, count in zip(targets, label_lengths, strict=True)])
+    silent = scores.clone()
+    silent[3, 1, 2] = -INF
+    short = [5, 4, 3, 2]
+    for given, arguments in [
+        (scores, (targets, lengths, label_lengths)),
+        (scores, (joined, torch.tensor(lengths), torch.tensor(label_lengths))),
+        (silent, (targets, lengths, label_lengths)),
+        (scores, (targets[:, :5] - 1, lengths, short, labels - 1)),
+        (scores, (joined[:0], lengths, [0, 0, 0, 0])),
+    ]:
+
+        def differentiate(given=given, arguments=arguments) -> Tensor:
+            leaf = given.detach().requires_grad_()
+            loss = nnf.ctc_loss(leaf, *arguments, reduction="none", zero_infinity=infinity)
+            return torch.autograd.grad(loss, leaf, torch.arange(1, batch + 1).to(dtype))[0]
+
+        assert_alike(differentiate, tolerance=3000)
+
+
+def test_ctc_loss_derivative() -> None:
+    """Numerical derivatives agree."""
+    scores = torch.randn(9, 2, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(1, 5, (2, 3))
+
+    def score(given: Tensor) -> Tensor:
+        return nnf.ctc_loss(given.log_softmax(2), targets, [9, 7], [3, 2])
+
+    with patches_applied("CPU"):
+        assert torch.autograd.gradcheck(score, scores)

@@ -1,0 +1,150 @@
+"""Patches are applied all or none, catch every caller, and leave nothing behind."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from patches.cases import deterministic_algorithms
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.patches import registration
+from lightning_d9m.patches.catalogue import OPS
+from lightning_d9m.patches.delegation import raise_as_original
+from lightning_d9m.patches.registration import patches_applied
+
+KERNELS = [f"aten::{overload}" for op in OPS for overload in op.kernels]
+
+
+def dump_kernels() -> list[str]:
+    """Return the dispatcher's table of every op in the catalogue."""
+    return [torch._C._dispatch_dump(name) for name in KERNELS]
+
+
+def put_twice() -> Tensor:
+    """Call an op that torch refuses on a CPU too."""
+    return torch.zeros(3).put_(torch.tensor([1, 1]), torch.tensor([1.0, 2.0]))
+
+
+def test_the_alert_never_fires_and_the_last_value_wins() -> None:
+    """What torch refuses with deterministic algorithms on runs while the patches are applied."""
+    with deterministic_algorithms():
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            put_twice()
+        with patches_applied("CPU"):
+            assert put_twice().tolist() == [0.0, 2.0, 0.0]
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            put_twice()
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_every_kernel_is_restored_after_an_error_too(key: str) -> None:
+    """The dispatcher's tables are, text for text, what they were."""
+    before = dump_kernels()
+
+    def fail_inside() -> None:
+        with patches_applied(key):
+            assert all(now != then for now, then in zip(dump_kernels(), before, strict=True))
+            raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body"):
+        fail_inside()
+    assert dump_kernels() == before
+    with patches_applied(key):
+        pass
+    assert dump_kernels() == before
+
+
+def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement that cannot be loaded takes the others back with it."""
+    before = dump_kernels()
+    broken = dataclasses.replace(OPS[0], kernels={"put_": "placement:absent"}, status="patched")
+    monkeypatch.setattr(registration, "select_ops", lambda *_: (*OPS, broken))
+    with pytest.raises(AttributeError, match="absent"), patches_applied("CPU"):
+        pytest.fail("the body ran")
+    assert dump_kernels() == before
+
+
+def test_other_tables_stay_as_they_are() -> None:
+    """Only the backend's own line changes: autograd, autocast, meta and vmap keep theirs."""
+
+    def other_lines() -> list[list[str]]:
+        return [
+            [line for line in dump.splitlines() if not line.startswith(("CPU", "debug"))]
+            for dump in dump_kernels()
+        ]
+
+    before = other_lines()
+    with patches_applied("CPU"):
+        assert other_lines() == before
+
+
+def test_patches_under_another_key_change_nothing_here() -> None:
+    """Production registers for CUDA; tensors on a CPU keep torch's kernels, alert included."""
+    alert = pytest.raises(RuntimeError, match="put_ does not have a deterministic")
+    with deterministic_algorithms(), patches_applied(), alert:
+        put_twice()
+
+
+def test_applying_twice_is_refused_and_the_first_stays() -> None:
+    """A second block could not change which ops are excluded."""
+    with deterministic_algorithms(), patches_applied("CPU"):
+        with pytest.raises(SettingError, match="already applied"), patches_applied("CPU"):
+            pytest.fail("the body ran")
+        assert put_twice()[1] == 2.0
+    with patches_applied("CPU"):
+        pass
+
+
+def test_an_op_can_be_opted_out_of() -> None:
+    """The original answers for it, and what was left out is on record."""
+    with deterministic_algorithms(), patches_applied("CPU", exclude=["put_"]) as applied:
+        assert applied.excluded == ("put_",)
+        assert "put_" not in applied.names
+        assert "histc" in applied.names
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            put_twice()
+
+
+def test_unknown_opt_outs_change_nothing() -> None:
+    """The error comes before the first registration."""
+    before = dump_kernels()
+    with pytest.raises(SettingError, match="no op 'putt_'"), patches_applied("CPU", ["putt_"]):
+        pytest.fail("the body ran")
+    assert dump_kernels() == before
+
+
+def test_fake_tensors_and_meta_tensors_are_answered_by_torch() -> None:
+    """Shapes are traced without running a patch."""
+    with patches_applied("CPU"), FakeTensorMode():
+        image = torch.empty(2, 3, 8, 8, requires_grad=True)
+        wide = nnf.interpolate(image, scale_factor=2, mode="bicubic")
+        (gradient,) = torch.autograd.grad(wide.sum(), image)
+        assert gradient.shape == image.shape
+    with patches_applied("CPU"):
+        meta = torch.empty(2, 3, 16, 16, device="meta")
+        backward = torch.ops.aten.upsample_bicubic2d_backward
+        assert backward(meta, [16, 16], [2, 3, 8, 8], align_corners=False).device.type == "meta"
+
+
+def test_arguments_that_only_the_original_takes_are_refused() -> None:
+    """A replacement never lets a nondeterministic result through in silence."""
+    with pytest.raises(D9mError, match=r"torch.float32 of shape \(2,\)', '3'"):
+        raise_as_original(lambda *_: None, torch.zeros(2), 3)
+
+
+def test_no_warning_leaks() -> None:
+    """The dispatcher warns of the first kernel that is overridden in a process; not of these."""
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "from lightning_d9m.patches.registration import patches_applied\n"
+        "with patches_applied('CPU'), patches_applied('CUDA'): print('fine')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")
