@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/horovod.py`: trains a workload and writes steps per second.
+"""One rank of `benchmarks/horovod_fusion.py`: trains a workload and writes steps per second.
 
 Usage: horovod_worker.py MODE WORKLOAD STEPS FOLDER
 """
@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ class Shapes(nn.Module):
         self.parts = nn.ParameterList(torch.randn(shape) * 0.01 for shape in shapes)
 
     def forward(self, x):
+        """Mix every parameter into one number."""
         scale = x.mean()
         for part in self.parts:
             scale = scale + 1e-3 * part.square().mean() * scale
@@ -47,17 +49,17 @@ class Shapes(nn.Module):
 
 
 def make_workload():
-    """Return a model, and a function from a generator to a loss."""
+    """Return a model, a function that draws inputs and targets, and a criterion."""
     torch.manual_seed(0)
     if workload == "small":
         layers = [module for _ in range(75) for module in (nn.Linear(32, 32), nn.Tanh())]
-        model = nn.Sequential(*layers)
 
-        def loss(generator):
+        def draw(generator):
             x = torch.randn(16, 32, generator=generator)
-            return functional.mse_loss(model(x), x.roll(1, 1))
+            return x, x.roll(1, 1)
 
-    elif workload == "digits":
+        return nn.Sequential(*layers), draw, functional.mse_loss
+    if workload == "digits":
         model = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
             nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
@@ -65,22 +67,20 @@ def make_workload():
             nn.Linear(128, 10),
         )  # fmt: skip
 
-        def loss(generator):
+        def draw(generator):
             x = torch.randn(32, 1, 8, 8, generator=generator)
-            y = torch.randint(10, (32,), generator=generator)
-            return functional.cross_entropy(model(x), y)
+            return x, torch.randint(10, (32,), generator=generator)
 
-    else:
-        model = Shapes()
+        return model, draw, functional.cross_entropy
 
-        def loss(generator):
-            return model(torch.randn(8, generator=generator)).square()
+    def draw(generator):
+        return torch.randn(8, generator=generator), torch.zeros(())
 
-    return model, loss
+    return Shapes(), draw, functional.mse_loss
 
 
 def wait_politely(hvd):
-    """Let Horovod's own optimizer poll and sleep as ours does: with more ranks than cores it gains."""
+    """Let Horovod's own optimizer poll and sleep as ours does: it gains where cores are few."""
     optimizer = sys.modules["horovod.torch.optimizer"]
     spinning = optimizer.synchronize
 
@@ -92,15 +92,15 @@ def wait_politely(hvd):
     optimizer.synchronize = synchronize
 
 
-def make_step(model, optimizer):
-    """Return rank and a function that takes a loss one step further."""
+def distribute(model, optimizer):
+    """Return rank, what to call for the forward pass, the optimizer, and buckets where ours."""
     if mode == "ddp":
         torch.distributed.init_process_group("gloo")
-        # broadcast_buffers=False: the others reduce gradients only.
-        wrapped = nn.parallel.DistributedDataParallel(
-            model, broadcast_buffers=False, gradient_as_bucket_view=True
+        # forward_sync_buffers=False: all others reduce gradients only.
+        parallel = nn.parallel.DistributedDataParallel(
+            model, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
-        return torch.distributed.get_rank(), wrapped, optimizer, None
+        return torch.distributed.get_rank(), parallel, optimizer, None
     if mode in {"static", "off"}:
         from lightning_d9m.adapters.buckets import MEBIBYTE, GradientBuckets
         from lightning_d9m.adapters.horovod_settings import switch_on
@@ -110,7 +110,7 @@ def make_step(model, optimizer):
         import horovod.torch as hvd
 
         hvd.init()
-        size = int(os.environ.get("D9M_BENCHMARK_BUCKET", 4 * MEBIBYTE)) if mode == "static" else 0
+        size = int(os.environ.get("D9M_BUCKET_BYTES", 4 * MEBIBYTE)) if mode == "static" else 0
         buckets = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)
         return hvd.rank(), model, optimizer, buckets
     import horovod.torch as hvd
@@ -124,27 +124,20 @@ def make_step(model, optimizer):
 
 
 def main():
-    model, loss_of = make_workload()
+    """Train, and write what was measured."""
+    model, draw, criterion = make_workload()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    rank, forward, optimizer, buckets = make_step(model, optimizer)
-    if mode == "ddp":
-        model_forward, model.forward = model.forward, model.forward
-        assert model_forward is not None
+    rank, forward, optimizer, buckets = distribute(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
     began = 0.0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
             began = time.perf_counter()
+        inputs, targets = draw(generator)
         optimizer.zero_grad()
-        if mode == "ddp":
-            loss = ddp_loss(forward, generator)
+        loss = criterion(forward(inputs), targets)
+        with nullcontext() if buckets is None else buckets.backward():
             loss.backward()
-        elif buckets is None:
-            loss_of(generator).backward()
-        else:
-            loss = loss_of(generator)
-            with buckets.backward():
-                loss.backward()
         optimizer.step()
     seconds = time.perf_counter() - began
     total = hashlib.sha256()

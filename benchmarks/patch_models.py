@@ -25,6 +25,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return features of the next stage."""
         return nnf.relu(self.body(x) + self.shortcut(x))
 
 
@@ -45,6 +46,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, 21, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return scores of shape (N, 21, H, W)."""
         kept = []
         for layer in self.down:
             x = nnf.relu(layer(x))
@@ -66,6 +68,7 @@ class GraphNet(nn.Module):
         self.rounds = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(4))
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        """Return the nodes' features after all rounds."""
         for layer in self.rounds:
             messages = nodes.index_select(0, edges[0])
             inbox = torch.zeros_like(nodes).index_add(0, edges[1], messages)

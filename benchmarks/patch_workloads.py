@@ -22,8 +22,8 @@ class Workload:
         op: The name in the catalogue.
         shape: What the shape stands for.
         make: Builds the inputs on a device and returns the call.
-        make_deterministic: Builds torch's own deterministic version, where there is one; called with
-            deterministic algorithms on.
+        make_deterministic: Builds torch's own deterministic version, where there is one; called
+            with deterministic algorithms on.
     """
 
     op: str
@@ -76,12 +76,12 @@ def _sample(dims: int, side: int) -> Callable[[str], Call]:
 
 def _unpool(device: str) -> Call:
     values, places = _normal(device, 8, 64, 64, 64), _integers(device, 512, 8, 64, 64, 64)
-    return lambda: torch._C._nn.max_unpool2d(values, places, [128, 128])
+    return lambda: torch.ops.aten.max_unpool2d(values, places, [128, 128])
 
 
 def _unpool3d(device: str) -> Call:
     values, places = _normal(device, 2, 32, 16, 32, 32), _integers(device, 512, 2, 32, 16, 32, 32)
-    return lambda: torch._C._nn.max_unpool3d(values, places, [32, 64, 64], [2] * 3, [0] * 3)
+    return lambda: torch.ops.aten.max_unpool3d(values, places, [32, 64, 64], [2] * 3, [0] * 3)
 
 
 def _loss(device: str) -> Call:
@@ -132,6 +132,22 @@ def _order(name: str) -> Callable[[str], Call]:
         return lambda: tuple(getattr(torch, name)(rows, *((64, 1) if name == "topk" else (1,))))
 
     return make
+
+
+def _add(features: int) -> Callable[[str], Call]:
+    def make(device: str) -> Call:
+        target, source = _normal(device, 4096, features), _normal(device, 1 << 17, features)
+        index = _integers(device, 4096, 1 << 17)
+        return lambda: target.index_add(0, index, source)
+
+    return make
+
+
+def _embed(device: str) -> Call:
+    table, rows = _normal(device, 32000, 256).requires_grad_(), _integers(device, 32000, 1 << 15)
+    output = nnf.embedding(rows, table)
+    gradient = _normal(device, *output.shape)
+    return lambda: torch.autograd.grad(output, table, gradient, retain_graph=True)[0]
 
 
 def _multiply(device: str) -> Call:
@@ -242,4 +258,7 @@ WORKLOADS = [
     Workload("grid_sampler_2d_backward", "64 to 128", _sample(2, 64)),
     Workload("grid_sampler_3d_backward", "16 to 32", _sample(3, 16)),
     Workload("scatter_reduce_prod", "2^20 factors, 1024 places", _multiply),
+    Workload("index_add", "2^17 rows of 1, 4096 places", _add(1), _add(1)),
+    Workload("index_add", "2^17 rows of 64, 4096 places", _add(64), _add(64)),
+    Workload("embedding_dense_backward", "2^15 rows of 256", _embed, _embed),
 ]

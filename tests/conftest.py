@@ -9,8 +9,8 @@ import pytest
 import sklearn  # noqa: F401 - sets variables when it is first imported, which is no leak
 import torch
 
-# Lightning and its loggers write these for their own use; they are not ours to restore.
-_FOREIGN_VARIABLES = ("PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "SLURM_NTASKS")
+# Lightning and torch write these for their own use; they are not ours to restore.
+_FOREIGN_VARIABLES = ("PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def _settings() -> dict[str, object]:

@@ -187,7 +187,7 @@ class GradientBuckets:
         }
         for key, (_, parameter) in trainable.items():
             if key not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._hooks[key] = hook
 
     def _on_gradient(self, parameter: Tensor) -> None:

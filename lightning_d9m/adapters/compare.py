@@ -12,7 +12,6 @@ from lightning_d9m.evidence.compare import Comparison, RankComparison, compare_l
 from lightning_d9m.evidence.difference import Difference, FieldDifference
 from lightning_d9m.evidence.display import (
     counted,
-    describe_moment,
     describe_names,
     describe_value,
     plain,
@@ -124,8 +123,7 @@ def _format_rank(rank: RankComparison) -> Iterator[str]:
 
 
 def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]:
-    where = describe_moment(first.moment, first.epoch, first.step)
-    yield f"Rank {rank.rank} diverges first in {where}:"
+    yield from _wrap(f"Rank {rank.rank} diverges first in {first.where}:")
     for group, (count, of) in first.by_group.items():
         yield f"  {plain(group)}: {count} of {of} differ"
     if first.names != ("(total)",):

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from lightning_d9m import __version__
-from lightning_d9m.control.algorithms import recorded_flags
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.ledger import create_ledger_folder
@@ -54,7 +53,7 @@ class Testimony:
             seed=settings.seed,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             settings=settings.as_record(),
-            stack=capture_stack(_layout(trainer) | recorded_flags()),
+            stack=capture_stack(_layout(trainer)),
             package=__version__,
         )
         self._recorder = Recorder(
@@ -147,7 +146,7 @@ def _facts_of(trainer: Any, module: Any) -> RunFacts:
         trainer={
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_val": str(trainer.gradient_clip_val),
             "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
         },
     )

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch.backends import cuda as cuda_backend
 from torch.backends import cudnn as cudnn_backend
+from torch.backends import mkldnn as _mkldnn
+from torch.utils import deterministic as _memory
 
 from lightning_d9m.errors import SettingError
+
+# torch makes these attributes by other means than those that a type checker follows.
+mkldnn_backend: Any = _mkldnn
+memory: Any = _memory
 
 _INDUCTOR = "torch._inductor.config"
 Flags = dict[str, bool]
@@ -20,10 +26,11 @@ def capture_flags() -> Flags:
     flags = {
         "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "torch.fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "torch.fill_uninitialized_memory": memory.fill_uninitialized_memory,
         "cudnn.deterministic": cudnn_backend.deterministic,
         "cudnn.benchmark": cudnn_backend.benchmark,
-        "sdpa.cudnn": cuda_backend.cudnn_sdp_enabled(),
+        "sdpa.cudnn": bool(cuda_backend.cudnn_sdp_enabled()),
+        "mkldnn.deterministic": mkldnn_backend.deterministic,
     }
     config = _inductor_config()
     if config is not None:
@@ -36,13 +43,14 @@ def restore_flags(flags: Flags) -> None:
     torch.use_deterministic_algorithms(
         flags["torch.deterministic_algorithms"], warn_only=flags["torch.deterministic_warn_only"]
     )
-    torch.utils.deterministic.fill_uninitialized_memory = flags["torch.fill_uninitialized_memory"]
+    memory.fill_uninitialized_memory = flags["torch.fill_uninitialized_memory"]
     cudnn_backend.deterministic = flags["cudnn.deterministic"]
     cudnn_backend.benchmark = flags["cudnn.benchmark"]
     cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
+    mkldnn_backend.deterministic = flags["mkldnn.deterministic"]
     config = _inductor_config()
     if config is not None:
-        # Imported since the capture: it was then made from the variable, which was not set.
+        # After a first `use_deterministic_algorithms`, which loads it: off is how it starts.
         config.deterministic = flags.get("inductor.deterministic", False)
 
 
@@ -61,6 +69,8 @@ def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
         "cudnn.benchmark": False,
         # cuDNN's attention takes no word from torch about determinism.
         "sdpa.cudnn": False,
+        # oneDNN picks the fastest kernel for a device unless it is told.
+        "mkldnn.deterministic": True,
     }
     if _inductor_config() is not None:
         # Autotuning picks kernels by timing them.
@@ -96,28 +106,6 @@ def verify_flags(*, fill_uninitialized_memory: bool) -> None:
             )
 
 
-def recorded_flags() -> dict[str, bool | str | None]:
-    """Return flags that are deterministic either way but change the bits, for the ledger."""
-    matmul = cuda_backend.matmul
-    flags: dict[str, bool | str | None] = {
-        "precision.float32_matmul": torch.get_float32_matmul_precision(),
-        "precision.fp16_reduced_reduction": matmul.allow_fp16_reduced_precision_reduction,
-        "precision.bf16_reduced_reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "precision.default_dtype": str(torch.get_default_dtype()),
-        "sdpa.flash": cuda_backend.flash_sdp_enabled(),
-        "sdpa.memory_efficient": cuda_backend.mem_efficient_sdp_enabled(),
-        "sdpa.math": cuda_backend.math_sdp_enabled(),
-        "mkldnn.enabled": torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
-    }
-    # These raise where the older and the newer way of setting TF32 were mixed.
-    for name, backend in (("matmul", matmul), ("cudnn", cudnn_backend)):
-        try:
-            flags[f"precision.{name}_tf32"] = bool(backend.allow_tf32)
-        except RuntimeError:
-            flags[f"precision.{name}_tf32"] = str(backend.fp32_precision)
-    return flags
-
-
 def _inductor_config() -> Any:
-    """Return the compiler's configuration if the program has loaded it; loading takes seconds."""
+    """Return the compiler's configuration if it is loaded; loading it takes a while."""
     return sys.modules.get(_INDUCTOR)

@@ -5,6 +5,7 @@ library has read stays in force after the variable is restored, so that is remem
 """
 
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -66,14 +67,17 @@ _state = _State()
 
 
 class EarlyVariables:
-    """Holds the variables set; the first holder sets them and the last restores them."""
+    """Holds the variables set; the first holder sets them and the last restores them.
+
+    A holder that is forgotten (a callback that was built and never used) restores them too.
+    """
 
     def __init__(self) -> None:
-        self._holding = False
+        self._hold: weakref.finalize[[], EarlyVariables] | None = None
 
-    def __getstate__(self) -> dict[str, bool]:
+    def __getstate__(self) -> dict[str, None]:
         # A process that is spawned inherits the variables, and restores nothing.
-        return {"_holding": False}
+        return {"_hold": None}
 
     def set(self) -> None:
         """Set what is not set well already. A second call does nothing.
@@ -82,21 +86,25 @@ class EarlyVariables:
             SettingError: When the user's value of a variable allows nondeterminism.
             TooLateError: When a library has started under another value.
         """
-        if self._holding:
+        if self._hold is not None:
             return
         if _state.holders == 0:
             _set_variables()
         _state.holders += 1
-        self._holding = True
+        self._hold = weakref.finalize(self, _give_up)
+        self._hold.atexit = False  # the environment ends with the process
 
     def restore(self) -> None:
         """Give up holding; the last holder restores what was there. A second call does nothing."""
-        if not self._holding:
-            return
-        self._holding = False
-        _state.holders -= 1
-        if _state.holders == 0:
-            _restore_variables()
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold()
+
+
+def _give_up() -> None:
+    _state.holders -= 1
+    if _state.holders == 0:
+        _restore_variables()
 
 
 def _set_variables() -> None:

@@ -63,12 +63,14 @@ def _hash_span(address: int, size: int) -> bytes:
         return b""
     view = _view_memory(address, size, _READ_ONLY)
     whole = size - size % CHUNK_BYTES
-    chunks = (view[begin : begin + CHUNK_BYTES] for begin in range(0, whole, CHUNK_BYTES))
-    leaves = array("Q", map(xxh3_64_intdigest, chunks))
+    leaves = b""
+    if whole:
+        chunks = (view[begin : begin + CHUNK_BYTES] for begin in range(0, whole, CHUNK_BYTES))
+        leaves = array("Q", map(xxh3_64_intdigest, chunks)).tobytes()
     if whole < size:
-        padding = _ZEROS[: -size % BLOCK_BYTES]
-        leaves.append(xxh3_64_intdigest(b"".join((view[whole:], padding))))
-    return leaves.tobytes()
+        padded = b"".join((view[whole:], _ZEROS[: -size % BLOCK_BYTES]))
+        leaves += xxh3_64_intdigest(padded).to_bytes(8, "little")
+    return leaves
 
 
 def _hash_batch(batch: Sequence[tuple[int, int]]) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from lightning_d9m.evidence.alignment import describe_record
 from lightning_d9m.evidence.records import (
     Digests,
     End,
@@ -68,6 +69,7 @@ class Difference:
 
     Attributes:
         kind: Kind of the record.
+        where: The record in a few words, for people.
         moment: When it was taken; empty for kinds that have no moment.
         epoch: Counted from 0.
         step: The global step in the later run.
@@ -82,6 +84,7 @@ class Difference:
     """
 
     kind: str
+    where: str
     moment: str
     epoch: int
     step: int
@@ -253,6 +256,7 @@ def _build(
     epoch, step = fields.get("epoch"), fields.get("step")
     return Difference(
         kind=str(fields["kind"]),
+        where=describe_record(actual),
         moment=moment,
         epoch=epoch if isinstance(epoch, int) else 0,
         step=step if isinstance(step, int) else 0,

@@ -16,7 +16,6 @@ from lightning_d9m.evidence.difference import (
 )
 from lightning_d9m.evidence.display import (
     counted,
-    describe_moment,
     describe_names,
     describe_value,
     plain,
@@ -138,9 +137,8 @@ class Reference:
 
     def drift_error(self, difference: Difference) -> DriftError:
         """Build the error that says where this run left its reference."""
-        where = describe_moment(difference.moment, difference.epoch, difference.step)
         headline = (
-            f"This run differs from its reference in {where} on rank {self.rank}: "
+            f"This run differs from its reference in {difference.where} on rank {self.rank}: "
             f"{difference.count} of {difference.total} entries differ, first in "
             f"{plain(difference.group)}: {_first_names(difference)}."
         )

@@ -16,7 +16,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_d9m import __version__
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.display import shown
 from lightning_d9m.evidence.records import SCHEMA, Digests, Header, Record
@@ -155,15 +154,15 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def _malformed(self, error: FieldError) -> LedgerError:
         return LedgerError(
-            f"{self.path}, line {self.line}: {error}. The file was not written by lightning_d9m "
-            f"{__version__}, or was edited; record the run again."
+            f"{self.path}, line {self.line}: {error}. The file was not written by lightning_d9m, "
+            "or was edited; record the run again."
         )
 
     def _newer(self, schema: int, package: object) -> LedgerError:
         return LedgerError(
-            f"{self.path} has schema {shown(schema)}; lightning_d9m {__version__} reads schema "
-            f"{SCHEMA}. It was written by lightning_d9m {shown(package)}: install that version or "
-            "a later one."
+            f"{self.path} has schema {shown(schema)}; the lightning_d9m that is installed reads "
+            f"schema {SCHEMA}. It was written by lightning_d9m {shown(package)}: install that "
+            "version or a later one."
         )
 
     def _not_a_ledger(self, reason: str) -> LedgerError:

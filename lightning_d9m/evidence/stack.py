@@ -15,7 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_d9m import __version__
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.evidence.difference import table_differences
 from lightning_d9m.evidence.display import plain
@@ -34,6 +33,7 @@ INFORMATIONAL = {
 
 # Installed packages whose code computes values that reach the model, or orders the computation.
 _PACKAGES = (
+    "lightning-d9m",
     "numpy",
     "lightning",
     "pytorch-lightning",
@@ -147,8 +147,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
         Values by dotted name. What does not exist here (a package that is not installed, a variable
         that is not set) has no entry.
     """
-    stack: dict[str, Scalar] = {"lightning_d9m": __version__}
-    stack |= _capture_machine()
+    stack = _capture_machine()
     stack |= _capture_packages()
     stack |= _capture_torch()
     stack |= _capture_devices()
@@ -224,7 +223,7 @@ def _capture_torch() -> dict[str, Scalar]:
             value = value() if callable(value) else value
             stack[name] = value if isinstance(value, bool | int | None) else _bounded(str(value))
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        version = torch.cuda.nccl.version()
         stack["torch.nccl"] = ".".join(str(part) for part in version)
     return stack
 

@@ -1,5 +1,6 @@
 """Any tensor of torch as a header and plain bytes: what a digest is taken of."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -95,7 +96,8 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
     return data.data_ptr(), size
 
 
-def _header(dtype: torch.dtype, shape: Sequence[int], layout: str = "") -> bytes:
+@functools.lru_cache(maxsize=4096)  # a model is digested again and again
+def _header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
     words = (VERSION, layout, str(dtype).removeprefix("torch."), f"[{','.join(map(str, shape))}]")
     return f"{' '.join(filter(None, words))}\n".encode()
 

@@ -98,7 +98,7 @@ def _compute_log_beta(
     count = torch.tensor(label_lengths, device=padded.device)[:, None]
     ranks = torch.arange(padded.shape[1], device=padded.device)
     flipped = padded.gather(1, (count - 1 - ranks).clamp(min=0))
-    forward = torch._ctc_loss  # noqa: SLF001 - the op below torch.ctc_loss, which keeps log_alpha
+    forward = torch._ctc_loss  # noqa: SLF001 - it returns log_alpha, which ctc_loss hides
     _, log_alpha = forward(backwards, flipped, lengths, label_lengths, blank)
     states = torch.arange(log_alpha.shape[2], device=padded.device)
     log_beta = log_alpha.gather(1, mirror[..., None].expand_as(log_alpha))

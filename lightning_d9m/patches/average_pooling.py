@@ -88,7 +88,7 @@ def _adaptive_backward(original: Original, grad_output: Tensor, self: Tensor, di
     for position, band in enumerate(bands):
         # Dividing by one side after the other rounds as torch's kernels do.
         shares = shares / _stand_up(band.divisor, dims - 1 - position)
-    return finish(gather_through(shares, bands), self, keep_format=dims == 2)  # noqa: PLR2004
+    return finish(gather_through(shares, bands), self, keep_format=dims == 2)  # noqa: PLR2004 - a number of dimensions
 
 
 def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
@@ -103,5 +103,5 @@ def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
 
 
 def _stand_up(divisor: Tensor | None, trailing: int) -> Tensor:
-    assert divisor is not None  # noqa: S101 - bands of means carry it
+    assert divisor is not None
     return divisor.view([-1] + [1] * trailing)

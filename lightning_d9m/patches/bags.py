@@ -58,7 +58,7 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     if (
         per_sample_weights is not None
         or scale_grad_by_freq
-        or grad.dim() != 2  # noqa: PLR2004 - bags, features
+        or grad.dim() != 2  # noqa: PLR2004 - a number of dimensions
         or maximum_indices.shape != grad.shape
         or bag_size.shape != grad.shape[:1]
     ):

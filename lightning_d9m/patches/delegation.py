@@ -34,7 +34,7 @@ def raise_as_original(original: Original, *args: object, **kwargs: object) -> No
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Say whether several elements are known to share memory, as in an expanded tensor."""
-    return torch._debug_has_internal_overlap(tensor) == 1  # noqa: SLF001 - as torch's kernels ask
+    return torch._debug_has_internal_overlap(tensor) == 1  # noqa: SLF001 - what torch's kernels ask
 
 
 def _describe(argument: object) -> str:

@@ -74,7 +74,7 @@ RESAMPLING: tuple[Op, ...] = (
             status="patched",
             documented=("torch.nn.functional.grid_sample",),
             torch_does=_RAISES,
-            cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004
+            cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004 - a number of dimensions
             instead=(
                 "The reads of all outputs are sorted by the input they touched; each input adds "
                 "its own, weighted."
@@ -87,7 +87,7 @@ RESAMPLING: tuple[Op, ...] = (
                 f"grid_sampler_{dims}d_backward": f"sampling:grid_sampler_{dims}d_backward",
                 **(
                     {"cudnn_grid_sampler_backward": "sampling:cudnn_grid_sampler_backward"}
-                    if dims == 2  # noqa: PLR2004
+                    if dims == 2  # noqa: PLR2004 - a number of dimensions
                     else {}
                 ),
             },

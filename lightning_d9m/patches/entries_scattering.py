@@ -122,4 +122,26 @@ SCATTERING: tuple[Op, ...] = (
             "scatter_reduce_.two": "scattering:scatter_reduce_",
         },
     ),
+    Op(
+        name="index_add",
+        status="offered",
+        torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
+        cause=ATOMICS,
+        instead="The slices are sorted by where they go; each place adds its own, in order.",
+        bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
+        kernels={
+            "index_add": "additions:index_add",
+            "index_add.out": "additions:index_add",
+            "index_add_": "additions:index_add_",
+        },
+    ),
+    Op(
+        name="embedding_dense_backward",
+        status="offered",
+        torch_does="Sorts by index and adds duplicates in parts whose number is fixed.",
+        cause="None that is known: it is here for its speed.",
+        instead="The rows are sorted by where they go; each place adds its own, in order.",
+        bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
+        kernels={"embedding_dense_backward": "additions:embedding_dense_backward"},
+    ),
 )

@@ -17,7 +17,7 @@ def histc(
     self: Tensor,
     bins: int = 100,
     min: float = 0,  # noqa: A002 - torch's name
-    max: float = 0,  # noqa: A002
+    max: float = 0,  # noqa: A002 - torch's name
 ) -> Tensor:
     """Count the elements in each of some bins of equal width.
 

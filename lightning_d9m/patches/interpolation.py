@@ -173,7 +173,7 @@ def build_keys_band(
 
     def weigh(distance: Tensor) -> Tensor:
         outer = weigh_cubic_outer(distance, _CUBIC_ANTIALIASED)
-        outer = torch.where(distance < 2, outer, torch.zeros_like(outer))  # noqa: PLR2004
+        outer = torch.where(distance < 2, outer, torch.zeros_like(outer))  # noqa: PLR2004 - a number of dimensions
         return torch.where(distance < 1, weigh_cubic_inner(distance, _CUBIC_ANTIALIASED), outer)
 
     step = _source_step(input_size, output_size, align_corners, scale, dtype)

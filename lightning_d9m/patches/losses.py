@@ -31,7 +31,7 @@ def nll_loss2d_forward(
         result: tuple[Tensor, Tensor] = original(*arguments)  # one thread per output: no race
         return result
     if (
-        self.dim() != 4  # noqa: PLR2004 - N, C, H, W
+        self.dim() != 4  # noqa: PLR2004 - a number of dimensions
         or target.shape != (self.shape[0], *self.shape[2:])
         or target.dtype != torch.int64
         or not self.is_floating_point()

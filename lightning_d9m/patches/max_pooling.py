@@ -110,7 +110,7 @@ def _adaptive_backward(
     sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
     reaches = [place(self.device, build_adaptive_reach, *side) for side in sides]
     chosen = _gather_chosen(grad_output, indices, reaches)
-    return finish(chosen, self, keep_format=dims == 2)  # noqa: PLR2004
+    return finish(chosen, self, keep_format=dims == 2)  # noqa: PLR2004 - a number of dimensions
 
 
 def _fractional_backward(

@@ -65,7 +65,7 @@ def max_unpool3d(
 ) -> Tensor:
     """Return zeros with each value at the position in its volume that its index names."""
     arguments = (self, indices, output_size, stride, padding)
-    if len(stride) != 3 or len(padding) != 3 or min(stride) < 1:  # noqa: PLR2004 - D, H, W
+    if len(stride) != 3 or len(padding) != 3 or min(stride) < 1:  # noqa: PLR2004 - a number of dimensions
         raise_as_original(original, *arguments)
     return _unpool(original, arguments, 3)
 

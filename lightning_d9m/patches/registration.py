@@ -62,7 +62,7 @@ def patches_applied(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
             "again would not change which ops are patched. Leave the first block first."
         )
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call] # torch annotates it not
+    library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             # Overriding a kernel is what this is for; torch warns of the first one.
@@ -73,8 +73,7 @@ def patches_applied(
         yield AppliedPatches(device_key, tuple(sorted(op.name for op in ops)), excluded)
     finally:
         _active.discard(device_key)
-        # Nothing public takes a kernel back at a known moment.
-        library._destroy()  # type: ignore[no-untyped-call] # noqa: SLF001
+        library._destroy()  # noqa: SLF001 - nothing public takes a kernel back at a known moment
 
 
 def _register(library: Library, op: Op, device_key: str) -> None:
@@ -86,9 +85,7 @@ def _register(library: Library, op: Op, device_key: str) -> None:
         ]
         make = _write_to if outputs else _return
         kernel = make(replacement, _find_original(overload, device_key), outputs)
-        library.impl(  # type: ignore[no-untyped-call]
-            overload, kernel, device_key, with_keyset=True
-        )
+        library.impl(overload, kernel, device_key, with_keyset=True)
 
 
 def _exists(op: Op) -> bool:
@@ -99,12 +96,12 @@ def _exists(op: Op) -> bool:
 def _find_schema(overload: str) -> torch._C.FunctionSchema:
     packet, _, name = overload.partition(".")
     found = getattr(getattr(torch.ops.aten, packet), name or "default")
-    return cast("torch._C.FunctionSchema", found._schema)  # noqa: SLF001 - no public way to outputs
+    return cast("torch._C.FunctionSchema", found._schema)  # noqa: SLF001 - it names the outputs
 
 
 def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
     name = f"aten::{overload}"
-    # get_kernel also answers with a fallback, which is no kernel of the backend
+    # get_kernel would also answer with a fallback, which is no kernel of the backend.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key):  # noqa: SLF001
         return cast(Callable[..., Any], get_kernel(name, device_key).call_boxed)
 

@@ -74,7 +74,7 @@ def cudnn_grid_sampler_backward(
     dims = 2
     if not _can_sample(grad_output, self, grid, dims):
         raise_as_original(original, self, grid, grad_output)
-    return _differentiate(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True))  # noqa: FBT003
+    return _differentiate(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True))  # noqa: FBT003 - an argument of torch's
 
 
 def _backward(

@@ -70,9 +70,8 @@ def _scatter_product(
     places = _find_places(index.reshape(wanted).to(torch.int64), kept, axis)
     try:
         # On CUDA the check is made on the device, as torch's own is.
-        torch.ops.aten._assert_async(  # noqa: SLF001
-            ((index >= 0) & (index < kept[axis])).all()
-        )
+        inside = ((index >= 0) & (index < kept[axis])).all()
+        torch.ops.aten._assert_async(inside)  # noqa: SLF001 - no wait for the device
     except RuntimeError:
         raise_as_original(original, self, dim, index, src, "prod", include_self=include_self)
     factors = src.view(shapes[2])[tuple(slice(size) for size in wanted)].flatten()
@@ -81,7 +80,7 @@ def _scatter_product(
         keys = torch.cat([torch.arange(before.numel(), device=places.device), places])
         after = multiply_segments(keys, torch.cat([before, factors]), before.numel())
     else:
-        touched = torch.zeros_like(before, dtype=torch.bool).index_fill_(0, places, True)  # noqa: FBT003
+        touched = torch.zeros_like(before, dtype=torch.bool).index_fill_(0, places, True)  # noqa: FBT003 - an argument of torch's
         after = multiply_segments(places, factors, before.numel()).to(self.dtype)
         after = torch.where(touched, after, before)
     return after.to(self.dtype).view(self.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 _INT32_LIMIT = 2**31 - 1
 _MODE_SUM = 0
+_LONG = 64  # elements of a run, on average, that are worth a block of threads
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -94,8 +95,8 @@ def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | Non
         offsets: Where each output's reads start; of shape ``[outputs]``.
         weights: The factor of each entry, of the rows' dtype, or None where all are 1.
     """
-    forward = torch.ops.aten._embedding_bag_forward_only  # noqa: SLF001 - without its autograd
-    sums: Tensor = forward(rows, reads, offsets, False, _MODE_SUM, False, weights)[0]  # noqa: FBT003
+    forward = torch.ops.aten._embedding_bag_forward_only  # noqa: SLF001 - below autograd, as this is
+    sums: Tensor = forward(rows, reads, offsets, False, _MODE_SUM, False, weights)[0]  # noqa: FBT003 - an argument of torch's
     return sums
 
 
@@ -124,5 +125,9 @@ def _group(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _reduce_runs(rows: Tensor, offsets: Tensor, reduce: str, initial: int) -> Tensor:
     if not rows.numel():
         return rows.new_full((offsets.numel() - 1, *rows.shape[1:]), initial)
+    if rows.dim() == 1 and rows.numel() < _LONG * offsets.numel():
+        # On CUDA vectors get a block of threads for each run, rows a thread for each run and
+        # feature. Only sizes decide, so that the choice is always the same.
+        return _reduce_runs(rows.unsqueeze(1), offsets, reduce, initial).squeeze(1)
     # unsafe: the offsets are ours; checking them would wait for the device.
     return torch.segment_reduce(rows, reduce, offsets=offsets, initial=initial, unsafe=True)

@@ -180,10 +180,10 @@ class TestNotALedger:
         )
         with pytest.raises(LedgerError) as caught:
             read_ledger(tmp_path)
-        assert f"has schema {schema}; lightning_d9m" in str(caught.value)
-        assert "reads schema 1. It was written by lightning_d9m '7.0.0': install that" in str(
+        assert f"has schema {schema}; the lightning_d9m that is installed reads schema 1. " in str(
             caught.value
         )
+        assert "It was written by lightning_d9m '7.0.0': install that version" in str(caught.value)
 
 
 class TestChain:
@@ -191,7 +191,7 @@ class TestChain:
 
     def test_any_byte(self, runs):
         """Each byte of a file, changed by one bit, is noticed."""
-        path = rank_path(runs.write(epochs=1), 0)
+        path = rank_path(runs.write(edit=lambda _, records: records.__delitem__(slice(2, -1))), 0)
         data = path.read_bytes()
         for place in range(len(data)):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -440,7 +440,7 @@ headers = st.integers(1, 65_536).flatmap(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=headers, body=st.lists(records, max_size=6))
 def test_any_records_come_back_as_they_were(tmp_path, header, body):
     """Names may be any text, unknown fields and kinds are kept."""

@@ -44,9 +44,7 @@ class TestCapture:
         assert stack["torch.cpu_capability"] == torch.backends.cpu.get_cpu_capability()
         assert stack["package.numpy"]
         assert stack["python.version"] == ".".join(str(part) for part in sys.version_info[:3])
-        assert {"cpu.model", "cpu.machine", "os.system", "os.release", "lightning_d9m"} <= set(
-            stack
-        )
+        assert {"cpu.model", "cpu.machine", "os.release", "package.lightning-d9m"} <= set(stack)
         assert "package.apex" not in stack
 
     @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def found(results, tmp_path_factory):
     folder = tmp_path_factory.mktemp("surface")
-    return results(2, "surface.py", folder, folder)
+    found = results(2, "surface.py", folder, folder)
+    found[0]["late"] = (folder / "late.ckpt").exists()
+    return found
 
 
 def both(found, *keys):
@@ -50,6 +52,10 @@ def test_predict_gives_each_rank_its_part(found):
 def test_checkpoints_are_written_once_and_known_to_all(found):
     assert "last.ckpt" in both(found, "loops", "files")
     assert both(found, "loops", "best").endswith(".ckpt")
+
+
+def test_a_checkpoint_that_only_rank_0_saves_at_the_end_is_written(found):
+    assert found[0]["late"]
 
 
 def test_learning_rate_is_not_scaled(found):

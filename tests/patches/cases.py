@@ -1,6 +1,6 @@
 """What the tests of the patches share: ops whose gradient is patched, and ways of running them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_d9m.patches.registration import patches_applied
 
 Forward = Callable[[Tensor], Tensor]
+Attempt = Callable[[], object]
 
 # The first switch of torch's flag loads Inductor, which sets TORCHINDUCTOR_CACHE_DIR for good.
 torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
@@ -230,3 +231,30 @@ def threads(count: int) -> Iterator[None]:
 def equal_bits(left: Tensor, right: Tensor) -> bool:
     """Say whether two tensors are equal, a NaN being equal to a NaN."""
     return left.dtype == right.dtype and torch.allclose(left, right, 0, 0, equal_nan=True)
+
+
+def answer(attempt: Attempt) -> object:
+    """Return the results, or the error's type and words."""
+    try:
+        result = attempt()
+    except (RuntimeError, IndexError, NotImplementedError) as error:
+        return type(error), str(error)
+    return tuple(result) if isinstance(result, tuple) else (result,)
+
+
+def assert_alike(attempt: Attempt, *, tolerance: float = 0.0, include: Sequence[str] = ()) -> None:
+    """Hold the patched op, under torch's flag, against the original with the flag off."""
+    expected = answer(attempt)
+    with patches_applied("CPU", include=include):
+        if isinstance(expected[0], type):
+            assert answer(attempt) == expected  # the flag off, or its alert would come first
+            return
+        with deterministic_algorithms():
+            actual = answer(attempt)
+    for left, right in zip(actual, expected, strict=True):
+        assert (left.shape, left.dtype, left.stride()) == (right.shape, right.dtype, right.stride())
+        if tolerance:
+            bound = tolerance * torch.finfo(right.dtype).eps * right.nan_to_num(0, 0, 0).abs().max()
+            torch.testing.assert_close(left, right, rtol=0, atol=float(bound), equal_nan=True)
+        else:
+            assert equal_bits(left, right)

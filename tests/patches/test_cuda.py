@@ -1,4 +1,4 @@
-"""On a CUDA device: one input, one output, whatever else the device does; and the original's value."""
+"""On a CUDA device: one input gives one output, whatever else the device does."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ from patches.cases import deterministic_algorithms
 from torch import Tensor
 
 from lightning_d9m.evidence.digest import digest_many
-from lightning_d9m.patches.catalogue import select_ops
+from lightning_d9m.patches.catalogue import OPS, select_ops
 from lightning_d9m.patches.registration import patches_applied
 
 _HERE = Path(__file__).parents[2] / "benchmarks" / "patch_workloads.py"
@@ -23,6 +23,7 @@ sys.modules["patch_workloads"] = workloads
 _SPEC.loader.exec_module(workloads)
 
 CALLS = 1000
+OFFERED = [op.name for op in OPS if op.status == "offered"]
 WORKLOADS = [
     pytest.param(workload, id=f"{workload.op}-{workload.shape}") for workload in workloads.WORKLOADS
 ]
@@ -63,9 +64,9 @@ def count_outputs(call: object, calls: int) -> int:
 
 
 def test_every_patched_op_has_a_workload() -> None:
-    """No op escapes the tests on a CUDA device. (Lanczos has no CUDA kernel in torch 2.13.)"""
+    """No op escapes the tests on a CUDA device, but Lanczos, which no public function reaches."""
     measured = {workload.op for workload in workloads.WORKLOADS}
-    patched = {op.name for op in select_ops(torch.__version__)}
+    patched = {op.name for op in select_ops(torch.__version__, include=OFFERED)}
     assert patched - measured == {"upsample_lanczos2d_aa_backward"}
     assert measured <= patched
 
@@ -77,7 +78,7 @@ def test_one_input_gives_one_output(workload, varied, record_property) -> None:
     call = workload.make("cuda")
     varied[workload.op] = count_outputs(call, CALLS)
     record_property("distinct_outputs_of_the_original", varied[workload.op])
-    with patches_applied(), deterministic_algorithms():
+    with patches_applied(include=OFFERED), deterministic_algorithms():
         assert count_outputs(call, CALLS) == 1
 
 
@@ -95,7 +96,7 @@ def test_values_and_layout_are_the_originals(workload) -> None:
     """float32 sums of up to 2^20 terms in another order: 1e-3 of the greatest magnitude."""
     call = workload.make("cuda")
     expected = list_tensors(call())
-    with patches_applied(), deterministic_algorithms():
+    with patches_applied(include=OFFERED), deterministic_algorithms():
         actual = list_tensors(call())
     for left, right in zip(actual, expected, strict=True):
         assert (left.shape, left.dtype, left.stride()) == (right.shape, right.dtype, right.stride())

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from patches.cases import threads
 from torch import Tensor
 
+from lightning_d9m.patches import segments
 from lightning_d9m.patches.segments import (
     find_last,
     multiply_segments,
@@ -81,6 +82,22 @@ def test_low_precision_is_added_in_float32(dtype: torch.dtype) -> None:
     """3,000 ones are 3,000, where half would stop at 2,048 and bfloat16 at 256."""
     ones = torch.ones(3000, dtype=dtype)
     assert sum_segments(torch.zeros(3000, dtype=torch.int64), ones, 1).tolist() == [3000.0]
+
+
+def test_keys_that_need_64_bits_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 2**31 outputs the keys are sorted as they are."""
+    keys, values = torch.randint(-1, 9, (200,)), torch.randn(200)
+    short = sum_segments(keys, values, 9)
+    monkeypatch.setattr(segments, "_INT32_LIMIT", 0)
+    assert torch.equal(sum_segments(keys, values, 9), short)
+
+
+def test_long_and_short_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector reduced as one or as rows of one feature: on a CPU the same bits."""
+    keys, values = torch.randint(0, 2, (1000,)), torch.randn(1000)
+    long = sum_segments(keys, values, 2)
+    monkeypatch.setattr(segments, "_LONG", 10**6)
+    assert torch.equal(sum_segments(keys, values, 2), long)
 
 
 def test_thread_count_does_not_matter() -> None:

@@ -1,0 +1,169 @@
+"""Steps per second and peak memory of six ways to reduce gradients, alternating within one run.
+
+    python benchmarks/horovod_fusion.py        all workloads, about 20 minutes on two cores
+    python benchmarks/horovod_fusion.py --rounds 1 --workloads small --modes static ddp
+
+Four processes on this machine, Gloo, one thread each. Each round launches every mode once, so that
+a machine that slows down slows all. Horovod's own modes poll and sleep while they wait, as ours do.
+Results go to ``benchmarks/results/horovod-fusion.json`` and ``.svg``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+WORKER = Path(__file__).parent / "horovod_worker.py"
+# Steps in a launch; those of a mode that is far slower are fewer, so that a round stays short.
+STEPS = {"small": 120, "digits": 60, "resnet50-shapes": 16}
+SLOW_STEPS = {"small": 12, "digits": 30, "resnet50-shapes": 8}
+MODES = ("plain", "default", "threshold0", "groups", "static", "ddp")
+LIMIT_SECONDS = 600
+
+
+def launch(mode, workload, ranks):
+    """Run one mode on all ranks; return what each measured."""
+    steps = (SLOW_STEPS if mode == "threshold0" else STEPS)[workload]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    if mode == "threshold0":
+        environment |= {"HOROVOD_FUSION_THRESHOLD": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(WORKER), mode, workload, str(steps), folder]
+        if mode == "ddp":
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            processes = [
+                subprocess.Popen(
+                    command,
+                    env=environment | shared | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                )
+                for rank in range(ranks)
+            ]
+            assert [process.wait(LIMIT_SECONDS) for process in processes] == [0] * ranks
+        else:
+            launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
+            subprocess.run(
+                [*launcher, *command], env=environment, check=True, timeout=LIMIT_SECONDS
+            )
+        return [json.loads(Path(folder, f"rank-{r}.json").read_text()) for r in range(ranks)]
+
+
+def measure(workload, modes, rounds, ranks):
+    """Alternate the modes; return the figures of each."""
+    found = {mode: [] for mode in modes}
+    for number in range(rounds):
+        for mode in modes:
+            every = launch(mode, workload, ranks)
+            slowest = min(rank["steps_per_second"] for rank in every)
+            peak = max(rank["peak_mib"] for rank in every)
+            agree = len({rank["digest"] for rank in every}) == 1
+            found[mode].append(
+                {
+                    "steps_per_second": slowest,
+                    "peak_mib": peak,
+                    "digest": every[0]["digest"],
+                    "ranks_agree": agree,
+                    "gradient_mib": every[0]["gradient_mib"],
+                }
+            )
+            print(
+                f"{workload:16} {number} {mode:11} {slowest:7.2f} steps/s {peak:6.0f} MiB",
+                flush=True,
+            )
+    return {mode: summarise(runs) for mode, runs in found.items()}
+
+
+def summarise(runs):
+    """The median and the range of a mode, and how many digests its runs gave."""
+    speeds = [run["steps_per_second"] for run in runs]
+    return {
+        "median_steps_per_second": statistics.median(speeds),
+        "slowest": min(speeds),
+        "fastest": max(speeds),
+        "peak_mib": statistics.median(run["peak_mib"] for run in runs),
+        "gradient_mib": runs[0]["gradient_mib"],
+        "digests": len({run["digest"] for run in runs}),
+        "runs": runs,
+    }
+
+
+def describe():
+    """Where and with what this was measured."""
+    import torch
+
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_before": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "horovod": version("horovod"),
+        "python": platform.python_version(),
+    }
+
+
+def plot(results, path):
+    """Draw the medians with their ranges, one panel for each workload."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    workloads = results["workloads"]
+    figure, panels = plt.subplots(
+        1, len(workloads), figsize=(4 * len(workloads), 3.2), squeeze=False
+    )
+    for panel, name in zip(panels[0], workloads, strict=True):
+        modes = workloads[name]
+        shown = {mode: found for mode, found in modes.items() if mode != "plain"}
+        medians = [found["median_steps_per_second"] for found in shown.values()]
+        below = [found["median_steps_per_second"] - found["slowest"] for found in shown.values()]
+        above = [found["fastest"] - found["median_steps_per_second"] for found in shown.values()]
+        colours = ["#c44" if found["digests"] > 1 else "#48a" for found in shown.values()]
+        panel.bar(list(shown), medians, yerr=[below, above], color=colours, capsize=3)
+        panel.set_title(name)
+        panel.set_ylabel("steps per second")
+        panel.tick_params(axis="x", rotation=30)
+    figure.suptitle("blue: one digest in all runs; red: differing digests")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--workloads", nargs="+", choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--output", type=Path, default=RESULTS / "horovod-fusion.json")
+    given = parser.parse_args()
+    results = {"machine": describe(), "ranks": given.ranks, "workloads": {}}
+    for workload in given.workloads:
+        results["workloads"][workload] = measure(workload, given.modes, given.rounds, given.ranks)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, given.output.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Settings refuse what is not allowed, one clear error each."""
+
+import pytest
+
+from lightning_d9m import SettingError, Settings
+from lightning_d9m.control.settings import HIGHEST_SEED
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"seed": -1}, "seed is -1; allowed: a whole number from 0 to 4294967295"),
+        ({"seed": HIGHEST_SEED + 1}, "seed is 4294967296; allowed"),
+        ({"seed": True}, "seed is True; allowed"),
+        ({"seed": 1.0}, r"seed is 1\.0; allowed"),
+        ({"seed": "1"}, "seed is '1'; allowed"),
+        ({"seed": None}, "seed is None; allowed"),
+        ({"threads": 0}, "threads is 0; allowed: a whole number from 1"),
+        ({"threads": 2.0}, r"threads is 2\.0; allowed"),
+        ({"per_sample_rng": 1}, "per_sample_rng is 1; allowed: True or False"),
+        ({"fill_uninitialized_memory": "no"}, "fill_uninitialized_memory is 'no'; allowed"),
+    ],
+)
+def test_a_bad_value_is_refused(words, message):
+    with pytest.raises(SettingError, match=message):
+        Settings(**words)
+
+
+def test_the_range_of_seeds_is_that_of_lightning():
+    assert Settings(seed=0).seed == 0
+    assert Settings(seed=HIGHEST_SEED).seed == 2**32 - 1
+
+
+def test_the_record_holds_every_setting():
+    assert Settings(seed=3, threads=2).as_record() == {
+        "seed": 3,
+        "per_sample_rng": False,
+        "threads": 2,
+        "fill_uninitialized_memory": True,
+    }

@@ -1,0 +1,48 @@
+"""CPU results differ between numbers of threads, and a pinned number makes them equal."""
+
+import pytest
+import torch
+
+from lightning_d9m import deterministic, digest
+from lightning_d9m.control.threads import threads_pinned
+
+
+@pytest.fixture(autouse=True)
+def threads_restored():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def product():
+    """Multiply a million numbers in one reduction, cut into a part for each thread."""
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    return digest((1 + numbers * 1e-4).prod())
+
+
+def test_a_product_differs_between_numbers_of_threads():
+    digests = []
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        digests.append(product())
+    assert digests[0] != digests[1]
+
+
+def test_a_pinned_number_makes_it_equal():
+    digests = set()
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        with deterministic(threads=2):
+            digests.add(product())
+        assert torch.get_num_threads() == number
+    assert len(digests) == 1
+
+
+def test_none_changes_nothing_and_an_error_restores():
+    torch.set_num_threads(2)
+    with threads_pinned(None):
+        assert torch.get_num_threads() == 2
+    with pytest.raises(ZeroDivisionError), threads_pinned(1):
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 2
