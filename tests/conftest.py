@@ -4,13 +4,22 @@ import os
 import random
 from collections.abc import Iterator
 
+# Loaded first, both of them: the callback takes its bases from those that are loaded, and they set
+# variables when they are first imported, as scikit-learn does, which is no leak.
+import lightning.pytorch  # noqa: F401
 import numpy as np
 import pytest
-import sklearn  # noqa: F401 - sets variables when it is first imported, which is no leak
+import pytorch_lightning  # noqa: F401
+import sklearn  # noqa: F401
 import torch
 
 # Lightning and torch write these for their own use; they are not ours to restore.
-_FOREIGN_VARIABLES = ("PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHINDUCTOR_CACHE_DIR")
+_FOREIGN_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 
 
 def _settings() -> dict[str, object]:

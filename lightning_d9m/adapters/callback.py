@@ -4,6 +4,7 @@ The hooks are thin: what they do lives in :mod:`lightning_d9m.control` and
 :mod:`lightning_d9m.evidence`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,12 +48,15 @@ class DeterminismCallback(_Callback):
             between numbers of threads.
         fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
             memory is exact too. It costs time, and changes no bit of a correct program.
+        patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic
+            (``d9m ops`` lists them). Without it, torch raises where it has no deterministic kernel.
+        unpatched_ops: Names of operations to leave to torch all the same.
 
     Raises:
         SettingError: When a value is not allowed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
         seed: int | None = None,
         *,
@@ -63,6 +67,8 @@ class DeterminismCallback(_Callback):
         per_sample_rng: bool = False,
         threads: int | None = None,
         fill_uninitialized_memory: bool = True,
+        patch_ops: bool = False,
+        unpatched_ops: Sequence[str] = (),
     ) -> None:
         super().__init__()
         _check_choice("on_drift", on_drift, ("raise", "warn"))
@@ -73,6 +79,8 @@ class DeterminismCallback(_Callback):
             per_sample_rng=per_sample_rng,
             threads=threads,
             fill_uninitialized_memory=fill_uninitialized_memory,
+            patch_ops=patch_ops,
+            unpatched_ops=tuple(unpatched_ops),
         )
         policy = Policy(
             reference=None if reference is None else Path(reference),

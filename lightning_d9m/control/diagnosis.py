@@ -96,7 +96,7 @@ def _look_at_hash_seed() -> Finding:
         "PYTHONHASHSEED",
         "problem",
         "not fixed",
-        "Sets of strings are iterated in another order in each run; Python reads it when it starts.",
+        "Sets of strings have another order in each run; Python reads it when it starts.",
         "Start programs with PYTHONHASHSEED=0 (`d9m repeat` does).",
     )
 

@@ -1,7 +1,7 @@
 """Loaders under control: order and workers depend on (seed, epoch) alone.
 
-Knows torch's ``DataLoader``, not Lightning. Every attribute of the user's objects that is replaced is
-put back by ``release``.
+Knows torch's ``DataLoader``, not Lightning. Every attribute of the user's objects that is replaced
+is put back by ``release``.
 """
 
 from collections.abc import Iterator

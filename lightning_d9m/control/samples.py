@@ -114,13 +114,13 @@ class SeededDataset:
         if info is None:
             return
         before, self._seeded_epoch = self._seeded_epoch, int(self._stream.epoch)
-        # In the epoch in which it started, `WorkerInit` has seeded it, and then the user's function.
+        # In the epoch in which it started, `WorkerInit` seeded it, then the user's function did.
         if before not in (None, self._seeded_epoch):
             seed_host(self._stream.derive("worker", worker=info.id))
 
 
 class SeededIterable(SeededDataset, IterableDataset[Any]):
-    """The same for a dataset that is iterated: a long-lived worker is seeded when it starts anew."""
+    """The same for a dataset that is iterated: its worker is seeded when it starts anew."""
 
     def __iter__(self) -> Iterator[Any]:
         self._seed_epoch()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 
-def derive_seed(  # noqa: PLR0913 - one argument for each thing that a stream may depend on
+def derive_seed(
     base: int,
     purpose: str,
     *,
@@ -84,7 +84,7 @@ def capture_rng() -> RngState:
     """Return the state of every generator, without initialising any device."""
     return RngState(
         python=random.getstate(),
-        numpy=np.random.get_state(legacy=False),  # type: ignore[arg-type]  # noqa: NPY002
+        numpy=np.random.get_state(legacy=False),  # noqa: NPY002
         torch_cpu=torch.get_rng_state(),
         devices={name: module.get_rng_state_all() for name, module in _initialised_devices()},
     )
@@ -112,8 +112,8 @@ def rng_restored() -> Iterator[None]:
 def describe_hash_seed_problem() -> str | None:
     """Return a sentence if the order of sets of strings changes from run to run, or else None.
 
-    Python reads ``PYTHONHASHSEED`` when it starts: setting it in a running interpreter does nothing,
-    so what counts is whether this one started with a fixed one.
+    Python reads ``PYTHONHASHSEED`` when it starts; setting it in a running interpreter does
+    nothing, so what counts is whether this one started with a fixed one.
     """
     if not sys.flags.hash_randomization:
         return None  # PYTHONHASHSEED=0

@@ -1,13 +1,16 @@
 """A deterministic session: all switches together, and all of them restored.
 
-``with deterministic(seed=1):`` and ``enable(seed=1)`` are the same session; the callback opens one too.
+``with deterministic(seed=1):`` and ``enable(seed=1)`` open the same session, and so does the
+callback.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_d9m.control import algorithms
 from lightning_d9m.control.seeding import rng_restored, seed_all
@@ -15,6 +18,10 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.control.variables import EarlyVariables
 from lightning_d9m.errors import SettingError
+from lightning_d9m.patches.registration import patches_applied
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _open: list["Session"] = []
 _fits = 0
@@ -43,6 +50,8 @@ class Session:
                     fill_uninitialized_memory=settings.fill_uninitialized_memory
                 )
             )
+            if settings.patch_ops and torch.cuda.is_available() and not _patching():
+                stack.enter_context(patches_applied("CUDA", exclude=settings.unpatched_ops))
             stack.enter_context(rng_restored())
             seed_all(settings.seed)
             self._stack = stack.pop_all()
@@ -68,7 +77,7 @@ class Session:
         _open.pop()
         self._stack.close()
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(
@@ -78,6 +87,11 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _patching() -> bool:
+    """Return whether a session that is open has patched the operations already."""
+    return any(session.settings.patch_ops for session in _open)
 
 
 def enable(settings: Settings | None = None, **overrides: Any) -> Session:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.patches.catalogue import find_op
 
 # The range of Lightning's `seed_everything`, so that one number serves both.
 HIGHEST_SEED = 2**32 - 1
@@ -20,6 +21,9 @@ class Settings:
         threads: Number of intra-op CPU threads to pin, from 1; None keeps what is set.
         fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
             memory is exact too; it changes no bit of a correct program.
+        patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic;
+            see ``d9m ops``. Without it, torch raises where it has no deterministic kernel.
+        unpatched_ops: Names of operations to leave to torch all the same.
 
     Raises:
         SettingError: When a value is not allowed.
@@ -29,19 +33,28 @@ class Settings:
     per_sample_rng: bool = False
     threads: int | None = None
     fill_uninitialized_memory: bool = True
+    patch_ops: bool = False
+    unpatched_ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_whole("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
             _check_whole("threads", self.threads, 1, HIGHEST_THREADS)
-        for name in ("per_sample_rng", "fill_uninitialized_memory"):
+        for name in ("per_sample_rng", "fill_uninitialized_memory", "patch_ops"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise SettingError(f"{name} is {value!r}; allowed: True or False.")
+        if self.unpatched_ops and not self.patch_ops:
+            raise SettingError(
+                f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
+                "patched. Switch patch_ops on, or leave unpatched_ops out."
+            )
+        for name in self.unpatched_ops:
+            find_op(name)  # a misspelt name is an error
 
-    def as_record(self) -> dict[str, int | bool | None]:
+    def as_record(self) -> dict[str, int | bool | str | None]:
         """Return the settings as the ledger keeps them."""
-        return asdict(self)
+        return asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
 
 
 def _check_whole(name: str, value: object, low: int, high: int) -> None:

@@ -1,7 +1,7 @@
 """Environment variables that libraries read once, when they start.
 
-They must be set before CUDA and NCCL start, which under Lightning is before ``Callback.setup``. What a
-library has read stays in force after the variable is restored, so that is remembered.
+They must be set before CUDA and NCCL start, which under Lightning is before ``Callback.setup``.
+What a library has read stays in force after the variable is restored, so that is remembered.
 """
 
 import os
@@ -27,7 +27,7 @@ INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 
 def cuda_started() -> bool:
     """Return whether this process has initialised CUDA."""
-    return torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
 
 
 def nccl_started() -> bool:

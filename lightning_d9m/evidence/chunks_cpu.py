@@ -16,8 +16,8 @@ from xxhash import xxh3_64_intdigest
 CHUNK_BYTES = 131072
 BLOCK_BYTES = 1024
 
-# What a thread takes at a time: long enough (some 200 us) to be worth the handing out.
-_BATCH_BYTES = 32 * CHUNK_BYTES
+# Less for each thread was slower than one thread alone.
+_SHARE_BYTES = 512 * CHUNK_BYTES
 # More threads would wait for each other: each needs the interpreter lock between two chunks.
 _MOST_THREADS = 8
 _ZEROS = bytes(BLOCK_BYTES)
@@ -42,12 +42,14 @@ def hash_chunks(memory: Sequence[tuple[int, int]]) -> list[bytes]:
     total = sum(size for _, size in memory)
     if total < CHUNK_BYTES:
         return [_hash_span(address, size) for address, size in memory]
-    threads = min(torch.get_num_threads(), _MOST_THREADS, total // (2 * _BATCH_BYTES))
+    threads = min(torch.get_num_threads(), _MOST_THREADS, total // _SHARE_BYTES)
     with _interpreter_switching_fast():
         if threads < 2:  # noqa: PLR2004 - one more than one
             return [_hash_span(address, size) for address, size in memory]
-        with ThreadPoolExecutor(threads) as pool:
-            leaves = b"".join(pool.map(_hash_batch, _divide(memory)))
+        own, *others = _divide(memory, total // threads)
+        with ThreadPoolExecutor(threads - 1) as pool:
+            others_leaves = pool.map(_hash_share, others)
+            leaves = b"".join((_hash_share(own), *others_leaves))
     return split_leaves(leaves, memory)
 
 
@@ -73,22 +75,25 @@ def _hash_span(address: int, size: int) -> bytes:
     return leaves
 
 
-def _hash_batch(batch: Sequence[tuple[int, int]]) -> bytes:
-    return b"".join(_hash_span(address, size) for address, size in batch)
+def _hash_share(share: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join(_hash_span(address, size) for address, size in share)
 
 
-def _divide(memory: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Divides memory, at ends of chunks, into batches of similar size."""
-    batches: list[list[tuple[int, int]]] = [[]]
-    filled = 0
+def _divide(memory: Sequence[tuple[int, int]], fair: int) -> list[list[tuple[int, int]]]:
+    """Divides memory, at ends of chunks, into shares of about ``fair`` bytes."""
+    shares: list[list[tuple[int, int]]] = [[]]
+    room = fair
     for address, size in memory:
-        for begin in range(0, size, _BATCH_BYTES):
-            if filled >= _BATCH_BYTES:
-                batches.append([])
-                filled = 0
-            batches[-1].append((address + begin, min(size - begin, _BATCH_BYTES)))
-            filled += batches[-1][-1][1]
-    return batches
+        begin = 0
+        while begin < size:
+            if room <= 0:
+                shares.append([])
+                room = fair
+            length = min(size - begin, -(-room // CHUNK_BYTES) * CHUNK_BYTES)
+            shares[-1].append((address + begin, length))
+            begin += length
+            room -= length
+    return shares
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch._inductor.config  # `use_deterministic_algorithms` loads it, and switches it too
+import torch._inductor.config  # noqa: F401 - `use_deterministic_algorithms` loads it, and switches it too
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,11 +22,13 @@ from lightning_d9m.control.algorithms import (
 NAMES = sorted(capture_flags())
 STATES = st.fixed_dictionaries({name: st.booleans() for name in NAMES}).map(
     # torch has no warn_only without the mode itself.
-    lambda flags: flags
-    | {
-        "torch.deterministic_warn_only": flags["torch.deterministic_warn_only"]
-        and flags["torch.deterministic_algorithms"]
-    }
+    lambda flags: (
+        flags
+        | {
+            "torch.deterministic_warn_only": flags["torch.deterministic_warn_only"]
+            and flags["torch.deterministic_algorithms"]
+        }
+    )
 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from lightning_d9m.control import session
 from lightning_d9m.control.algorithms import capture_flags
 from lightning_d9m.control.session import active_session, deterministic, enable, next_fit
 from lightning_d9m.control.variables import CUBLAS
+from lightning_d9m.patches.registration import patches_applied
 
 
 def state():
@@ -117,3 +119,33 @@ def test_a_switch_that_is_turned_off_is_found():
 def test_fits_are_counted(monkeypatch):
     monkeypatch.setattr(session, "_fits", 0)
     assert [next_fit(), next_fit()] == [0, 1]
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Let patches be applied as on a CUDA machine; return which are, from outside in."""
+    applied = []
+
+    @contextmanager
+    def record(key, exclude):
+        applied.append((key, exclude))
+        yield
+        applied.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session, "patches_applied", record)
+    return applied
+
+
+def test_operations_are_patched_where_there_is_cuda_and_once(cuda):
+    with deterministic(), deterministic(patch_ops=True, unpatched_ops=("topk",)):
+        assert cuda == [("CUDA", ("topk",))]
+        with deterministic(patch_ops=True):
+            assert cuda == [("CUDA", ("topk",))]
+    assert cuda == []
+
+
+def test_patches_can_be_registered_for_cuda_without_a_device():
+    """The registration itself, which is all of it that a machine without CUDA can show."""
+    with patches_applied("CUDA") as applied:
+        assert "topk" in applied.names

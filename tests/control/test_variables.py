@@ -102,7 +102,9 @@ def test_too_late_is_an_error_that_says_what_to_do(monkeypatch, start, library, 
     assert f"{name}=" in message
 
 
-@pytest.mark.parametrize(("library", "name", "good"), [("cuda", CUBLAS, ":16:8"), ("nccl", NCCL, "Ring")])
+@pytest.mark.parametrize(
+    ("library", "name", "good"), [("cuda", CUBLAS, ":16:8"), ("nccl", NCCL, "Ring")]
+)
 def test_a_library_that_started_under_a_good_value_is_fine(monkeypatch, start, library, name, good):
     monkeypatch.setenv(name, good)
     start(library)

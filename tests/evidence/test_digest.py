@@ -178,9 +178,10 @@ def set_threads():
     torch.set_num_threads(before)
 
 
-def test_number_of_threads_does_not_count(set_threads):
-    large = _bytes(40_000_000).view(-1, 1000)
-    tensors = [large, large.t(), *(large[n : 3 * n + 2] for n in range(0, 9000, 90))]
+def test_number_of_threads_does_not_count(set_threads, monkeypatch):
+    monkeypatch.setattr(chunks_cpu, "_SHARE_BYTES", 2 * CHUNK)
+    large = _bytes(3_000_000).view(-1, 100)
+    tensors = [large, large.t(), *(large[n : 3 * n + 2] for n in range(0, 9000, 300))]
     digests = {}
     for threads in (1, 2, 3, 4):
         set_threads(threads)
@@ -202,7 +203,7 @@ def test_switch_interval_is_low_while_hashing_and_restored(microseconds):
     try:
         sys.setswitchinterval(microseconds * 1e-6 + 5e-7)
         before = sys.getswitchinterval()
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError):  # noqa: PT012
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError):
             patch.setattr(chunks_cpu, "_hash_span", record)
             digest(torch.ones(CHUNK))
         assert sys.getswitchinterval() == before
