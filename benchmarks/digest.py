@@ -2,7 +2,7 @@
 
 Every method runs once in each round, so that a slow moment of the machine meets all of them; the
 ratios are formed within a round. Rates are the tensor's bytes for each second: a copy of n bytes,
-which reads n and writes n, counts as n. Writes benchmarks/results/digest-<device>.json.
+which reads n and writes n, counts as n. Writes digest-<device>.json.
 """
 
 import argparse
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the large tensor")
     parser.add_argument("--repeats", type=int, default=15, help="rounds that count")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     device, repeats = arguments.device, arguments.repeats
 
@@ -145,8 +146,8 @@ def main() -> None:
     }
     _print(f"one tensor of {arguments.elements:,} float32", record["one_tensor"])
     _print("1,000 tensors of 1,000 float32", record["many_tensors"])
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"digest-{device}.json"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / f"digest-{device}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"\nwritten to {path}")
 

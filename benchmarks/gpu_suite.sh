@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA machine, in one command: bash benchmarks/gpu_suite.sh FOLDER
-# Runs the tests marked cuda, the benchmark of the patches, and the segmentation example three times;
+# Runs the tests marked cuda, the benchmarks of patches and digest, and the segmentation example thrice;
 # leaves JUnit, JSON and Markdown in FOLDER. Every part runs, whatever the others say; the status is
 # 0 only if all are fine.
 set -uo pipefail
@@ -19,6 +19,9 @@ status=0
 tail -n 30 "$folder/cuda-tests.log"
 "$python" benchmarks/patches.py --output "$folder" >"$folder/patches.log" 2>&1 || status=1
 tail -n 80 "$folder/patches.log"
+"$python" benchmarks/digest.py --device cuda --output "$folder" \
+  >"$folder/digest.log" 2>&1 || status=1
+tail -n 20 "$folder/digest.log"
 "$python" -m lightning_d9m repeat -n 3 -o "$folder/segmentation" --json \
   -- "$python" examples/segmentation.py --accelerator gpu >"$folder/segmentation.json" || status=1
 tail -n 5 "$folder/segmentation.json"

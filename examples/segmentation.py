@@ -121,7 +121,7 @@ def main() -> None:
         max_epochs=arguments.epochs,
         accelerator=arguments.accelerator,
         devices=1,
-        callbacks=[DeterminismCallback()],
+        callbacks=[DeterminismCallback(patch_ops=True)],
         log_every_n_steps=10,
     )
     trainer.fit(

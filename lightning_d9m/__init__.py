@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_d9m.adapters.callback import DeterminismCallback
+    from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
     from lightning_d9m.control.session import Session, deterministic, enable
     from lightning_d9m.control.settings import Settings
     from lightning_d9m.errors import (
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
         DigestError,
         DriftError,
         LedgerError,
+        RankLostError,
+        RanksDisagreeError,
         ReferenceRefusedError,
         SettingError,
         StackDifferenceError,
@@ -30,7 +33,10 @@ _HOME = {
     "DeterminismCallback": "adapters.callback",
     "DigestError": "errors",
     "DriftError": "errors",
+    "HorovodDeterministicStrategy": "adapters.horovod",
     "LedgerError": "errors",
+    "RankLostError": "errors",
+    "RanksDisagreeError": "errors",
     "ReferenceRefusedError": "errors",
     "Session": "control.session",
     "SettingError": "errors",
@@ -47,7 +53,10 @@ __all__ = [
     "DeterminismCallback",
     "DigestError",
     "DriftError",
+    "HorovodDeterministicStrategy",
     "LedgerError",
+    "RankLostError",
+    "RanksDisagreeError",
     "ReferenceRefusedError",
     "Session",
     "SettingError",

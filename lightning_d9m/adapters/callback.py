@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightning_d9m.adapters import horovod as _horovod  # noqa: F401 - makes its name known
 from lightning_d9m.adapters.lightning_package import combined_base
 from lightning_d9m.adapters.takeover import Takeover, resolve_seed
 from lightning_d9m.adapters.testimony import Testimony

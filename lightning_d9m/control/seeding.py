@@ -48,14 +48,16 @@ def seed_all(seed: int) -> None:
         seed: From 0 to 2**64 - 1.
     """
     seed_host(seed)
-    # Seeds the CPU again, and lazily every device: a device that is initialised later gets it too.
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        # Every device, and lazily: one that is initialised later gets the seed then.
+        torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the CPU: Python's, NumPy's and torch's.
 
     For loader workers and single samples: it takes microseconds, for no device is looked at.
+    torch's CPU generator takes the lower 32 bits of the seed.
     """
     random.seed(seed)
     # NumPy's takes words of 32 bits.

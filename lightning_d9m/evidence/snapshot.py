@@ -3,12 +3,14 @@
 Names are those of the user's model: the prefix that ``torch.compile`` adds is stripped.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.evidence.digest import digest_many, digest_value
 
@@ -73,7 +75,12 @@ def take_snapshot(
         groups["schedulers"][str(number)] = digest_value(scheduler.state_dict())
     for (group, name), value in zip(tensors, digest_many(list(tensors.values())), strict=True):
         groups[group][name] = value
-    return Snapshot(groups, {group: digest_value(entries) for group, entries in groups.items()})
+    return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
+
+
+def _sum_up(entries: Mapping[str, str]) -> str:
+    """Return one digest for a group: XXH3-128 of the JSON list of its sorted [name, digest]."""
+    return xxh3_128_hexdigest(json.dumps(sorted(entries.items()), separators=(",", ":")).encode())
 
 
 def _optimizer_state(

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from importlib import metadata
 from operator import attrgetter
@@ -191,8 +192,9 @@ def _read_cpu_model() -> str:
     return platform.processor()
 
 
-def _capture_packages() -> dict[str, Scalar]:
-    """Read versions from installed metadata, so that nothing is imported."""
+@cache
+def _capture_packages() -> Mapping[str, Scalar]:
+    """Read versions from installed metadata, so that nothing is imported; once for a process."""
     stack: dict[str, Scalar] = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
