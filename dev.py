@@ -110,7 +110,7 @@ def test(words: list[str]) -> None:
     say("import contracts")
     run("lint-imports")
     say("documentation")
-    run("mkdocs", "build", "--strict", "--quiet")
+    run("mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
     say("tests and doctests")
     run(PYTHON, "-m", "pytest", *words)
 

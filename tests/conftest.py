@@ -13,6 +13,8 @@ import pytorch_lightning  # noqa: F401
 import sklearn  # noqa: F401
 import torch
 
+collect_ignore = ["ddp_training.py"]  # run by ranks
+
 # Lightning and torch write these for their own use; they are not ours to restore.
 _FOREIGN_VARIABLES = (
     "PYTEST_CURRENT_TEST",

@@ -112,7 +112,8 @@ class Testimony:
 
     def _make_folder(self, trainer: Any) -> Path:
         """Make the fit's folder on rank 0 and tell the other ranks its name."""
-        log_dir = trainer.log_dir  # a collective: every rank asks
+        # A collective: every rank asks. Some loggers have no folder of their own.
+        log_dir = trainer.log_dir or trainer.default_root_dir
         chosen = os.environ.get(LEDGER_VARIABLE) or self._ledger_dir or Path(log_dir, "d9m")
         made: tuple[str, str | None] = ("", None)
         if trainer.is_global_zero:

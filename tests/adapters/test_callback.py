@@ -213,6 +213,16 @@ class TestLedger:
         trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
         assert (tmp_path / "lightning_logs/version_0/d9m/fit-000/rank-0.jsonl").exists()
 
+    @pytest.mark.parametrize("words", [{"fast_dev_run": True}, {"barebones": True}])
+    @pytest.mark.filterwarnings("ignore:.*barebones")
+    def test_without_a_logger_it_is_under_the_root(self, tmp_path, monkeypatch, words):
+        monkeypatch.chdir(tmp_path)
+        trainer = importlib.import_module("lightning.pytorch").Trainer(
+            **words, accelerator="cpu", max_epochs=1, callbacks=[DeterminismCallback()]
+        )
+        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+        assert (tmp_path / "d9m/fit-000/rank-0.jsonl").exists()
+
     def test_the_variable_goes_before_the_setting(self, fit, tmp_path, monkeypatch):
         monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path / "chosen"))
         assert fit().path.parent == tmp_path / "chosen"
