@@ -24,10 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; return 0 when there is nothing to mend, else 1."""
     # These load torch, which the command line's help must not.
-    from lightning_d9m.control.diagnosis import find_problems
+    from lightning_d9m.adapters.installation import look_at_installation
+    from lightning_d9m.control.diagnosis import find_problems, sort_findings
     from lightning_d9m.evidence.stack import capture_stack
 
-    findings = find_problems()
+    findings = sort_findings([*find_problems(), *look_at_installation()])
     problems = sum(finding.status == "problem" for finding in findings)
     if arguments.json:
         report = {"findings": [asdict(f) for f in findings], "stack": capture_stack()}

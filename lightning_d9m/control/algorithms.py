@@ -11,6 +11,7 @@ from torch.backends import cudnn as cudnn_backend
 from torch.backends import mkldnn as _mkldnn
 from torch.utils import deterministic as _memory
 
+from lightning_d9m.control.variables import INDUCTOR, users_value
 from lightning_d9m.errors import SettingError
 
 # torch makes these attributes by other means than those that a type checker follows.
@@ -23,7 +24,7 @@ Flags = dict[str, bool]
 
 def capture_flags() -> Flags:
     """Return torch's flags that this module sets, by dotted name."""
-    flags = {
+    return {
         "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "torch.fill_uninitialized_memory": memory.fill_uninitialized_memory,
@@ -31,11 +32,8 @@ def capture_flags() -> Flags:
         "cudnn.benchmark": cudnn_backend.benchmark,
         "sdpa.cudnn": bool(cuda_backend.cudnn_sdp_enabled()),
         "mkldnn.deterministic": mkldnn_backend.deterministic,
+        "inductor.deterministic": _inductor_deterministic(),
     }
-    config = _inductor_config()
-    if config is not None:
-        flags["inductor.deterministic"] = config.deterministic
-    return flags
 
 
 def restore_flags(flags: Flags) -> None:
@@ -48,15 +46,13 @@ def restore_flags(flags: Flags) -> None:
     cudnn_backend.benchmark = flags["cudnn.benchmark"]
     cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
     mkldnn_backend.deterministic = flags["mkldnn.deterministic"]
-    config = _inductor_config()
-    if config is not None:
-        # After a first `use_deterministic_algorithms`, which loads it: off is how it starts.
-        config.deterministic = flags.get("inductor.deterministic", False)
+    # `use_deterministic_algorithms` has loaded this, and has set it to the same as its own mode.
+    sys.modules[_INDUCTOR].deterministic = flags["inductor.deterministic"]  # type: ignore[attr-defined]
 
 
 def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
     """Return the flags of a deterministic session."""
-    flags = {
+    return {
         # Picks deterministic kernels, and raises where an operation has none.
         "torch.deterministic_algorithms": True,
         # With warnings only, attention keeps its nondeterministic backward kernels.
@@ -71,11 +67,9 @@ def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
         "sdpa.cudnn": False,
         # oneDNN picks the fastest kernel for a device unless it is told.
         "mkldnn.deterministic": True,
-    }
-    if _inductor_config() is not None:
         # Autotuning picks kernels by timing them.
-        flags["inductor.deterministic"] = True
-    return flags
+        "inductor.deterministic": True,
+    }
 
 
 @contextmanager
@@ -106,6 +100,9 @@ def verify_flags(*, fill_uninitialized_memory: bool) -> None:
             )
 
 
-def _inductor_config() -> Any:
-    """Return the compiler's configuration if it is loaded; loading it takes a while."""
-    return sys.modules.get(_INDUCTOR)
+def _inductor_deterministic() -> bool:
+    """Return the compiler's flag, or how it will start where it is not loaded; loading is slow."""
+    config: Any = sys.modules.get(_INDUCTOR)
+    if config is None:
+        return users_value(INDUCTOR) == "1"
+    return bool(config.deterministic)

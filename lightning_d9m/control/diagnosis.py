@@ -1,9 +1,8 @@
-"""What on this machine would make a run nondeterministic, and the fix for each."""
+"""What in this process and on this machine would make a run nondeterministic, and each fix."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any, Literal
 
 import torch
@@ -11,18 +10,23 @@ import torch
 from lightning_d9m.control import variables
 from lightning_d9m.control.algorithms import capture_flags
 from lightning_d9m.control.seeding import describe_hash_seed_problem
+from lightning_d9m.control.threads import DYNAMIC, threads_vary
 
 OLDEST_TORCH = (2, 11)
 Status = Literal["problem", "note", "ok"]
 
-# Each with the mechanism; what the Horovod strategy sets for itself.
-_HOROVOD = {
-    "HOROVOD_FUSION_THRESHOLD": (
-        "0",
-        "Tensor fusion packs whichever gradients are ready, so sums change their order.",
+# What a session lets each be, its own choice first, and what another value does.
+_VARIABLES = {
+    variables.CUBLAS: (
+        variables.CUBLAS_ALLOWED,
+        "cuBLAS shares workspaces between streams with it, so products differ.",
     ),
-    "HOROVOD_AUTOTUNE": ("0", "Autotuning changes the fusion by timing it."),
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": ("0", "It sums within each host first, in another order."),
+    variables.INDUCTOR: (("1", ""), "The compiler chooses kernels by timing them otherwise."),
+    variables.FLASH_ATTENTION: (("1", ""), "The backward kernel of flash-attn adds with atomics."),
+    variables.TRANSFORMER_ENGINE: (
+        ("0", ""),
+        "It lets Transformer Engine choose nondeterministic kernels.",
+    ),
 }
 
 
@@ -46,47 +50,68 @@ class Finding:
 
 
 def find_problems() -> list[Finding]:
-    """Look at interpreter, variables, torch, threads and Horovod; problems come first."""
+    """Look at the interpreter, torch, the variables and the threads; problems come first.
+
+    Nothing is changed, and no device is initialised.
+    """
+    return sort_findings(_look())
+
+
+def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Return problems first, then notes, each in the order that they came in."""
     order = {"problem": 0, "note": 1, "ok": 2}
-    return sorted(_look(), key=lambda finding: order[finding.status])
+    return sorted(findings, key=lambda finding: order[finding.status])
+
+
+def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str) -> Finding:
+    """Judge a variable that need not be set.
+
+    Args:
+        name: The variable.
+        allowed: The values that it may have, the best first.
+        reason: What another value does.
+        unset: What happens where it is not set.
+    """
+    found = os.environ.get(name)
+    if found is None:
+        return Finding(name, "ok", f"not set; {unset}")
+    if found in allowed:
+        return Finding(name, "ok", found or "empty")
+    return Finding(name, "problem", found, reason, f"Unset it, or set {name}={allowed[0]}.")
 
 
 def _look() -> Iterator[Finding]:
     yield _look_at_torch_version()
-    yield _look_at_lightning()
     yield _look_at_hash_seed()
-    yield _look_at_cublas()
+    for name, (allowed, reason) in _VARIABLES.items():
+        yield judge_variable(name, allowed, reason, unset="the callback sets it")
     yield _look_at_nccl()
     yield from _look_at_flags()
+    yield _look_at_precision()
     yield _look_at_threads()
-    yield from _look_at_horovod()
+    yield _look_at_dynamic_threads()
 
 
 def _look_at_torch_version() -> Finding:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if release >= OLDEST_TORCH:
-        return Finding("torch", "ok", torch.__version__)
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    return Finding(
-        "torch",
-        "problem",
-        torch.__version__,
-        "Older versions leave more operations nondeterministic than lightning_d9m knows of.",
-        f"pip install 'torch>={oldest}'",
-    )
-
-
-def _look_at_lightning() -> Finding:
-    found = [f"{name} {version(name)}" for name in ("lightning", "pytorch-lightning") if _has(name)]
-    if found:
-        return Finding("Lightning", "ok", ", ".join(found))
-    return Finding(
-        "Lightning",
-        "note",
-        "not installed",
-        "The callback needs it; `lightning_d9m.deterministic` does not.",
-        "pip install lightning",
-    )
+    if release < OLDEST_TORCH:
+        return Finding(
+            "torch",
+            "problem",
+            torch.__version__,
+            "Older versions leave more operations nondeterministic than lightning_d9m knows of.",
+            f"pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'",
+        )
+    if torch.version.hip is not None:
+        return Finding(
+            "torch",
+            "note",
+            f"{torch.__version__} for ROCm",
+            "Memory-efficient attention by Composable Kernel adds in any order on AMD's devices, "
+            "whatever torch's flag says.",
+            "torch.backends.cuda.enable_mem_efficient_sdp(False)",
+        )
+    return Finding("torch", "ok", torch.__version__)
 
 
 def _look_at_hash_seed() -> Finding:
@@ -98,19 +123,6 @@ def _look_at_hash_seed() -> Finding:
         "not fixed",
         "Sets of strings have another order in each run; Python reads it when it starts.",
         "Start programs with PYTHONHASHSEED=0 (`d9m repeat` does).",
-    )
-
-
-def _look_at_cublas() -> Finding:
-    found = os.environ.get(variables.CUBLAS)
-    if found is None or found in variables.CUBLAS_ALLOWED:
-        return Finding(variables.CUBLAS, "ok", found or "not set; the callback sets it")
-    return Finding(
-        variables.CUBLAS,
-        "problem",
-        found,
-        "cuBLAS shares workspaces between streams with it, so products differ.",
-        f"Unset it, or set one of {', '.join(variables.CUBLAS_ALLOWED)}.",
     )
 
 
@@ -129,75 +141,80 @@ def _look_at_nccl() -> Finding:
 
 def _look_at_flags() -> Iterator[Finding]:
     flags = capture_flags()
-    if flags["torch.deterministic_algorithms"]:
-        yield Finding("deterministic algorithms", "ok", "on")
-    else:
+    on = flags["torch.deterministic_algorithms"]
+    found = "on" if on else "off, as torch starts; the callback switches them on"
+    yield Finding("deterministic algorithms", "ok", found)
+    if flags["cudnn.benchmark"]:
         yield Finding(
-            "deterministic algorithms",
-            "ok",
-            "off, as torch starts; the callback switches them on",
-        )
-    allowed = [name for name, backend in _TF32.items() if _allows_tf32(backend)]
-    if allowed:
-        yield Finding(
-            "TF32",
-            "note",
-            f"allowed for {', '.join(allowed)}",
-            "It is deterministic, but gives other bits than full float32; it is left as it is, "
-            "and recorded.",
+            "cuDNN benchmark",
+            "problem",
+            "on as Python starts",
+            "The benchmark picks kernels by timing them.",
+            "Remove torch.backends.cudnn.benchmark = True from sitecustomize.py or usercustomize.py"
+            " (and Trainer(benchmark=True) from programs).",
         )
     else:
-        yield Finding("TF32", "ok", "not allowed")
+        yield Finding("cuDNN benchmark", "ok", "off")
 
 
-_TF32 = {"matrix products": torch.backends.cuda.matmul, "cuDNN": torch.backends.cudnn}
+def _look_at_precision() -> Finding:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    allowed = {
+        "TF32 in matrix products": _uses_tf32(cuda),
+        "TF32 in convolutions": _uses_tf32(getattr(cudnn, "conv", None)),
+        "TF32 in recurrent networks": _uses_tf32(getattr(cudnn, "rnn", None)),
+        "reduced sums of float16": bool(cuda.allow_fp16_reduced_precision_reduction),
+        "reduced sums of bfloat16": bool(cuda.allow_bf16_reduced_precision_reduction),
+    }
+    names = [name for name, is_allowed in allowed.items() if is_allowed]
+    if not names:
+        return Finding("precision", "ok", "full")
+    return Finding(
+        "precision",
+        "note",
+        f"{', '.join(names)} on CUDA devices",
+        "They are deterministic, and give other bits than full precision does; they are left as "
+        "they are, and recorded.",
+    )
 
 
-def _allows_tf32(backend: Any) -> bool:
-    try:
-        return bool(backend.allow_tf32)
-    except RuntimeError:  # the newer setting was used, and the older one cannot be read any more
-        return str(backend.fp32_precision) == "tf32"
+def _uses_tf32(backend: Any) -> bool:
+    # Not `allow_tf32`: that raises once a program has used the newer name.
+    return getattr(backend, "fp32_precision", None) == "tf32"
 
 
 def _look_at_threads() -> Finding:
-    found = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-    if os.environ.get("OMP_NUM_THREADS"):
+    cores, usable = os.cpu_count() or 1, _count_usable_cores()
+    found = f"{torch.get_num_threads()} on {usable} of {cores} cores"
+    # One number for each level of nesting; torch takes the first, and ignores what is no number.
+    if os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit():
         return Finding("CPU threads", "ok", f"{found}, fixed by OMP_NUM_THREADS")
     return Finding(
         "CPU threads",
         "note",
         f"{found}, chosen by torch",
-        "CPU results differ between numbers of threads, and torch chooses by the cores it sees.",
-        "For runs on several machines, set OMP_NUM_THREADS or DeterminismCallback(threads=...).",
+        "CPU results differ between numbers of threads, and torch chooses by the cores that it may "
+        "use here" + (", of which this container or job has a part." if usable < cores else "."),
+        "To get the same bits on several machines, set OMP_NUM_THREADS or "
+        "DeterminismCallback(threads=...).",
     )
 
 
-def _look_at_horovod() -> Iterator[Finding]:
-    if not _has("horovod"):
-        return
-    files = distribution("horovod").files or []
-    if not any(file.name.startswith("mpi_lib") for file in files):
-        yield Finding(
-            "Horovod",
-            "problem",
-            f"{version('horovod')}, without its extension for torch",
-            "`pip install horovod` builds one without it, and says nothing.",
-            "d9m install-horovod",
-        )
-    else:
-        yield Finding("Horovod", "ok", version("horovod"))
-    for name, (wanted, reason) in _HOROVOD.items():
-        found = os.environ.get(name)
-        if found is None or found == wanted:
-            yield Finding(name, "ok", found or "not set; the strategy sets it")
-        else:
-            yield Finding(name, "problem", found, reason, f"Unset it, or set {name}={wanted}.")
+def _count_usable_cores() -> int:
+    """Return what OpenMP counts. It does not look at a container's quota of time."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _has(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+def _look_at_dynamic_threads() -> Finding:
+    found = os.environ.get(DYNAMIC)
+    if not threads_vary():
+        return Finding(DYNAMIC, "ok", found or "not set")
+    return Finding(
+        DYNAMIC,
+        "problem",
+        str(found),
+        "OpenMP chooses the number of threads by the load of the machine, at every operation.",
+        f"Unset it, or set {DYNAMIC}=false.",
+    )

@@ -4,21 +4,24 @@ Knows torch's ``DataLoader``, not Lightning. Every attribute of the user's objec
 is put back by ``release``.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.samples import SeededDataset, SeededIterable, Stream, WorkerInit
+from lightning_d9m.control.replacements import Replacements
+from lightning_d9m.control.samplers import copy_loader, find_samplers, is_rankless, make_generator
+from lightning_d9m.control.samples import SeededDataset, Stream, WorkerInit
+from lightning_d9m.control.workers import drain_workers
 from lightning_d9m.errors import SettingError
 
-_SIGNED = 2**63
-# torch adds the epoch to a DistributedSampler's seed and gives the sum to a 64-bit generator.
+# torch adds the epoch to a DistributedSampler's seed; users' subclasses give the sum to generators
+# of 32 bits.
 _SAMPLER_SEED = 2**31
-_MISSING = object()
 
 
 class LoaderControl:
@@ -27,7 +30,7 @@ class LoaderControl:
     Args:
         seed: The base seed.
         fit: Ordinal of the fit in its process.
-        rank: The data-parallel rank: loaders of other ranks draw other numbers.
+        rank: The data-parallel rank: workers of other ranks draw other numbers.
         per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that results
             do not depend on the number of workers.
     """
@@ -37,14 +40,17 @@ class LoaderControl:
         self._fit = fit
         self._rank = rank
         self._per_sample_rng = per_sample_rng
-        self._taken: dict[str, list[_Taken]] = {}
-        self._loaders = _Replacements()
+        self._taken: list[_Taken] = []
+        self._replacements = Replacements()
 
     def take_over(self, loader: Any, stage: str) -> Any:
-        """Let a loader draw from streams of its own; return it.
+        """Let a loader draw from streams of its own; return what to iterate.
 
-        Anything that is not torch's ``DataLoader`` is returned as it is: there is nothing of it to
-        seed but the generators of the process.
+        That is the loader itself, but for one that another stage has taken over already: it is
+        copied, so that validation never changes what training draws. Loaders in lists, tuples,
+        dicts and Lightning's ``CombinedLoader`` are found. Anything that is not torch's
+        ``DataLoader`` is returned as it is: there is nothing of it to seed but the generators of
+        the process. Call ``start_epoch`` before it is iterated.
 
         Args:
             loader: What is iterated for batches.
@@ -53,19 +59,21 @@ class LoaderControl:
         Raises:
             SettingError: When a seed for each sample is asked of a dataset without indices.
         """
-        if not isinstance(loader, DataLoader):
-            return loader
-        taken = self._taken.setdefault(stage, [])
-        if any(entry.loader is loader for entry in taken):
-            return loader
-        stream = Stream(
-            self._seed,
-            self._fit,
-            self._rank,
-            f"{stage} {len(taken)}",
-            torch.zeros(1, dtype=torch.int64).share_memory_(),
-        )
-        taken.append(_Taken(loader, stream, self._loaders, per_sample=self._per_sample_rng))
+        if isinstance(loader, DataLoader):
+            return self._take(loader, stage)
+        if isinstance(loader, Mapping):
+            taken = {key: self.take_over(value, stage) for key, value in loader.items()}
+            same = all(taken[key] is loader[key] for key in taken)
+            return loader if same else taken
+        if isinstance(loader, list | tuple):
+            items = [self.take_over(item, stage) for item in loader]
+            same = all(new is old for new, old in zip(items, loader, strict=True))
+            return loader if same else items
+        flattened = getattr(loader, "flattened", None)
+        if isinstance(flattened, list):
+            items = self.take_over(flattened, stage)
+            if items is not flattened:
+                self._replacements.replace(loader, "flattened", items)
         return loader
 
     def start_epoch(self, stage: str, epoch: int) -> None:
@@ -73,46 +81,47 @@ class LoaderControl:
 
         An epoch that has been started is not started again: its order may be drawn already.
         """
-        for taken in self._taken.get(stage, []):
+        present = [taken for taken in self._taken if taken.stage == stage]
+        for taken in present:
+            if taken.first_epoch is None:
+                # Counted among those that were loaded together, so that a loader which is loaded
+                # anew every epoch draws the same, whether or not the run was resumed before it.
+                taken.number(sum(other.first_epoch == epoch for other in present), epoch)
             taken.start_epoch(epoch)
 
     def release(self) -> None:
         """Put back every attribute that was replaced, in reverse."""
         self._taken.clear()
-        self._loaders.undo()
+        self._replacements.undo()
 
-
-class _Replacements:
-    """Attributes of the user's objects that were replaced, and what was there."""
-
-    def __init__(self) -> None:
-        self._done: list[tuple[Any, str, Any]] = []
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        self._done.append((owner, name, vars(owner).get(name, _MISSING)))
-        # A DataLoader refuses to set `dataset` once it is built: it may have derived a sampler from
-        # it. The stand-in has the same length and the same samples.
-        object.__setattr__(owner, name, value)
-
-    def undo(self) -> None:
-        while self._done:
-            owner, name, value = self._done.pop()
-            if value is _MISSING:
-                with suppress(AttributeError):
-                    object.__delattr__(owner, name)
-            else:
-                object.__setattr__(owner, name, value)
+    def _take(self, loader: Any, stage: str) -> Any:
+        # Loaders that are loaded anew every epoch must not be kept alive.
+        self._taken = [taken for taken in self._taken if taken.loader() is not None]
+        for taken in self._taken:
+            if taken.loader() is loader:
+                if taken.stage == stage:
+                    taken.started = None  # it is about to be iterated from the beginning
+                    return loader
+                loader = _copy_original(loader)
+                break
+        stream = Stream(self._seed, self._fit, self._rank, stage)
+        taken = _Taken(loader, stream, self._replacements, per_sample=self._per_sample_rng)
+        self._taken.append(taken)
+        return loader
 
 
 class _Taken:
     """One loader under control."""
 
     def __init__(
-        self, loader: Any, stream: Stream, replacements: _Replacements, *, per_sample: bool
+        self, loader: Any, stream: Stream, replacements: Replacements, *, per_sample: bool
     ) -> None:
-        self.loader = loader
+        self.loader = weakref.ref(loader)
+        self.stage = stream.stage
+        self.started: int | None = None
+        self.first_epoch: int | None = None
         self._stream = stream
-        self._started: int | None = None
+        self._replacements = replacements
         iterable = isinstance(loader.dataset, IterableDataset)
         if per_sample and iterable:
             raise SettingError(
@@ -122,47 +131,74 @@ class _Taken:
             )
         # The base seed of the workers is drawn from here, not from the generator of the training.
         self._generator = torch.Generator()
+        self._orders: dict[int, torch.Generator] = {}
+        self._rankless = is_rankless(loader)
         replacements.replace(loader, "generator", self._generator)
-        self._samplers: list[tuple[int, torch.Generator]] = []
-        for number, sampler in enumerate(_samplers_of(loader)):
-            if isinstance(sampler, DistributedSampler):
-                # All ranks must cut one and the same permutation.
-                seed = stream.derive("shards", worker=number, shared=True) % _SAMPLER_SEED
-                replacements.replace(sampler, "seed", seed)
-            elif hasattr(sampler, "generator"):
-                generator = torch.Generator()
-                replacements.replace(sampler, "generator", generator)
-                self._samplers.append((number, generator))
         if loader.num_workers > 0:
             init = WorkerInit(stream, loader.worker_init_fn)
             replacements.replace(loader, "worker_init_fn", init)
         lives_on = loader.num_workers > 0 and loader.persistent_workers
-        if per_sample or lives_on:
-            stand_in = SeededIterable if iterable else SeededDataset
-            seeded = stand_in(loader.dataset, stream, per_sample=per_sample)
+        if lives_on:
+            stream.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
+            # Workers that live already know nothing of these streams: new ones are started.
+            replacements.replace(loader, "_iterator", None)
+        self._drained = lives_on and not iterable
+        # torch itself seeds a data pipe anew in every epoch, and takes it apart to do so.
+        if per_sample or (lives_on and not isinstance(loader.dataset, IterDataPipe)):
+            seeded = SeededDataset(loader.dataset, stream, per_sample)
             replacements.replace(loader, "dataset", seeded)
 
+    def number(self, number: int, epoch: int) -> None:
+        """Number the loader among those whose first epoch is the same."""
+        self.first_epoch = epoch
+        self._stream.number = number
+
     def start_epoch(self, epoch: int) -> None:
-        if epoch == self._started:
+        loader = self.loader()
+        if loader is None or epoch == self.started:
             return
-        self._started = epoch
-        self._stream.epoch.fill_(epoch)
-        self._generator.manual_seed(self._stream.derive("workers") % _SIGNED)
-        for number, generator in self._samplers:
-            generator.manual_seed(self._stream.derive("order", worker=number) % _SIGNED)
+        self.started = epoch
+        if self._drained:
+            drain_workers(loader)
+        self._stream.start_epoch(epoch)
+        seed = self._stream.derive("workers")
+        self._generator.manual_seed(seed)
+        # As torch draws it; see `WorkerInit`.
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+        self._stream.workers = int(drawn)
+        self._generator.manual_seed(seed)
+        self._seed_samplers(loader, epoch)
+
+    def _seed_samplers(self, loader: Any, epoch: int) -> None:
+        for number, sampler in enumerate(find_samplers(loader)):
+            if isinstance(sampler, DistributedSampler):
+                # All ranks must cut one and the same permutation.
+                seed = self._stream.derive("shards", worker=number, shared=True)
+                self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
+                continue
+            generator = self._orders.get(number) or make_generator(sampler)
+            if generator is None:
+                continue
+            self._orders[number] = generator
+            # Again in every epoch: another stage's loader may hold the same sampler.
+            with suppress(AttributeError):  # one that does not let it be set keeps its own
+                self._replacements.replace(sampler, "generator", generator)
+            shared = not self._rankless
+            generator.manual_seed(self._stream.derive("order", worker=number, shared=shared))
+        # Lightning says the epoch only after it has made the iterator, whose workers may have been
+        # given the order of epoch 0 by then: so a resumed run would see that again.
+        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                if "epoch" in getattr(sampler, "__dict__", ()):
+                    self._replacements.replace(sampler, "epoch", epoch)
+                set_epoch(epoch)
 
 
-def _samplers_of(loader: Any) -> Iterator[Any]:
-    """Yield a loader's samplers, those inside batch samplers and Lightning's wrappers included."""
-    pending = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    seen: list[int] = []
-    while pending:
-        sampler = pending.pop()
-        if sampler is None or id(sampler) in seen:
-            continue
-        seen.append(id(sampler))
-        yield sampler
-        # A batch sampler keeps its sampler; Lightning's distributed wrapper keeps a dataset that
-        # keeps the user's sampler.
-        pending += [getattr(sampler, name, None) for name in ("sampler", "_sampler")]
-        pending.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))
+def _copy_original(loader: Any) -> Any:
+    """Copy a loader that has been taken over, as it was before."""
+    twin = copy_loader(loader)
+    if isinstance(twin.worker_init_fn, WorkerInit):
+        twin.worker_init_fn = twin.worker_init_fn.users
+    if type(twin.dataset) is SeededDataset:
+        object.__setattr__(twin, "dataset", vars(twin.dataset)["_dataset"])
+    return twin

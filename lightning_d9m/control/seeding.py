@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -24,7 +24,7 @@ def derive_seed(
     rank: int = 0,
     worker: int = 0,
     epoch: int = 0,
-    index: int = 0,
+    index: int | str = 0,
 ) -> int:
     """Return the seed of one random stream, from 0 to 2**64 - 1.
 
@@ -48,7 +48,9 @@ def seed_all(seed: int) -> None:
         seed: From 0 to 2**64 - 1.
     """
     seed_host(seed)
-    if torch.accelerator.is_available():
+    # Whether this torch was built for one: to ask for the devices themselves would start the
+    # driver, after which a launcher can no longer fork.
+    if torch.accelerator.current_accelerator() is not None:
         # Every device, and lazily: one that is initialised later gets the seed then.
         torch.manual_seed(seed)
 
@@ -83,12 +85,23 @@ class RngState:
 
 
 def capture_rng() -> RngState:
-    """Return the state of every generator, without initialising any device."""
+    """Return the state of every generator, without initialising any device.
+
+    A device that is initialised later is not in it, and is not restored.
+    """
+    return replace(
+        capture_host_rng(),
+        devices={name: _device_states(module) for name, module in _initialised_devices()},
+    )
+
+
+def capture_host_rng() -> RngState:
+    """Return the state of the generators that ``seed_host`` seeds, without waiting for a device."""
     return RngState(
         python=random.getstate(),
         numpy=np.random.get_state(legacy=False),  # noqa: NPY002
         torch_cpu=torch.get_rng_state(),
-        devices={name: module.get_rng_state_all() for name, module in _initialised_devices()},
+        devices={},
     )
 
 
@@ -98,7 +111,11 @@ def restore_rng(state: RngState) -> None:
     np.random.set_state(state.numpy)  # noqa: NPY002 - the global generator is what was captured
     torch.set_rng_state(state.torch_cpu)
     for name, states in state.devices.items():
-        getattr(torch, name).set_rng_state_all(states)
+        module = getattr(torch, name)
+        if hasattr(module, "set_rng_state_all"):
+            module.set_rng_state_all(states)
+        else:
+            module.set_rng_state(*states)
 
 
 @contextmanager
@@ -120,12 +137,13 @@ def describe_hash_seed_problem() -> str | None:
     if not sys.flags.hash_randomization:
         return None  # PYTHONHASHSEED=0
     # Python accepts a number, "random" or nothing; with a number it says "randomised" all the same.
-    if _startup_hash_seed().isdigit():
+    # Started with -E or -I it does not read the variable.
+    if _startup_hash_seed().isdigit() and not sys.flags.ignore_environment:
         return None
     return (
-        "PYTHONHASHSEED was not fixed when Python started, so sets and dicts of strings may be "
-        "iterated in another order in each run. Start the program with PYTHONHASHSEED=0; "
-        "`d9m repeat` does."
+        "PYTHONHASHSEED was not fixed when Python started, so sets of strings may be iterated in "
+        "another order in each run. Start the program with PYTHONHASHSEED=0 (and without Python's "
+        "-E and -I, which ignore it); `d9m repeat` does."
     )
 
 
@@ -144,7 +162,18 @@ def _startup_hash_seed() -> str:
 
 def _initialised_devices() -> Iterator[tuple[str, Any]]:
     """Yield (name, module of torch) of each accelerator that this process has initialised."""
-    for name in ("cuda", "xpu"):
+    accelerator = torch.accelerator.current_accelerator()
+    built = set() if accelerator is None else {accelerator.type}
+    for name in sorted({"cuda", "xpu"} | built):
         module = getattr(torch, name, None)
-        if module is not None and module.is_initialized():
+        # Apple's has no word for it, and is always on.
+        started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
+        if started() and hasattr(module, "get_rng_state"):
             yield name, module
+
+
+def _device_states(module: Any) -> list[torch.Tensor]:
+    """Return the states of a kind of device's generators; Apple's has one, and no such function."""
+    if hasattr(module, "get_rng_state_all"):
+        return list(module.get_rng_state_all())
+    return [module.get_rng_state()]

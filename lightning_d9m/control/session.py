@@ -15,7 +15,7 @@ import torch
 from lightning_d9m.control import algorithms
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control.threads import threads_pinned, verify_threads
 from lightning_d9m.control.variables import EarlyVariables
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
@@ -40,6 +40,7 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._scopes = 0
         with ExitStack() as stack:
             variables = EarlyVariables()
             variables.set()
@@ -50,7 +51,9 @@ class Session:
                     fill_uninitialized_memory=settings.fill_uninitialized_memory
                 )
             )
-            if settings.patch_ops and torch.cuda.is_available() and not _patching():
+            # Whether torch was built for CUDA: to ask for a device would start the driver, after
+            # which a launcher can no longer fork.
+            if settings.patch_ops and torch.backends.cuda.is_built() and not _patching(settings):
                 stack.enter_context(patches_applied("CUDA", exclude=settings.unpatched_ops))
             stack.enter_context(rng_restored())
             seed_all(settings.seed)
@@ -60,6 +63,7 @@ class Session:
     def verify(self) -> None:
         """Raise a ``SettingError`` if somebody has changed a switch since."""
         algorithms.verify_flags(fill_uninitialized_memory=self.settings.fill_uninitialized_memory)
+        verify_threads(self.settings.threads)
 
     def close(self) -> None:
         """Restore everything, in reverse, the generators included. A second call does nothing.
@@ -78,6 +82,7 @@ class Session:
         self._stack.close()
 
     def __enter__(self) -> "Self":
+        self._scopes += 1
         return self
 
     def __exit__(
@@ -86,19 +91,38 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._scopes -= 1
+        if self._scopes == 0:
+            self.close()
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether a ``with`` block holds the session open."""
+        return self._scopes > 0
 
 
-def _patching() -> bool:
-    """Return whether a session that is open has patched the operations already."""
-    return any(session.settings.patch_ops for session in _open)
+def _patching(settings: Settings) -> bool:
+    """Return whether a session that is open has patched the operations that these ask for."""
+    for session in _open:
+        if session.settings.patch_ops:
+            expected, actual = session.settings.unpatched_ops, settings.unpatched_ops
+            if set(expected) != set(actual):
+                raise SettingError(
+                    f"unpatched_ops is {sorted(actual)}, but an outer session that has patched the "
+                    f"operations leaves out {sorted(expected)}. Give both the same, or close the "
+                    "outer session first."
+                )
+            return True
+    return False
 
 
 def enable(settings: Settings | None = None, **overrides: Any) -> Session:
     """Make this process deterministic from here on: call it at the top of the program.
 
     Every generator is seeded with the seed itself, as ``torch.manual_seed(seed)`` does. The session
-    stays open until its ``close``, or the end of the program.
+    stays open until its ``close``, or the end of the program. A second call takes the place of the
+    first, whose session is closed, as when a cell of a notebook is run again. Within the ``with``
+    block of a session it opens an inner one.
 
     Args:
         settings: All settings; the defaults when None.
@@ -113,20 +137,31 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
     ...     torch.are_deterministic_algorithms_enabled()
     True
     """
-    try:
-        chosen = replace(settings or Settings(), **overrides)
-    except TypeError:
-        known = ", ".join(Settings.__dataclass_fields__)
-        unknown = ", ".join(sorted(set(overrides) - set(Settings.__dataclass_fields__)))
-        raise SettingError(f"There is no setting {unknown}; the settings are {known}.") from None
+    chosen = _choose(settings, overrides)
+    last = active_session()
+    if last is not None and not last.in_scope:
+        last.close()
     return Session(chosen)
 
 
 @contextmanager
 def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterator[Session]:
-    """Compute the body deterministically; see :func:`enable`."""
-    with enable(settings, **overrides) as session:
+    """Compute the body deterministically, in a session of its own; see :func:`enable`."""
+    with Session(_choose(settings, overrides)) as session:
         yield session
+
+
+def _choose(settings: Settings | None, overrides: dict[str, Any]) -> Settings:
+    if settings is not None and not isinstance(settings, Settings):
+        raise SettingError(
+            f"settings is {settings!r}; allowed: a lightning_d9m.Settings. Single settings are "
+            "given by name, such as enable(seed=42)."
+        )
+    unknown = ", ".join(sorted(set(overrides) - set(Settings.__dataclass_fields__)))
+    if unknown:
+        known = ", ".join(Settings.__dataclass_fields__)
+        raise SettingError(f"There is no setting {unknown}; the settings are {known}.")
+    return replace(settings or Settings(), **overrides)
 
 
 def active_session() -> Session | None:

@@ -3,10 +3,17 @@
 A sum over many elements is cut into one part for each thread, and each cut is another rounding.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from lightning_d9m.errors import SettingError
+
+# With it OpenMP gives an operation fewer threads while the machine is busy, also of a pinned
+# number; it is read when OpenMP starts, which is when torch is imported.
+DYNAMIC = "OMP_DYNAMIC"
 
 
 @contextmanager
@@ -15,13 +22,41 @@ def threads_pinned(number: int | None) -> Iterator[None]:
 
     None changes nothing. The number of inter-op threads runs independent operations side by side
     and changes no result.
+
+    Raises:
+        SettingError: When OpenMP was asked to vary the number by itself.
     """
-    if number is None:
-        yield
-        return
+    if threads_vary():
+        raise SettingError(
+            f"The variable {DYNAMIC} is {os.environ[DYNAMIC]!r}, so OpenMP chooses the number of "
+            "threads by the load of the machine, and results differ with it. Start the program "
+            f"without it, or with {DYNAMIC}=false."
+        )
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    if number is not None:
+        torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if number is not None:
+            torch.set_num_threads(before)
+
+
+def verify_threads(number: int | None) -> None:
+    """Raise if somebody has changed the number since it was pinned.
+
+    Raises:
+        SettingError: With both numbers.
+    """
+    actual = torch.get_num_threads()
+    if number not in (None, actual):
+        raise SettingError(
+            f"{actual} CPU threads are in use, and {number} were pinned: something changed the "
+            "number during the run, and results differ with it. Look for torch.set_num_threads in "
+            "the program, and remove it."
+        )
+
+
+def threads_vary() -> bool:
+    """Return whether OpenMP was asked to choose the number of threads at every operation."""
+    return os.environ.get(DYNAMIC, "").strip().lower() in ("true", "1")

@@ -23,6 +23,12 @@ NCCL_DEFAULT = "^NVLS,NVLSTree"
 # The compiler chooses kernels by timing them otherwise. Read when its configuration is imported;
 # `algorithms` sets the configuration itself if that has happened.
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
+# Attention of the flash-attn package adds with atomics in its backward kernel, and torch's flag
+# does not reach it; transformers and others pass this on to it.
+FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
+# Transformer Engine chooses nondeterministic attention kernels unless this is 0.
+TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+_SWITCHES = {INDUCTOR: "1", FLASH_ATTENTION: "1", TRANSFORMER_ENGINE: "0"}
 
 
 def cuda_started() -> bool:
@@ -35,7 +41,8 @@ def nccl_started() -> bool:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False
-    return "nccl" in str(distributed.get_backend())
+    # Not `get_backend`: that of a group which was given no name is "undefined".
+    return "nccl" in str(distributed.get_backend_config())
 
 
 def allows_nvls(algorithms: str) -> bool:
@@ -101,6 +108,11 @@ class EarlyVariables:
             hold()
 
 
+def users_value(name: str) -> str | None:
+    """Return the user's value of a variable, whether or not it is set to another one now."""
+    return (os.environ if _state.previous is None else _state.previous).get(name)
+
+
 def _give_up() -> None:
     _state.holders -= 1
     if _state.holders == 0:
@@ -108,7 +120,8 @@ def _give_up() -> None:
 
 
 def _set_variables() -> None:
-    wanted = {CUBLAS: _choose_cublas(), NCCL: _choose_nccl(), INDUCTOR: "1"}
+    wanted = {CUBLAS: _choose_cublas(), NCCL: _choose_nccl()}
+    wanted |= {name: _choose_switch(name, value) for name, value in _SWITCHES.items()}
     _state.previous = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
 
@@ -135,7 +148,7 @@ def _choose_cublas() -> str:
         value = (_state.in_force or {}).get(CUBLAS, found)
         if value not in CUBLAS_ALLOWED:
             raise _too_late("CUDA", CUBLAS, value, CUBLAS_ALLOWED[0])
-        return found if found in CUBLAS_ALLOWED else CUBLAS_ALLOWED[0]
+        return value
     if found is None:
         return CUBLAS_ALLOWED[0]
     if found not in CUBLAS_ALLOWED:
@@ -161,6 +174,16 @@ def _choose_nccl() -> str:
             f"differs between calls. Unset it, or exclude NVLS: {NCCL}={NCCL_DEFAULT}."
         )
     return found
+
+
+def _choose_switch(name: str, wanted: str) -> str:
+    found = os.environ.get(name)
+    if found not in (None, "", wanted):
+        raise SettingError(
+            f"The variable {name} is {found!r}, which asks for nondeterministic kernels. Unset it, "
+            f"or set {name}={wanted}."
+        )
+    return wanted
 
 
 def _too_late(library: str, name: str, value: str | None, wanted: str) -> TooLateError:

@@ -1,7 +1,6 @@
 """torch's flags: any state is captured and restored, and what somebody switches off is found."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from lightning_d9m.control.algorithms import (
     verify_flags,
     wanted_flags,
 )
+from lightning_d9m.control.variables import INDUCTOR
 
 NAMES = sorted(capture_flags())
 STATES = st.fixed_dictionaries({name: st.booleans() for name in NAMES}).map(
@@ -68,24 +68,11 @@ def test_each_flag_that_somebody_switches_is_found(name):
             verify_flags(fill_uninitialized_memory=True)
 
 
-@pytest.fixture
-def inductor(monkeypatch):
-    """A stand-in for the compiler's configuration, which takes seconds to load."""
-    config = SimpleNamespace(deterministic=False)
-    monkeypatch.setitem(sys.modules, algorithms._INDUCTOR, config)
-    return config
-
-
-def test_a_loaded_compiler_is_switched_too(inductor):
-    with algorithms_switched(fill_uninitialized_memory=True):
-        assert inductor.deterministic
-    assert not inductor.deterministic
-
-
-def test_a_compiler_that_is_loaded_meanwhile_is_switched_off_after(monkeypatch):
-    monkeypatch.delitem(sys.modules, algorithms._INDUCTOR, raising=False)
-    config = SimpleNamespace(deterministic=True)  # as the variable makes it when it is imported
-    with algorithms_switched(fill_uninitialized_memory=True):
-        monkeypatch.setitem(sys.modules, algorithms._INDUCTOR, config)
-        verify_flags(fill_uninitialized_memory=True)
-    assert not config.deterministic
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_a_compiler_that_is_not_loaded_counts_as_its_variable_says(monkeypatch, value):
+    monkeypatch.delitem(sys.modules, algorithms._INDUCTOR)
+    if value is None:
+        monkeypatch.delenv(INDUCTOR, raising=False)
+    else:
+        monkeypatch.setenv(INDUCTOR, value)
+    assert capture_flags()["inductor.deterministic"] is (value == "1")

@@ -101,6 +101,40 @@ def test_the_generators_are_restored_when_the_body_raises():
     assert draws() == expected
 
 
+class Accelerator:
+    """What torch has for each kind of accelerator: two devices, or Apple's single one."""
+
+    def __init__(self, *, single=False, started=True):
+        self.states = [torch.tensor([1, 2], dtype=torch.uint8)] * (1 if single else 2)
+        if single:
+            self.get_rng_state = lambda: self.states[0]
+            self.set_rng_state = lambda state: self.states.__setitem__(0, state)
+            self.is_available = lambda: started
+        else:
+            self.get_rng_state = self.get_rng_state_all = lambda: list(self.states)
+            self.set_rng_state_all = lambda states: self.states.__setitem__(slice(None), states)
+            self.is_initialized = lambda: started
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_the_generators_of_an_accelerator_are_restored(monkeypatch, single):
+    device = Accelerator(single=single)
+    monkeypatch.setattr(torch, "xpu", device)
+    before = list(device.states)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    state = capture_rng()
+    device.states[-1] = torch.tensor([3, 4], dtype=torch.uint8)
+    restore_rng(state)
+    assert list(map(torch.Tensor.tolist, device.states)) == [[1, 2]] * len(before)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_an_accelerator_that_has_not_started_is_left_alone(monkeypatch, single):
+    monkeypatch.setattr(torch, "xpu", Accelerator(single=single, started=False))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert capture_rng().devices == {}
+
+
 REPORT = """
 import os
 os.environ["PYTHONHASHSEED"] = {inside!r} or os.environ.get("PYTHONHASHSEED", "")

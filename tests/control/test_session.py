@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,8 +14,14 @@ import lightning_d9m
 from lightning_d9m import SettingError, Settings
 from lightning_d9m.control import session
 from lightning_d9m.control.algorithms import capture_flags
-from lightning_d9m.control.session import active_session, deterministic, enable, next_fit
-from lightning_d9m.control.variables import CUBLAS
+from lightning_d9m.control.session import (
+    Session,
+    active_session,
+    deterministic,
+    enable,
+    next_fit,
+)
+from lightning_d9m.control.variables import CUBLAS, INDUCTOR
 from lightning_d9m.patches.registration import patches_applied
 
 
@@ -95,17 +103,61 @@ def test_sessions_nest():
 
 
 def test_closing_out_of_order_is_an_error():
-    outer = enable(seed=1)
-    inner = enable(seed=2)
+    outer = Session(Settings(seed=1))
+    inner = Session(Settings(seed=2))
     with pytest.raises(SettingError, match="reverse order"):
         outer.close()
     inner.close()
     outer.close()
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_second_enable_takes_the_place_of_the_first(seed):
+    """As when a cell of a notebook is run again, after something else switched a flag too."""
+    before = state()
+    first = enable(seed=1, threads=1)
+    torch.rand(3)
+    torch.backends.cudnn.deterministic = False
+    second = enable(seed=seed)
+    second.verify()
+    assert torch.get_num_threads() == before[2]
+    drawn = torch.rand(3)
+    torch.manual_seed(seed)
+    assert torch.equal(torch.rand(3), drawn)
+    first.close()
+    assert active_session() is second
+    second.close()
+    assert active_session() is None
+    assert state() == before
+
+
+def test_enable_within_a_block_opens_an_inner_session():
+    with enable(seed=1) as outer:
+        inner = enable(seed=1)
+        assert active_session() is inner is not outer
+        inner.close()
+        assert active_session() is outer
+    outermost = enable(seed=1)
+    with deterministic(seed=1) as inner:
+        assert active_session() is inner is not outermost
+    assert active_session() is outermost
+    outermost.close()
+
+
+def test_a_session_that_is_entered_twice_closes_with_the_outer_block():
+    opened = enable(seed=1)
+    with opened:
+        with opened:
+            pass
+        assert active_session() is opened
+    assert active_session() is None
+
+
 def test_an_unknown_setting_is_named():
     with pytest.raises(SettingError, match="There is no setting sed; the settings are seed, "):
         lightning_d9m.enable(sed=1)
+    with pytest.raises(SettingError, match=r"settings is 1; allowed: .* enable\(seed=42\)"):
+        lightning_d9m.enable(1)
 
 
 def test_a_switch_that_is_turned_off_is_found():
@@ -132,7 +184,7 @@ def cuda(monkeypatch):
         yield
         applied.pop()
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(session, "patches_applied", record)
     return applied
 
@@ -140,12 +192,56 @@ def cuda(monkeypatch):
 def test_operations_are_patched_where_there_is_cuda_and_once(cuda):
     with deterministic(), deterministic(patch_ops=True, unpatched_ops=("topk",)):
         assert cuda == [("CUDA", ("topk",))]
-        with deterministic(patch_ops=True):
+        with deterministic(patch_ops=True, unpatched_ops=("topk",)):
             assert cuda == [("CUDA", ("topk",))]
+        before = state()
+        with pytest.raises(
+            SettingError, match=r"unpatched_ops is \[\], but an outer .* \['topk'\]"
+        ):
+            enable(patch_ops=True)
+        assert state() == before
     assert cuda == []
+
+
+def test_nothing_starts_a_driver(monkeypatch):
+    """A launcher that forks after `enable` needs it so; torch is one that was built for CUDA."""
+
+    def fail(*words):
+        raise AssertionError("a device was asked for")
+
+    for name in ("is_available", "device_count", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    accelerator = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    seeds = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    with deterministic(seed=7, patch_ops=True) as opened:
+        opened.verify()
+        assert seeds == [7]  # every device's, lazily
 
 
 def test_patches_can_be_registered_for_cuda_without_a_device():
     """The registration itself, which is all of it that a machine without CUDA can show."""
     with patches_applied("CUDA") as applied:
         assert "topk" in applied.names
+
+
+FRESH = """
+import sys
+import lightning_d9m
+assert "torch._inductor.config" not in sys.modules
+with lightning_d9m.deterministic() as opened:
+    opened.verify()
+print(sys.modules["torch._inductor.config"].deterministic)
+"""
+
+
+@pytest.mark.parametrize(("value", "after"), [(None, "False\n"), ("1", "True\n")])
+def test_a_compiler_that_is_loaded_in_a_session_is_left_as_the_user_asked(value, after):
+    environment = {k: v for k, v in os.environ.items() if k != INDUCTOR}
+    environment |= {} if value is None else {INDUCTOR: value}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == after

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_d9m import deterministic, digest
+from lightning_d9m import SettingError, deterministic, digest
 from lightning_d9m.control.threads import threads_pinned
 
 
@@ -46,3 +46,28 @@ def test_none_changes_nothing_and_an_error_restores():
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == 2
+
+
+def test_a_number_that_somebody_changes_is_found():
+    with deterministic(threads=2) as pinned:
+        pinned.verify()
+        torch.set_num_threads(1)
+        with pytest.raises(SettingError, match="1 CPU threads are in use, and 2 were pinned"):
+            pinned.verify()
+        with deterministic() as free:
+            free.verify()
+
+
+@pytest.mark.parametrize("number", [None, 1])
+@pytest.mark.parametrize("value", ["true", "TRUE", "1"])
+def test_a_number_that_openmp_varies_is_refused(monkeypatch, number, value):
+    """Under load, with two threads pinned, `product` was found to be that of one thread."""
+    monkeypatch.setenv("OMP_DYNAMIC", value)
+    with (
+        pytest.raises(SettingError, match=f"OMP_DYNAMIC is '{value}'.*OMP_DYNAMIC=false"),
+        threads_pinned(number),
+    ):
+        pass
+    monkeypatch.setenv("OMP_DYNAMIC", "false")
+    with threads_pinned(number):
+        pass

@@ -5,16 +5,29 @@ import os
 import pickle
 
 import pytest
+import torch
 
 from lightning_d9m import SettingError, TooLateError
 from lightning_d9m.control import variables
-from lightning_d9m.control.variables import CUBLAS, INDUCTOR, NCCL, EarlyVariables, allows_nvls
+from lightning_d9m.control.variables import (
+    CUBLAS,
+    FLASH_ATTENTION,
+    INDUCTOR,
+    NCCL,
+    TRANSFORMER_ENGINE,
+    EarlyVariables,
+    allows_nvls,
+    nccl_started,
+    users_value,
+)
+
+NAMES = (CUBLAS, NCCL, INDUCTOR, FLASH_ATTENTION, TRANSFORMER_ENGINE)
 
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
     """Let the process begin with no variable set and no library started."""
-    for name in (CUBLAS, NCCL, INDUCTOR):
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(variables, "_state", variables._State())
 
@@ -29,19 +42,22 @@ def start(monkeypatch):
     return started
 
 
+UNSET = [None] * len(NAMES)
+
+
 def values():
-    return [os.environ.get(name) for name in (CUBLAS, NCCL, INDUCTOR)]
+    return [os.environ.get(name) for name in NAMES]
 
 
 def test_sets_and_restores():
     early = EarlyVariables()
-    assert values() == [None, None, None]
+    assert values() == UNSET
     early.set()
     early.set()
-    assert values() == [":4096:8", "^NVLS,NVLSTree", "1"]
+    assert values() == [":4096:8", "^NVLS,NVLSTree", "1", "1", "0"]
     early.restore()
     early.restore()
-    assert values() == [None, None, None]
+    assert values() == UNSET
 
 
 def test_the_last_holder_restores():
@@ -51,7 +67,7 @@ def test_the_last_holder_restores():
     first.restore()
     assert values()[0] == ":4096:8"
     second.restore()
-    assert values() == [None, None, None]
+    assert values() == UNSET
 
 
 def test_a_holder_that_is_forgotten_restores():
@@ -59,7 +75,7 @@ def test_a_holder_that_is_forgotten_restores():
     early.set()
     del early
     gc.collect()
-    assert values() == [None, None, None]
+    assert values() == UNSET
 
 
 def test_a_copy_in_another_process_restores_nothing():
@@ -80,12 +96,21 @@ def test_a_valid_workspace_of_the_users_is_kept(monkeypatch, value):
     assert os.environ[CUBLAS] == value
 
 
-@pytest.mark.parametrize(("name", "value"), [(CUBLAS, ":0:0"), (NCCL, "NVLS")])
+BAD = [
+    (CUBLAS, ":0:0"),
+    (NCCL, "NVLS"),
+    (INDUCTOR, "0"),
+    (FLASH_ATTENTION, "0"),
+    (TRANSFORMER_ENGINE, "1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
 def test_a_value_that_allows_nondeterminism_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=f"{name} is '{value}'.*Unset it"):
         EarlyVariables().set()
-    assert values().count(None) == 2  # nothing else was touched
+    assert values().count(None) == len(NAMES) - 1  # nothing else was touched
 
 
 @pytest.mark.parametrize(("library", "name"), [("cuda", CUBLAS), ("nccl", NCCL)])
@@ -122,7 +147,7 @@ def test_a_library_that_started_in_an_earlier_session_is_fine(start, library):
         early.set()
         start(library)
         early.restore()
-        assert values() == [None, None, None]
+        assert values() == UNSET
 
 
 @pytest.mark.parametrize("library", ["cuda", "nccl"])
@@ -157,3 +182,37 @@ def test_a_library_that_started_between_sessions_is_too_late(start, library):
 )
 def test_whether_a_value_lets_nccl_choose_nvls(value, allowed):
     assert allows_nvls(value) is allowed
+
+
+def test_the_users_value_is_known_while_another_is_set(monkeypatch):
+    monkeypatch.setenv(INDUCTOR, "1")
+    early = EarlyVariables()
+    early.set()
+    assert (users_value(INDUCTOR), users_value(FLASH_ATTENTION)) == ("1", None)
+    early.restore()
+
+
+@pytest.mark.parametrize("library", ["cuda", "nccl"])
+def test_what_is_in_force_is_what_is_set(monkeypatch, start, library):
+    """The ledger records the variable, so it must say what the library has read."""
+    name, value = {"cuda": (CUBLAS, ":16:8"), "nccl": (NCCL, "Ring")}[library]
+    monkeypatch.setenv(name, value)
+    early = EarlyVariables()
+    early.set()
+    start(library)
+    early.restore()
+    monkeypatch.delenv(name)
+    early.set()
+    assert os.environ[name] == value
+    early.restore()
+
+
+@pytest.mark.parametrize(
+    ("backend", "started"),
+    [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)],
+)
+def test_nccl_is_found_among_the_backends_of_a_group(monkeypatch, backend, started):
+    assert not nccl_started()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backend)
+    assert nccl_started() is started
