@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -86,6 +87,8 @@ def need_tools() -> None:
     """Install what compiles Horovod, where it is missing."""
     packages = {"c++": "g++", "cmake": "cmake", "make": "make"}
     missing = [package for tool, package in packages.items() if shutil.which(tool) is None]
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing.append("python3-dev")
     if missing:
         install_debian(*missing)
 

@@ -78,6 +78,12 @@ def find_tools(target: Target, environment: Mapping[str, str]) -> Tools:
                 f"Horovod is built from source and needs {what}, but {program!r} is not on PATH: "
                 f"install it (Debian: `apt-get install {package}`) and run the command again."
             )
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not headers.exists():
+        raise CommandError(
+            f"Horovod is built from source and needs Python's headers, but there is no {headers}: "
+            "install them (Debian: `apt-get install python3-dev`) and run the command again."
+        )
     cmake = shutil.which("cmake", path=path)
     if cmake is None:
         raise CommandError(
@@ -208,5 +214,5 @@ def last_line(log: Path) -> str:
 
 def _first_error(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    word = re.compile(r"\berror\b", re.IGNORECASE)
+    word = re.compile(r"\berror:", re.IGNORECASE)
     return next((line.strip() for line in lines if word.search(line)), last_line(log))

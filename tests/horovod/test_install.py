@@ -44,6 +44,12 @@ def test_a_missing_tool_is_named_with_its_debian_package(tools, missing, package
         find_tools(TARGET, environment)
 
 
+def test_missing_headers_are_named_with_their_debian_package(tools, monkeypatch, tmp_path):
+    monkeypatch.setattr(horovod_build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(CommandError, match="apt-get install python3-dev"):
+        find_tools(TARGET, tools("c++", "make", "cmake"))
+
+
 def test_mpi_and_nccl_need_their_compilers(tools):
     environment = tools("c++", "make", "cmake")
     with pytest.raises(CommandError, match="libopenmpi-dev"):
@@ -88,7 +94,7 @@ def test_the_cache_follows_xdg(monkeypatch, tmp_path):
 
 def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho compiling\necho 'a.cc:3: error: no such thing'\nexit 1\n")
+    program.write_text("#!/bin/sh\necho compiling error.cc.o\necho 'a.cc:3: error: no such thing'\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     log = tmp_path / "build.log"
