@@ -4,19 +4,12 @@ import random
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_d9m.control.loaders import LoaderControl
 
-WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
-
-
 SIZE = 12
+WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
 
 
 class Draws(Dataset):

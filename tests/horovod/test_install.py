@@ -94,7 +94,8 @@ def test_the_cache_follows_xdg(monkeypatch, tmp_path):
 
 def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho compiling error.cc.o\necho 'a.cc:3: error: no such thing'\nexit 1\n")
+    failure = "echo compiling error.cc.o\necho 'a.cc:3: error: no such thing'\nexit 1\n"
+    program.write_text(f"#!/bin/sh\n{failure}")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     log = tmp_path / "build.log"
