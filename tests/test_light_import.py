@@ -23,6 +23,10 @@ LIGHT = {
     "errors": "import lightning_d9m; lightning_d9m.DriftError",
     "settings": "import lightning_d9m; lightning_d9m.Settings(seed=1)",
     "help": "from lightning_d9m.adapters.cli import build_parser; build_parser().format_help()",
+    **{
+        command: f"from lightning_d9m.adapters.cli import build_parser; build_parser({command!r})"
+        for command in ("repeat", "compare", "doctor", "ops", "install-horovod")
+    },
     "ledger": "import lightning_d9m.evidence.ledger, lightning_d9m.evidence.compare",
 }
 

@@ -21,8 +21,12 @@ _COMMANDS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser with all commands; each lives in the adapter that its name says."""
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser; each command lives in the adapter that its name says.
+
+    Args:
+        chosen: The command that will run. Only its adapter is loaded, so that help comes at once.
+    """
     parser = argparse.ArgumentParser(
         prog="d9m",
         description="Deterministic training with PyTorch Lightning: prove it, compare it, fix it.",
@@ -32,15 +36,18 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        adapter = import_module(f"lightning_d9m.adapters.{name.replace('-', '_')}")
-        adapter.add_arguments(command)
-        command.set_defaults(run=adapter.run)
+        if name == chosen:
+            adapter = import_module(f"lightning_d9m.adapters.{name.replace('-', '_')}")
+            adapter.add_arguments(command)
+            command.set_defaults(run=adapter.run)
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run ``d9m`` on ``words`` (the process's own arguments by default) and return its status."""
-    arguments = build_parser().parse_args(words)
+    words = sys.argv[1:] if words is None else words
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    arguments = build_parser(chosen).parse_args(words)
     try:
         return int(arguments.run(arguments))
     except D9mError as error:
