@@ -47,7 +47,7 @@ def test_the_settings_page_names_every_variable_and_its_value():
     for name, value in (
         (variables.CUBLAS, variables.CUBLAS_ALLOWED[0]),
         (variables.NCCL, variables.NCCL_DEFAULT),
-        (variables.INDUCTOR, "1"),
+        *variables._SWITCHES.items(),
     ):
         assert re.search(rf"^\| `{name}` \| `{re.escape(value)}`", page, re.MULTILINE), name
 

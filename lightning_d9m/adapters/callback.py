@@ -81,7 +81,9 @@ class DeterminismCallback(_Callback):
             threads=threads,
             fill_uninitialized_memory=fill_uninitialized_memory,
             patch_ops=patch_ops,
-            unpatched_ops=tuple(unpatched_ops),
+            unpatched_ops=(
+                (unpatched_ops,) if isinstance(unpatched_ops, str) else tuple(unpatched_ops)
+            ),
         )
         policy = Policy(
             reference=None if reference is None else Path(reference),
@@ -94,6 +96,10 @@ class DeterminismCallback(_Callback):
         # restored when a run ends.
         self._early = EarlyVariables()
         self._early.set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy (in a spawned process, or of the list of callbacks) has no run of its own.
+        return self.__dict__ | {"_takeover": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the run over, before the model is configured and any loader is made."""
@@ -137,12 +143,14 @@ class DeterminismCallback(_Callback):
         self._testimony.record(trainer, pl_module, "final")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the RNG of training aside."""
-        self._run.start_evaluation("validate")
+        """Set the RNG aside; within a fit this is done around the whole validation."""
+        if trainer.state.fn != "fit":
+            self._run.start_evaluation("validate")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give training its RNG back."""
-        self._run.end_evaluation("validate")
+        """Give the RNG back."""
+        if trainer.state.fn != "fit":
+            self._run.end_evaluation("validate")
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Seed what the test draws."""

@@ -63,7 +63,7 @@ def run_watched(
             f"more with --timeout, or see where it hangs in {log}.{_tail(log)}"
         )
     if status != 0:
-        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
         raise CommandError(f"The command {words!r} ended with {cause}. Log: {log}.{_tail(log)}")
 
 
@@ -92,6 +92,14 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
     process.wait()
+
+
+def _name_signal(number: int) -> str:
+    """Return a signal's name; those for real-time use have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def _tail(log: Path) -> str:

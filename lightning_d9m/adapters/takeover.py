@@ -26,7 +26,7 @@ def resolve_seed(seed: int | None) -> int:
     session = active_session()
     if session is not None:
         return session.settings.seed
-    text = os.environ.get("PL_GLOBAL_SEED", "0")
+    text = os.environ.get("PL_GLOBAL_SEED") or "0"
     try:
         return int(text)
     except ValueError:
@@ -66,6 +66,8 @@ class Takeover:
             )
             stack.callback(self._loaders.release)
             self._wrap_process_dataloader(stack)
+            if stage == "fit":
+                self._set_validation_apart(stack)
             # The same on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
@@ -90,8 +92,10 @@ class Takeover:
 
     def end_evaluation(self, stage: str) -> None:
         """Give training its RNG back, as if there had been no evaluation."""
-        if not self._trainer.sanity_checking:
-            # A sanity check counts for nothing: validation draws the same with and without it.
+        if self._trainer.sanity_checking:
+            # It counts for nothing: the first validation draws the same with and without it.
+            self._loaders.restart(stage)
+        else:
             self._validations += 1
         self._loaders.start_epoch(stage, self._validations)
         if self._training_rng is not None:
@@ -100,6 +104,25 @@ class Takeover:
 
     def _seed(self, purpose: str, epoch: int) -> int:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
+
+    def _set_validation_apart(self, stack: ExitStack) -> None:
+        """Let the validation of a fit draw from a stream of its own, from first to last.
+
+        Lightning makes its iterators, which may draw, before ``on_validation_start``, and the hooks
+        of the module and of other callbacks may draw after our ``on_validation_end``.
+        """
+        loop = self._trainer.fit_loop.epoch_loop.val_loop
+        original: Callable[[], object] = loop.run
+
+        def run() -> object:
+            self.start_evaluation("validate")
+            try:
+                return original()
+            finally:
+                self.end_evaluation("validate")
+
+        loop.run = run
+        stack.callback(delattr, loop, "run")
 
     def _wrap_process_dataloader(self, stack: ExitStack) -> None:
         """Take each loader over after Lightning has put its sampler in, before it is iterated."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,9 @@ class Testimony:
         self._recorder: Recorder | None = None
         self._loss: torch.Tensor | None = None
         self._epoch = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_recorder": None, "_loss": None}
 
     def check_reference(self) -> None:
         """Raise now, rather than after the set-up, if the reference cannot be read."""
@@ -87,7 +91,9 @@ class Testimony:
             self._epoch = trainer.current_epoch
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         snapshot = take_snapshot(module, trainer.optimizers, schedulers)
-        scalars = {} if moment == "initial" else trainer.callback_metrics
+        metrics = {} if moment == "initial" else trainer.callback_metrics
+        # A metric may be a vector; what training depends on is digested above.
+        scalars = {name: value for name, value in metrics.items() if torch.numel(value) == 1}
         differing = self._recorder.record(
             Digests(
                 moment=moment,
@@ -124,6 +130,9 @@ class Testimony:
         folder, problem = trainer.strategy.broadcast(made)
         if problem is not None:  # on all ranks together, so that none waits for the others
             raise LedgerError(problem)
+        # Several nodes need not share a file system: each keeps the ledgers of its own ranks.
+        with suppress(OSError):  # the file in it cannot be made either, and says why
+            Path(folder).mkdir(parents=True, exist_ok=True)
         return Path(folder)
 
 
@@ -187,6 +196,6 @@ def _gather_of(trainer: Any) -> Any:
 
 
 def _replicated(trainer: Any, module: Any) -> list[str]:
-    if type(trainer.strategy).__name__ in _SHARDING:
+    if any(base.__name__ in _SHARDING for base in type(trainer.strategy).__mro__):
         return []
     return replicated_names(module)

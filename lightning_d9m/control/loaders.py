@@ -89,6 +89,12 @@ class LoaderControl:
                 taken.number(sum(other.first_epoch == epoch for other in present), epoch)
             taken.start_epoch(epoch)
 
+    def restart(self, stage: str) -> None:
+        """Let a stage's loaders start their epoch anew: what they drew in it counts for nothing."""
+        for taken in self._taken:
+            if taken.stage == stage:
+                taken.started = None
+
     def release(self) -> None:
         """Put back every attribute that was replaced, in reverse."""
         self._taken.clear()

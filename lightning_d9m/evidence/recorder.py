@@ -110,7 +110,7 @@ class Recorder:
         if self._policy.on_drift == "raise":
             raise found[0]
         for error in found:
-            if error.rank == self._header.rank:
+            if self._header.rank in (0, error.rank):
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
 
@@ -181,10 +181,11 @@ class Recorder:
         """Return what the ranks find together, the same on every rank."""
         if self._gather is None:
             return []
-        drifted = [rank for rank in self._ranks_that(bool(found)) if rank != self._header.rank]
+        counts = [row[0] for row in self._gather([found[0].count if found else 0])]
+        drifted = [rank for rank, count in enumerate(counts) if count]
         errors = []
         if drifted and not found:
-            errors.append(self._other_rank_error(digests, drifted))
+            errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
         difference = self._compare_ranks(digests)
         if difference is not None:
             errors.append(
@@ -201,8 +202,7 @@ class Recorder:
         vectors = self._gather(encode_digests(weights))
         return compare_ranks(self._replicated, vectors)
 
-    def _other_rank_error(self, digests: Digests, drifted: list[int]) -> DriftError:
-        rank = drifted[0]
+    def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
         return DriftError(
             f"Rank {rank} differs from its reference (epoch {digests.epoch}, step {digests.step}); "
             f"this rank {self._header.rank} does not. What differs is in the message of rank "
@@ -213,7 +213,7 @@ class Recorder:
             rank=rank,
             group="",
             names=(),
-            count=0,
+            count=count,
             total=0,
             expected="",
             actual="",

@@ -8,7 +8,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from trainings import QUIET, make_loader, make_model
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, DriftError, ReferenceRefusedError, SettingError
 from lightning_d9m.control import session
@@ -33,7 +34,9 @@ def new_process(monkeypatch):
 def fit(tmp_path, new_process):
     """Return a function that trains as a run of its own would, and returns its ledger."""
 
-    def train(*, package="lightning.pytorch", loader=None, model=None, again=False, **words):
+    def train(
+        *, package="lightning.pytorch", loader=None, model=None, again=False, validate=True, **words
+    ):
         trainer_words = {k[8:]: words.pop(k) for k in list(words) if k.startswith("trainer_")}
         if not again:
             new_process()
@@ -46,11 +49,22 @@ def fit(tmp_path, new_process):
         )
         train.trainer = trainer
         model = make_model(package) if model is None else model
-        trainer.fit(model, loader or make_loader(), make_loader(shuffle=False))
+        validation = [make_loader(shuffle=False)] if validate else []
+        trainer.fit(model, loader or make_loader(), *validation)
         (folder,) = set(tmp_path.glob("**/fit-*")) - before
         return read_ledger(folder)
 
     return train
+
+
+class DrawingStream(IterableDataset):
+    """A stream of batches whose iterator draws as soon as it is made."""
+
+    def __iter__(self):
+        digits = NoisyDigits(4)
+        samples = [digits[index] for index in range(4)]
+        images, classes = zip(*samples, strict=True)
+        return iter([(torch.stack(images), torch.stack(classes))])
 
 
 def equal(first, second):
@@ -87,6 +101,43 @@ class TestExactness:
     )
     def test_validation_does_not_change_what_training_draws(self, fit, words):
         assert final_weights(fit()) == final_weights(fit(**words))
+
+    @pytest.mark.parametrize("val_loader", ["stream", "plain iterable"])
+    def test_a_validation_that_draws_at_any_moment_changes_nothing(self, fit, val_loader):
+        """Iterators are made before the first hook, and the module's hooks come after ours."""
+
+        def draw(self):
+            torch.rand(3)
+
+        def val_dataloader(self):
+            torch.rand(5)
+            return (
+                DrawingStream()
+                if val_loader == "plain iterable"
+                else DataLoader(DrawingStream(), batch_size=None)
+            )
+
+        words = {"trainer_val_check_interval": 0.5, "trainer_num_sanity_val_steps": 0}
+        words["trainer_reload_dataloaders_every_n_epochs"] = 1
+        drawing = make_model(on_validation_end=draw, val_dataloader=val_dataloader)
+        without = fit(trainer_limit_val_batches=0)
+        assert final_weights(fit(model=drawing, validate=False, **words)) == final_weights(without)
+
+    def test_the_first_validation_is_the_same_with_and_without_a_sanity_check(self, fit):
+        def val_dataloader(self):
+            return make_loader(shuffle=False, sampler=RandomSampler(range(48)))
+
+        scalars = [
+            digests_of(
+                fit(
+                    model=make_model(val_dataloader=val_dataloader),
+                    validate=False,
+                    trainer_num_sanity_val_steps=steps,
+                )
+            )[1].scalars["val_loss"]
+            for steps in (0, 2)
+        ]
+        assert scalars[0] == scalars[1]
 
     @pytest.mark.parametrize("disturb", [True, False])
     def test_what_was_drawn_before_the_fit_does_not_matter(self, fit, disturb):
@@ -203,6 +254,14 @@ class TestLedger:
             )
             trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
         assert sorted(p.name for p in (tmp_path / "d9m").iterdir()) == ["fit-000", "fit-001"]
+
+    def test_a_metric_that_is_no_number_is_left_out(self, fit):
+        def on_train_epoch_end(self):
+            self.trainer.callback_metrics["vector"] = torch.ones(3)
+
+        ledger = fit(model=make_model(on_validation_end=on_train_epoch_end))
+        assert "vector" not in digests_of(ledger)[1].scalars
+        assert ledger.outcome(0).end.status == "finished"
 
     def test_goes_beside_a_loggers_files(self, tmp_path):
         lightning = importlib.import_module("lightning.pytorch")

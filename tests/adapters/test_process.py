@@ -47,6 +47,11 @@ def test_a_signal_is_named(watch):
         watch("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
 
+def test_a_signal_without_a_name_is_numbered(watch):
+    with pytest.raises(CommandError, match="signal 40"):
+        watch("import os; os.kill(os.getpid(), 40)")
+
+
 def test_a_missing_program_is_named(watch):
     with pytest.raises(CommandError, match="does not start: No such file"):
         watch("", program=("no-such-program",))
