@@ -49,7 +49,9 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     arguments = build_parser(chosen).parse_args(words)
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        # Here, where a reader that has gone can be dealt with, not when the interpreter ends.
+        sys.stdout.flush()
     except D9mError as error:
         print(f"d9m: error: {error}", file=sys.stderr)
         return 2
@@ -60,3 +62,4 @@ def main(words: Sequence[str] | None = None) -> int:
         # The reader of a pipe has gone (`d9m compare ... | head`): no error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    return status
