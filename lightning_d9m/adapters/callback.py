@@ -13,6 +13,7 @@ import torch
 
 from lightning_d9m.adapters import horovod as _horovod  # noqa: F401 - makes its name known
 from lightning_d9m.adapters.lightning_package import combined_base
+from lightning_d9m.adapters.process_group import close_group_at_exit
 from lightning_d9m.adapters.takeover import Takeover, resolve_seed
 from lightning_d9m.adapters.testimony import Testimony
 from lightning_d9m.control.settings import Settings
@@ -104,6 +105,7 @@ class DeterminismCallback(_Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the run over, before the model is configured and any loader is made."""
         self._check_trainer(trainer)
+        close_group_at_exit()
         self._early.set()
         settings = replace(self._settings, seed=resolve_seed(self._seed))
         self._takeover = Takeover(trainer, settings, stage)

@@ -109,3 +109,5 @@ for scenario in scenarios:
     result[scenario] = {"digest": models.digest(model), "steps": trainer.global_step}
 rank = trainer.global_rank
 Path(folder, f"rank-{rank}.json").write_text(json.dumps(result))
+if torch.distributed.is_initialized():  # Gloo's threads must not outlive the interpreter
+    torch.distributed.destroy_process_group()
