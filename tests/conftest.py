@@ -42,6 +42,8 @@ def nothing_leaks() -> Iterator[None]:
     before = _settings()
     yield
     after = _settings()
+    variables = dict(before.pop("variables").items() ^ after.pop("variables").items())
+    assert not variables, "the test leaked variables"
     assert after == before, "the test leaked a setting"
 
 

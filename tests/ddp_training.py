@@ -46,6 +46,12 @@ def other_statistics_on_rank_1(self):
         self.layers[1].running_mean += 0.5
 
 
+def switched_off_on_rank_1(self):
+    """Switch deterministic algorithms off on rank 1 only."""
+    if RANK == 1:
+        torch.use_deterministic_algorithms(False)
+
+
 def main():
     """Train several times, and write what was found."""
     folder = Path(sys.argv[1])
@@ -66,6 +72,8 @@ def main():
     found["other statistics on rank 1"] = error_of(
         folder, "data", other, reference=folder / "first" / "fit-000"
     )
+    off = make_model(on_train_batch_end=lambda self, *_: switched_off_on_rank_1(self))
+    found["switched off on rank 1"] = error_of(folder, "off", off)
     (folder / "file").write_text("")
     found["no folder"] = error_of(folder, "file/below")
     (folder / f"found-{RANK}.json").write_text(json.dumps(found))

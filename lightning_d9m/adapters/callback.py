@@ -6,16 +6,19 @@ The hooks are thin: what they do lives in :mod:`lightning_d9m.control` and
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lightning_d9m.adapters import horovod as _horovod  # noqa: F401 - makes its name known
-from lightning_d9m.adapters.lightning_package import combined_base
+from lightning_d9m.adapters.lightning_package import combined_base, loaded_packages
 from lightning_d9m.adapters.process_group import close_group_at_exit
-from lightning_d9m.adapters.takeover import Takeover, resolve_seed
-from lightning_d9m.adapters.testimony import Testimony
+from lightning_d9m.adapters.takeover import Takeover, inherit_settings, resolve_seed
+from lightning_d9m.adapters.testimony import Testimony, ranks_of
+from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.control.variables import EarlyVariables
 from lightning_d9m.errors import SettingError
@@ -53,6 +56,10 @@ class DeterminismCallback(_Callback):
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic
             (``d9m ops`` lists them). Without it, torch raises where it has no deterministic kernel.
         unpatched_ops: Names of operations to leave to torch all the same.
+        ignored_metrics: Names, or patterns such as ``"time/*"``, of logged scalars that are not
+            recorded, because they differ by nature: measured times, say.
+
+    What is left at its default is taken from an active ``lightning_d9m.enable``.
 
     Raises:
         SettingError: When a value is not allowed.
@@ -71,6 +78,7 @@ class DeterminismCallback(_Callback):
         fill_uninitialized_memory: bool = True,
         patch_ops: bool = False,
         unpatched_ops: Sequence[str] = (),
+        ignored_metrics: Sequence[str] = (),
     ) -> None:
         super().__init__()
         _check_choice("on_drift", on_drift, ("raise", "warn"))
@@ -82,16 +90,16 @@ class DeterminismCallback(_Callback):
             threads=threads,
             fill_uninitialized_memory=fill_uninitialized_memory,
             patch_ops=patch_ops,
-            unpatched_ops=(
-                (unpatched_ops,) if isinstance(unpatched_ops, str) else tuple(unpatched_ops)
-            ),
+            unpatched_ops=_listed(unpatched_ops),
         )
         policy = Policy(
             reference=None if reference is None else Path(reference),
             on_drift=on_drift,
             on_stack_difference=on_stack_difference,
         )
-        self._testimony = Testimony(policy, None if ledger_dir is None else Path(ledger_dir))
+        self._testimony = Testimony(
+            policy, None if ledger_dir is None else Path(ledger_dir), _listed(ignored_metrics)
+        )
         self._takeover: Takeover | None = None
         # The launcher and NCCL start before `setup` is called: what they read is set here, and
         # restored when a run ends.
@@ -104,13 +112,10 @@ class DeterminismCallback(_Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the run over, before the model is configured and any loader is made."""
-        self._check_trainer(trainer)
+        if self._takeover is not None:  # another callback's error kept it from being given back
+            self._close("failed", "The run was given up without a call of on_exception.")
         close_group_at_exit()
-        self._early.set()
-        settings = replace(self._settings, seed=resolve_seed(self._seed))
-        self._takeover = Takeover(trainer, settings, stage)
-        if stage == "fit":
-            self._testimony.check_reference()
+        ranks_of(trainer).together(lambda: self._take_over(trainer, stage))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give everything back."""
@@ -122,8 +127,7 @@ class DeterminismCallback(_Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that the switches still stand, open the ledger and record the initial weights."""
-        self._run.verify()
-        self._testimony.begin(trainer, pl_module, self._run.settings, self._run.fit)
+        self._testimony.begin(trainer, pl_module, self._run)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Seed the epoch."""
@@ -137,12 +141,11 @@ class DeterminismCallback(_Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the epoch and hold it against the reference and the other ranks."""
-        self._run.verify()
-        self._testimony.record(trainer, pl_module, "epoch")
+        self._testimony.record(trainer, pl_module, self._run, "epoch")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the final weights: by now averaging callbacks have rewritten them."""
-        self._testimony.record(trainer, pl_module, "final")
+        self._testimony.record(trainer, pl_module, self._run, "final")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the RNG aside; within a fit this is done around the whole validation."""
@@ -175,6 +178,16 @@ class DeterminismCallback(_Callback):
         assert self._takeover is not None, "Lightning calls `setup` before any other hook"
         return self._takeover
 
+    def _take_over(self, trainer: Any, stage: str) -> None:
+        self._check_trainer(trainer)
+        self._early.set()
+        settings = inherit_settings(replace(self._settings, seed=resolve_seed(self._seed)))
+        self._takeover = Takeover(trainer, settings, stage)
+        if trainer.is_global_zero:
+            _report_hash_seed()
+        if stage == "fit":
+            self._testimony.check_reference()
+
     def _check_trainer(self, trainer: Any) -> None:
         callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
         if len(callbacks) > 1:
@@ -197,6 +210,19 @@ class DeterminismCallback(_Callback):
             if takeover is not None:
                 takeover.close()
             self._early.restore()
+
+
+@cache
+def _report_hash_seed() -> None:
+    """Say once in a process what cannot be mended once it runs."""
+    problem = describe_hash_seed_problem()
+    if problem is not None:
+        import_module(f"{loaded_packages()[0]}.utilities.rank_zero").rank_zero_info(problem)
+
+
+def _listed(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names as a tuple; a single one need not be in a list."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning_d9m.control.loaders import LoaderControl
@@ -34,6 +35,23 @@ def resolve_seed(seed: int | None) -> int:
             f"The variable PL_GLOBAL_SEED is {text!r}, which is not a whole number. Set it to one "
             "from 0 to 4294967295, or give DeterminismCallback(seed=...)."
         ) from None
+
+
+def inherit_settings(settings: Settings) -> Settings:
+    """Return settings in which what is left at its default is that of the active session.
+
+    Its switches stay on during the run, so the ledger has to name them.
+    """
+    session = active_session()
+    if session is None:
+        return settings
+    default = Settings()
+    inherited = {
+        field.name: getattr(session.settings, field.name)
+        for field in fields(Settings)
+        if field.name != "seed" and getattr(settings, field.name) == getattr(default, field.name)
+    }
+    return replace(settings, **inherited)
 
 
 class Takeover:
@@ -134,8 +152,14 @@ class Takeover:
             name = self._trainer.state.stage.value
             stage = _STAGES.get(name, name)
             taken = self._loaders.take_over(processed, stage)
-            epoch = self._trainer.current_epoch if stage == "train" else self._validations
+            if stage != "train":
+                self._loaders.start_epoch(stage, self._validations)
+                return taken
+            epoch = self._trainer.current_epoch
             self._loaders.start_epoch(stage, epoch)
+            # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
+            # is seeded; without this all ranks would draw alike for it.
+            seed_all(self._seed("first batch", epoch))
             return taken
 
         strategy.process_dataloader = process_dataloader

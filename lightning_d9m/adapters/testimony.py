@@ -4,20 +4,23 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from lightning_d9m import __version__
-from lightning_d9m.control.settings import Settings
+from lightning_d9m.adapters.takeover import Takeover
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.ledger import create_ledger_folder
 from lightning_d9m.evidence.recorder import Policy, Recorder
 from lightning_d9m.evidence.records import Digests, End, Header, LoaderFacts, RunFacts
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
 from lightning_d9m.evidence.stack import capture_stack
+from lightning_d9m.evidence.together import Ranks
 
+Moment = Literal["initial", "epoch", "final"]
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 
 # Under these each rank holds a part of every parameter, so that no two are to be equal.
@@ -30,45 +33,52 @@ class Testimony:
     Args:
         policy: What the fits are held against, and what a difference means.
         ledger_dir: Folder for ledgers; None takes ``d9m`` under the log directory.
+        ignored_metrics: Names or patterns of logged scalars that are not recorded.
     """
 
-    def __init__(self, policy: Policy, ledger_dir: Path | None) -> None:
+    def __init__(
+        self, policy: Policy, ledger_dir: Path | None, ignored_metrics: Sequence[str] = ()
+    ) -> None:
         self._policy = policy
         self._ledger_dir = ledger_dir
+        self._ignored_metrics = tuple(ignored_metrics)
+        self._ranks = Ranks(0)
         self._recorder: Recorder | None = None
         self._loss: torch.Tensor | None = None
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_recorder": None, "_loss": None}
+        return self.__dict__ | {"_recorder": None, "_loss": None, "_ranks": Ranks(0)}
 
     def check_reference(self) -> None:
         """Raise now, rather than after the set-up, if the reference cannot be read."""
         self._policy.check_reference()
 
-    def begin(self, trainer: Any, module: Any, settings: Settings, fit: int) -> None:
-        """Open the ledger of a fit and record the state that training starts from."""
+    def begin(self, trainer: Any, module: Any, run: Takeover) -> None:
+        """Open the ledger of a fit and record the state that training starts from.
+
+        Raises:
+            SettingError: When a switch no longer stands.
+        """
         self._loss = None
         self._epoch = trainer.current_epoch
-        header = Header(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            fit=fit,
-            seed=settings.seed,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            settings=settings.as_record(),
-            stack=capture_stack(_layout(trainer)),
-            package=__version__,
+        self._ranks = ranks_of(trainer)
+        header, facts, replicated = self._ranks.together(
+            lambda: (
+                _header_of(trainer, run),
+                _facts_of(trainer, module),
+                _replicated(trainer, module),
+            )
         )
         self._recorder = Recorder(
             self._make_folder(trainer),
             header,
             policy=self._policy,
-            gather=_gather_of(trainer),
-            replicated=_replicated(trainer, module),
+            ranks=self._ranks,
+            replicated=replicated,
         )
-        self._recorder.begin(_facts_of(trainer, module))
-        self.record(trainer, module, "initial")
+        self._recorder.begin(facts)
+        self.record(trainer, module, run, "initial")
 
     def keep_loss(self, outputs: object) -> None:
         """Keep the loss of a step as it is, on its device."""
@@ -76,35 +86,20 @@ class Testimony:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._loss = loss.detach()
 
-    def record(
-        self, trainer: Any, module: Any, moment: Literal["initial", "epoch", "final"]
-    ) -> None:
+    def record(self, trainer: Any, module: Any, run: Takeover, moment: Moment) -> None:
         """Record one moment, and hold it against the reference and the other ranks.
 
         Raises:
             DriftError: When it disagrees with one of them, unless that is to be a warning.
             LedgerError: When the ledger cannot be written.
+            SettingError: When a switch no longer stands.
         """
         if self._recorder is None:  # no batch was trained
             return
         if moment == "epoch":
             self._epoch = trainer.current_epoch
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        snapshot = take_snapshot(module, trainer.optimizers, schedulers)
-        metrics = {} if moment == "initial" else trainer.callback_metrics
-        # A metric may be a vector; what training depends on is digested above.
-        scalars = {name: value for name, value in metrics.items() if torch.numel(value) == 1}
-        differing = self._recorder.record(
-            Digests(
-                moment=moment,
-                epoch=self._epoch,
-                step=trainer.global_step,
-                totals=snapshot.totals,
-                groups=snapshot.groups,
-                loss=None if self._loss is None else float(self._loss).hex(),
-                scalars={name: float(value).hex() for name, value in sorted(scalars.items())},
-            )
-        )
+        digests = self._ranks.together(lambda: self._digests_of(trainer, module, run, moment))
+        differing = self._recorder.record(digests)
         if self._recorder.compares and moment != "final":  # the loggers are closed by then
             for logger in trainer.loggers:
                 logger.log_metrics({"d9m/drift": float(differing)}, step=trainer.global_step)
@@ -115,6 +110,30 @@ class Testimony:
         self._loss = None
         if recorder is not None:
             recorder.end(End(status=status, error=error))
+
+    def _digests_of(self, trainer: Any, module: Any, run: Takeover, moment: Moment) -> Digests:
+        if moment != "final":  # other callbacks may have given back their switches by then
+            run.verify()
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        snapshot = take_snapshot(module, trainer.optimizers, schedulers)
+        return Digests(
+            moment=moment,
+            epoch=self._epoch,
+            step=trainer.global_step,
+            totals=snapshot.totals,
+            groups=snapshot.groups,
+            loss=None if self._loss is None else float(self._loss).hex(),
+            scalars={} if moment == "initial" else self._scalars_of(trainer),
+        )
+
+    def _scalars_of(self, trainer: Any) -> dict[str, str]:
+        """Return what was logged; a vector is left out: what training depends on is digested."""
+        return {
+            name: float(value).hex()
+            for name, value in sorted(trainer.callback_metrics.items())
+            if torch.numel(value) == 1
+            and not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics)
+        }
 
     def _make_folder(self, trainer: Any) -> Path:
         """Make the fit's folder on rank 0 and tell the other ranks its name."""
@@ -134,6 +153,19 @@ class Testimony:
         with suppress(OSError):  # the file in it cannot be made either, and says why
             Path(folder).mkdir(parents=True, exist_ok=True)
         return Path(folder)
+
+
+def _header_of(trainer: Any, run: Takeover) -> Header:
+    return Header(
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        fit=run.fit,
+        seed=run.settings.seed,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        settings=run.settings.as_record(),
+        stack=capture_stack(_layout(trainer)),
+        package=__version__,
+    )
 
 
 def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
@@ -181,10 +213,10 @@ def _length(sized: object) -> int | None:
         return None
 
 
-def _gather_of(trainer: Any) -> Any:
-    """Return a function that gathers whole numbers from all ranks; None where there is one rank."""
+def ranks_of(trainer: Any) -> Ranks:
+    """Return the Trainer's ranks, who talk through its strategy."""
     if trainer.world_size == 1:
-        return None
+        return Ranks(trainer.global_rank)
 
     def gather(numbers: Sequence[int]) -> list[list[int]]:
         local = torch.tensor(numbers, dtype=torch.int64, device=trainer.strategy.root_device)
@@ -192,7 +224,7 @@ def _gather_of(trainer: Any) -> Any:
         rows: list[list[int]] = gathered.reshape(trainer.world_size, -1).tolist()
         return rows
 
-    return gather
+    return Ranks(trainer.global_rank, gather)
 
 
 def _replicated(trainer: Any, module: Any) -> list[str]:

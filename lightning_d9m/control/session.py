@@ -68,11 +68,15 @@ class Session:
     def close(self) -> None:
         """Restore everything, in reverse, the generators included. A second call does nothing.
 
+        Sessions that ``enable`` opened since, and left open, are closed first.
+
         Raises:
-            SettingError: When a session that was opened later is still open.
+            SettingError: When a ``with`` block that began later still holds its session open.
         """
         if self not in _open:
             return
+        while _open[-1] is not self and not _open[-1].in_scope:
+            _open[-1].close()
         if _open[-1] is not self:
             raise SettingError(
                 "A session that was opened later is still open, and would be left with the "
@@ -122,7 +126,7 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
     Every generator is seeded with the seed itself, as ``torch.manual_seed(seed)`` does. The session
     stays open until its ``close``, or the end of the program. A second call takes the place of the
     first, whose session is closed, as when a cell of a notebook is run again. Within the ``with``
-    block of a session it opens an inner one.
+    block of a session, or a Trainer's run, it opens an inner one, which ends with the outer one.
 
     Args:
         settings: All settings; the defaults when None.

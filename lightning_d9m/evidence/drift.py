@@ -227,6 +227,11 @@ class Reference:
                 "model is built: call lightning_d9m.enable(seed=...) or seed_everything(...) at "
                 "the top of the program; or the weights were loaded from another checkpoint."
             )
+        if set(difference.by_group) == {"scalars"}:
+            return (
+                "Nothing but logged scalars differs. A scalar that differs by nature, such as a "
+                'measured time, can be left out: DeterminismCallback(ignored_metrics=["..."]).'
+            )
         if self._agreed is None:
             return "No earlier record was compared, so the cause may lie anywhere before."
         return f"They last agreed in {self._agreed}, so the cause lies after it."

@@ -1,30 +1,23 @@
 """One run's evidence: its ledger is written, and held against a reference and the other ranks.
 
-Framework-free: ranks talk through a function that is passed in, so that what crosses ranks is
-tested without starting any.
+Framework-free: ranks talk through ``Ranks``, so that what crosses them is tested without starting
+any.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
-from lightning_d9m.errors import D9mError, DriftError, LedgerError
+from lightning_d9m.errors import DriftError, LedgerError
 from lightning_d9m.evidence.drift import Reference
 from lightning_d9m.evidence.ledger import LedgerWriter, rank_path, read_ledger
 from lightning_d9m.evidence.ranks import RankDifference, compare_ranks, encode_digests, rank_error
-from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+from lightning_d9m.evidence.records import Digests, End, Header, Json, RunFacts
 from lightning_d9m.evidence.stack import check_stack
-
-
-class Gather(Protocol):
-    """Gathers int64 numbers from all ranks; each rank calls it with the same count of numbers."""
-
-    def __call__(self, numbers: Sequence[int], /) -> list[list[int]]:
-        """Return one list for each rank, in order of ranks, the same on every rank."""
-        ...
+from lightning_d9m.evidence.together import Ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Recorder:
         folder: The ledger's folder, which exists.
         header: The first record.
         policy: What the run is held against.
-        gather: How ranks talk; None when there is one rank.
+        ranks: How ranks talk; None when there is one rank.
         replicated: Names of the weights that all ranks hold alike.
     """
 
@@ -66,15 +59,17 @@ class Recorder:
         header: Header,
         *,
         policy: Policy,
-        gather: Gather | None = None,
+        ranks: Ranks | None = None,
         replicated: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self._header = header
         self._policy = policy
-        self._gather = gather
+        self._ranks = ranks or Ranks(header.rank)
+        self._gather = self._ranks.gather
         self._replicated = list(replicated)
         self._writer: LedgerWriter | None = None
+        self._problem: LedgerError | None = None
         self._reference: Reference | None = None
 
     @property
@@ -90,7 +85,7 @@ class Recorder:
             StackDifferenceError: When the reference's stack differs, unless the policy allows it.
             ReferenceRefusedError: When the reference comes from another experiment.
         """
-        self._together(lambda: self._begin(facts))
+        self._ranks.together(lambda: self._begin(facts))
 
     def record(self, digests: Digests) -> int:
         """Write one moment's digests, and compare them.
@@ -103,7 +98,7 @@ class Recorder:
             LedgerError: When the ledger cannot be written.
         """
         found: list[DriftError] = []
-        self._together(lambda: found.extend(self._record(digests)))
+        self._ranks.together(lambda: found.extend(self._record(digests)))
         found += self._across_ranks(digests, found)
         if not found:
             return 0
@@ -113,6 +108,18 @@ class Recorder:
             if self._header.rank in (0, error.rank):
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
+
+    def append(self, record: Mapping[str, Json]) -> None:
+        """Write a record that is compared later, by ``d9m compare``: of probes, say.
+
+        An error waits for the next moment at which all ranks can raise together.
+        """
+        if self._writer is None or self._problem is not None:
+            return
+        try:
+            self._writer.write(record)
+        except LedgerError as error:
+            self._problem = error
 
     def end(self, end: End) -> None:
         """Write the last record, close the ledger, and say what was not checked."""
@@ -149,33 +156,13 @@ class Recorder:
 
     def _record(self, digests: Digests) -> list[DriftError]:
         assert self._writer is not None, "begin() comes first"
+        if self._problem is not None:
+            raise self._problem
         self._writer.write(digests.as_record())
         difference = None if self._reference is None else self._reference.check(digests)
         if difference is None or self._reference is None:
             return []
         return [self._reference.drift_error(difference)]
-
-    def _together(self, act: Callable[[], object]) -> None:
-        """Act, and raise on every rank when it fails on any."""
-        problem: D9mError | None = None
-        try:
-            act()
-        except D9mError as error:
-            problem = error
-        failed = self._ranks_that(problem is not None)
-        if problem is not None:
-            raise problem
-        if failed:
-            raise D9mError(
-                f"Rank {failed[0]} failed, so this rank {self._header.rank} stops too; the cause "
-                f"is in the message of rank {failed[0]}."
-            )
-
-    def _ranks_that(self, fact: bool) -> list[int]:
-        """Return the ranks on which ``fact`` is so."""
-        if self._gather is None:
-            return [0] if fact else []
-        return [rank for rank, row in enumerate(self._gather([int(fact)])) if row[0]]
 
     def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
         """Return what the ranks find together, the same on every rank."""

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
+from lightning_d9m.errors import DigestError
 from lightning_d9m.evidence.digest import digest_many, digest_value
+from lightning_d9m.evidence.values import encode
 
 Groups = dict[str, dict[str, str]]
 
@@ -53,29 +56,53 @@ def take_snapshot(
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
             take part in the computation.
         optimizers: Their state by parameter, and the settings of their parameter groups.
-        schedulers: Objects with ``state_dict()``.
+        schedulers: Objects with ``state_dict()``. An object in it whose bytes are not defined
+            counts by its type: what it does shows in the learning rates.
 
     Raises:
-        DigestError: When a part of the state has no defined bytes.
+        DigestError: When a weight or a buffer has no defined bytes.
     """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     tensors: dict[tuple[str, str], Tensor] = {}
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
-    for name, parameter in model.named_parameters():
-        tensors["weights", plain_name(name)] = parameter
-    for name, buffer in model.named_buffers():
-        tensors["buffers", plain_name(name)] = buffer
+    for group, entries in (
+        ("weights", model.named_parameters()),
+        ("buffers", model.named_buffers()),
+    ):
+        for name, tensor in entries:
+            if _is_lazy(tensor):
+                groups[group][plain_name(name)] = digest_value(type(tensor))
+            else:
+                tensors[group, plain_name(name)] = tensor
     for number, optimizer in enumerate(optimizers):
         for name, value in _optimizer_state(optimizer, names):
             if isinstance(value, Tensor):
                 tensors["optimizers", f"{number}.{name}"] = value
             else:
-                groups["optimizers"][f"{number}.{name}"] = digest_value(value)
+                groups["optimizers"][f"{number}.{name}"] = digest_value(_digestible(value))
     for number, scheduler in enumerate(schedulers):
-        groups["schedulers"][str(number)] = digest_value(scheduler.state_dict())
+        groups["schedulers"][str(number)] = digest_value(_digestible(scheduler.state_dict()))
     for (group, name), value in zip(tensors, digest_many(list(tensors.values())), strict=True):
         groups[group][name] = value
     return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Return whether a parameter or buffer has no shape yet: its module has seen no input."""
+    return bool(is_lazy(tensor))
+
+
+def _digestible(value: Any) -> Any:
+    """Return the value with its type in the place of whatever in it has no defined bytes."""
+    try:
+        encode(value)
+    except DigestError:
+        if isinstance(value, Mapping):
+            return {key: _digestible(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [_digestible(entry) for entry in value]
+        return type(value)
+    return value
 
 
 def _sum_up(entries: Mapping[str, str]) -> str:
@@ -103,14 +130,19 @@ def describe_model(model: nn.Module) -> tuple[str, int]:
     Two models with equal descriptions may be held against each other, whatever their weights.
     """
     description = {
-        plain_name(name): [list(tensor.shape), str(tensor.dtype), kind]
+        plain_name(name): [
+            None if _is_lazy(tensor) else list(tensor.shape),
+            str(tensor.dtype),
+            kind,
+        ]
         for kind, entries in (
             ("parameter", model.named_parameters()),
             ("buffer", model.named_buffers()),
         )
         for name, tensor in entries
     }
-    return digest_value(description), sum(p.numel() for p in model.parameters())
+    numbers = [0 if _is_lazy(p) else p.numel() for p in model.parameters()]
+    return digest_value(description), sum(numbers)
 
 
 def replicated_names(model: nn.Module) -> list[str]:

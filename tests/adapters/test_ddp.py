@@ -91,6 +91,13 @@ def test_a_folder_that_cannot_be_made_stops_all(outcome):
         assert "No ledger can be made" in error["message"]
 
 
+def test_a_switch_that_one_rank_lost_stops_all(outcome):
+    _, found = outcome
+    first, second = (entry["switched off on rank 1"]["message"] for entry in found)
+    assert "Rank 1 failed, so this rank 0 stops too" in first
+    assert "deterministic" in second
+
+
 def test_nothing_of_the_run_is_left_on_any_rank(outcome):
     _, found = outcome
     assert [entry["left"] for entry in found] == [[], []]

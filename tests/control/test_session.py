@@ -102,13 +102,20 @@ def test_sessions_nest():
         assert torch.equal(torch.rand(2), second)
 
 
-def test_closing_out_of_order_is_an_error():
+def test_closing_before_a_block_that_began_later_is_an_error():
     outer = Session(Settings(seed=1))
-    inner = Session(Settings(seed=2))
-    with pytest.raises(SettingError, match="reverse order"):
+    with Session(Settings(seed=2)), pytest.raises(SettingError, match="reverse order"):
         outer.close()
-    inner.close()
     outer.close()
+
+
+def test_what_was_enabled_within_a_session_and_left_open_ends_with_it():
+    before = state()
+    with deterministic(seed=1):
+        inner = enable(seed=2, threads=1)
+    assert active_session() is None
+    assert state() == before
+    inner.close()  # nothing is left to close
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -10,12 +10,13 @@ from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDiffere
 from lightning_d9m.evidence.ledger import read_ledger
 from lightning_d9m.evidence.recorder import Policy, Recorder
 from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+from lightning_d9m.evidence.together import Ranks
 
 RANKS = 3
 FACTS = RunFacts(model="m", parameters=2, train=[])
 
 
-class Ranks:
+class Threads:
     """A gather for ranks that are threads."""
 
     def __init__(self):
@@ -46,13 +47,16 @@ def digests(epoch, **weights):
 def run(folder, act, **policy):
     """Let each rank record; return what each returned or raised."""
     folder.mkdir()
-    ranks = Ranks()
+    threads = Threads()
 
     def one(rank):
         recorder = Recorder(
-            folder, header(rank), policy=Policy(**policy), gather=ranks.gather_of(rank),
+            folder,
+            header(rank),
+            policy=Policy(**policy),
+            ranks=Ranks(rank, threads.gather_of(rank)),
             replicated=["a", "b"],
-        )  # fmt: skip
+        )
         try:
             recorder.begin(FACTS)
             result = act(recorder, rank)
@@ -138,6 +142,40 @@ def test_a_ledger_that_fails_on_one_rank_stops_all(tmp_path):
     assert "Rank 2 failed, so this rank 0 stops too" in str(errors[0])
 
 
+def test_a_record_of_probes_that_cannot_be_written_stops_all_at_the_next_moment(tmp_path):
+    def act(recorder, rank):
+        if rank == 1:
+            recorder._writer.close()
+        for batch in range(3):  # no rank waits for another here
+            recorder.append({"kind": "note", "batch": batch})
+        return clean(recorder, rank)
+
+    errors = run(tmp_path / "a", act)
+    assert isinstance(errors[1], LedgerError)
+    assert "Rank 1 failed" in str(errors[2])
+
+
+def test_any_error_on_one_rank_is_raised_on_all():
+    threads = Threads()
+
+    def one(rank):
+        def act():
+            if rank == 1:
+                raise RuntimeError("out of memory")
+            return rank
+
+        try:
+            return Ranks(rank, threads.gather_of(rank)).together(act)
+        except (RuntimeError, D9mError) as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        first, second, third = pool.map(one, range(RANKS))
+    assert isinstance(second, RuntimeError)
+    assert isinstance(first, D9mError)
+    assert "Rank 1 failed, so this rank 2 stops too" in str(third)
+
+
 def alone(folder, act, *, stack="2", **policy):
     """Record as the only rank."""
     folder.mkdir()
@@ -178,4 +216,5 @@ def test_a_run_cannot_be_its_own_reference(tmp_path):
 def test_whether_anything_is_compared(tmp_path):
     recorder = Recorder(tmp_path, header(0), policy=Policy())
     assert not recorder.compares
-    assert Recorder(tmp_path, header(0), policy=Policy(), gather=list, replicated=["a"]).compares
+    several = Ranks(0, list)
+    assert Recorder(tmp_path, header(0), policy=Policy(), ranks=several, replicated=["a"]).compares

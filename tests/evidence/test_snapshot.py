@@ -105,3 +105,38 @@ def test_only_replicated_parameters_are_compared_across_ranks(training):
     model[0].bias.placements = (Placement(True),)
     model[1].weight.ds_id = 3
     assert replicated_names(model) == ["0.bias", "1.bias", "2.bias", "2.weight"]
+
+
+class Warmup:
+    """A schedule that is an object, and holds one whose bytes nobody has defined."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.owner = object()
+
+    def __call__(self, step):
+        return min(1.0, (step + 1) / self.steps)
+
+
+def test_a_scheduler_that_holds_any_object_is_digested_by_what_it_can_be():
+    def totals(steps):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup(steps))
+        return take_snapshot(model, [optimizer], [schedule]).totals["schedulers"]
+
+    assert totals(5) == totals(5) != totals(6)
+
+
+def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    before = take_snapshot(model).groups
+    description, parameters = describe_model(model)
+    assert parameters == 0
+    assert before == take_snapshot(model).groups
+    model(torch.ones(2, 4))
+    after = take_snapshot(model).groups
+    assert before["weights"].keys() == after["weights"].keys()
+    assert before["weights"]["0.weight"] != after["weights"]["0.weight"]
+    assert describe_model(model)[0] != description
+    assert describe_model(model)[1] == 15 + 6
