@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_d9m.adapters.bit_exact import assert_bit_exact
     from lightning_d9m.adapters.callback import DeterminismCallback
     from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
     from lightning_d9m.control.session import Session, deterministic, enable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         DigestError,
         DriftError,
         LedgerError,
+        NotBitExactError,
         RankLostError,
         RanksDisagreeError,
         ReferenceRefusedError,
@@ -35,6 +37,7 @@ _HOME = {
     "DriftError": "errors",
     "HorovodDeterministicStrategy": "adapters.horovod",
     "LedgerError": "errors",
+    "NotBitExactError": "errors",
     "RankLostError": "errors",
     "RanksDisagreeError": "errors",
     "ReferenceRefusedError": "errors",
@@ -43,6 +46,7 @@ _HOME = {
     "Settings": "control.settings",
     "StackDifferenceError": "errors",
     "TooLateError": "errors",
+    "assert_bit_exact": "adapters.bit_exact",
     "deterministic": "control.session",
     "digest": "evidence.digest",
     "enable": "control.session",
@@ -55,6 +59,7 @@ __all__ = [
     "DriftError",
     "HorovodDeterministicStrategy",
     "LedgerError",
+    "NotBitExactError",
     "RankLostError",
     "RanksDisagreeError",
     "ReferenceRefusedError",
@@ -63,6 +68,7 @@ __all__ = [
     "Settings",
     "StackDifferenceError",
     "TooLateError",
+    "assert_bit_exact",
     "deterministic",
     "digest",
     "enable",

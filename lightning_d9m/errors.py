@@ -59,6 +59,10 @@ class StackDifferenceError(D9mError, RuntimeError):
         self.differences = tuple(differences)
 
 
+class NotBitExactError(D9mError, AssertionError):
+    """A function that was run several times did not end at the same bits."""
+
+
 class DriftError(D9mError, RuntimeError):
     """A run disagrees with its reference, or a rank with the others.
 

@@ -4,6 +4,7 @@
 callback.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from lightning_d9m.control import algorithms
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.control.threads import threads_pinned, verify_threads
-from lightning_d9m.control.variables import EarlyVariables
+from lightning_d9m.control.variables import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
 
@@ -41,28 +42,39 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._scopes = 0
+        self._switching = control_is_on()
+        if not self._switching:
+            warnings.warn(
+                f"The variable {CONTROL} is 'off': this run is seeded and recorded, and not "
+                "deterministic. Unset it for any other purpose than to measure that.",
+                stacklevel=2,
+            )
         with ExitStack() as stack:
             variables = EarlyVariables()
             variables.set()
             stack.callback(variables.restore)
             stack.enter_context(threads_pinned(settings.threads))
-            stack.enter_context(
-                algorithms.algorithms_switched(
-                    fill_uninitialized_memory=settings.fill_uninitialized_memory
-                )
-            )
-            # Whether torch was built for CUDA: to ask for a device would start the driver, after
-            # which a launcher can no longer fork.
-            if settings.patch_ops and torch.backends.cuda.is_built() and not _patching(settings):
-                stack.enter_context(patches_applied("CUDA", exclude=settings.unpatched_ops))
+            if self._switching:
+                self._switch(stack)
             stack.enter_context(rng_restored())
             seed_all(settings.seed)
             self._stack = stack.pop_all()
         _open.append(self)
 
+    def _switch(self, stack: ExitStack) -> None:
+        fill = self.settings.fill_uninitialized_memory
+        stack.enter_context(algorithms.algorithms_switched(fill_uninitialized_memory=fill))
+        # Whether torch was built for CUDA: to ask for a device would start the driver, after which
+        # a launcher can no longer fork.
+        patching = self.settings.patch_ops and torch.backends.cuda.is_built()
+        if patching and not _patching(self.settings):
+            stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
+
     def verify(self) -> None:
         """Raise a ``SettingError`` if somebody has changed a switch since."""
-        algorithms.verify_flags(fill_uninitialized_memory=self.settings.fill_uninitialized_memory)
+        if self._switching:
+            fill = self.settings.fill_uninitialized_memory
+            algorithms.verify_flags(fill_uninitialized_memory=fill)
         verify_threads(self.settings.threads)
 
     def close(self) -> None:
@@ -171,6 +183,17 @@ def _choose(settings: Settings | None, overrides: dict[str, Any]) -> Settings:
 def active_session() -> Session | None:
     """Return the session that was opened last and is still open."""
     return _open[-1] if _open else None
+
+
+@contextmanager
+def fits_counted_afresh() -> Iterator[None]:
+    """Count fits from 0 in the body, as a process of its own would."""
+    global _fits  # noqa: PLW0603 - see next_fit
+    before, _fits = _fits, 0
+    try:
+        yield
+    finally:
+        _fits = before
 
 
 def next_fit() -> int:

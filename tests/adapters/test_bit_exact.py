@@ -1,0 +1,88 @@
+"""``assert_bit_exact``: passes what is exact, and names the first place where runs part."""
+
+import itertools
+import os
+import random
+
+import lightning.pytorch as lightning
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, NotBitExactError, SettingError, assert_bit_exact
+from lightning_d9m.control.session import active_session, next_fit
+
+
+def train(model=None):
+    """Train with the callback; its seed is the session's."""
+    trainer = lightning.Trainer(max_epochs=2, callbacks=[DeterminismCallback()], **QUIET)
+    trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
+    return trainer
+
+
+def test_an_exact_training_passes_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_rng_state(), random.getstate(), next_fit()
+    assert_bit_exact(train, runs=3, seed=4)
+    assert active_session() is None
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert next_fit() == before[2] + 1
+    assert not list(tmp_path.iterdir())
+    assert "LIGHTNING_D9M_LEDGER_DIR" not in os.environ
+
+
+def test_the_first_epoch_that_differs_is_named():
+    fits = itertools.count()
+
+    def one_bit_in_run_2(self):
+        if self.current_epoch == 1 and run == 1:
+            self.layers[0].weight.data.view(torch.int32)[0, 0] ^= 1
+
+    def train_and_disturb():
+        nonlocal run
+        run = next(fits)
+        train(make_model(on_train_epoch_start=one_bit_in_run_2))
+
+    run = 0
+    with pytest.raises(NotBitExactError) as caught:
+        assert_bit_exact(train_and_disturb)
+    message = str(caught.value)
+    assert "Run 2 of" in message
+    assert "diverges first in epoch 1" in message
+    assert "layers.0.weight" in message
+
+
+def test_what_a_function_returns_is_compared_without_a_ledger():
+    drawn = np.random.default_rng()  # of the program's own, without a seed
+
+    def build():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        return {"model": model, "losses": [1.0, float(drawn.random())]}
+
+    with pytest.raises(NotBitExactError, match=r"Of 9 entries .* 1 differ, .*\['losses'\]\[1\]"):
+        assert_bit_exact(build)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(2)])
+def test_every_generator_is_seeded_for_each_run(draw):
+    assert_bit_exact(draw)
+
+
+def test_nothing_to_compare_is_an_error():
+    with pytest.raises(SettingError, match="nothing to compare"):
+        assert_bit_exact(lambda: None)
+
+
+@pytest.mark.parametrize("runs", [1, 0, True, 2.0])
+def test_fewer_than_two_runs_are_an_error(runs):
+    with pytest.raises(SettingError, match="whole number from 2"):
+        assert_bit_exact(dict, runs=runs)
+
+
+def test_an_error_in_the_function_comes_through():
+    with pytest.raises(ZeroDivisionError):
+        assert_bit_exact(lambda: 1 / 0)
+    assert active_session() is None
