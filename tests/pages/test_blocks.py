@@ -46,6 +46,11 @@ SYBIL = Sybil(
 )
 
 
+def run_page(page):
+    for example in SYBIL.parse(page).examples():
+        example.evaluate()
+
+
 def ids(page):
     return str(page.relative_to(ROOT))
 
@@ -55,11 +60,8 @@ def ids(page):
 def test_every_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    try:
-        for example in SYBIL.parse(page).examples():
-            example.evaluate()
-    finally:
-        gc.collect()  # callbacks that a page makes and does not use
+    run_page(page)
+    gc.collect()  # callbacks that a page makes and does not use
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
