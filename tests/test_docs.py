@@ -1,38 +1,14 @@
-"""The README and the documentation are true: their Python runs, their tables are complete."""
+"""The tables of the documentation are complete; tests/pages runs its code."""
 
 import re
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
-import pytest
-
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import algorithms, variables
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, block in enumerate(BLOCK.findall(page.read_text()))
-]
-
-
-@pytest.mark.usefixtures("unseeded")
-@pytest.mark.filterwarnings("ignore:.*`train_dataloader` does not have many workers")
-@pytest.mark.parametrize("block", BLOCKS)
-def test_python_in_the_documentation_runs(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"train": lambda: None, "__name__": "documentation"}
-    exec(compile(block, "documentation", "exec"), names)  # noqa: S102 - our own documentation
-    for value in names.values():
-        if isinstance(value, DeterminismCallback):
-            value._early.restore()
-        for callback in getattr(value, "callbacks", ()):
-            if isinstance(callback, DeterminismCallback):
-                callback._early.restore()
 
 
 def test_the_settings_page_names_every_setting():

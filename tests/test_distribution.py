@@ -1,0 +1,96 @@
+"""What is released: a wheel that works without the source tree, and the archive it is made of."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+TRAINING = """
+import lightning.pytorch as lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_d9m
+
+lightning.seed_everything(3)
+trainer = lightning.Trainer(
+    max_epochs=1, limit_train_batches=2, callbacks=[lightning_d9m.DeterminismCallback()],
+    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+)
+trainer.fit(BoringModel())
+print("package:", lightning_d9m.__file__)
+"""
+
+
+def execute(*words, folder, **variables):
+    ended = subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """Build both archives from the tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    execute(sys.executable, "-m", "hatchling", "build", "-d", folder, folder=ROOT)
+    (wheel,) = folder.glob("*.whl")
+    (source,) = folder.glob("*.tar.gz")
+    return wheel, source
+
+
+def names_in(wheel):
+    return sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(archives):
+    names = names_in(archives[0])
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_d9m"}
+    assert "lightning_d9m/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "lightning_d9m").rglob("*.py")}
+    assert expected <= set(names)
+
+
+def test_the_source_archive_makes_the_same_wheel(archives, tmp_path):
+    wheel, source = archives
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    execute(sys.executable, "-m", "hatchling", "build", "-t", "wheel", folder=unpacked)
+    (again,) = (unpacked / "dist").glob("*.whl")
+    assert names_in(again) == names_in(wheel)
+    assert (unpacked / "tests" / "conftest.py").exists()
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
+    """Dependencies are those that are installed here; the source tree is not among them."""
+    environment = tmp_path / "environment"
+    execute(sys.executable, "-m", "venv", "--without-pip", environment, folder=tmp_path)
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    execute(*pip, "install", "--no-deps", "--no-index", archives[0], folder=tmp_path)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # A line of a .pth file is a folder to search; the .pth files in it (ours is among them: an
+    # editable installation) are not read.
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (tmp_path / "train.py").write_text(TRAINING)
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    d9m = python.parent / "d9m"
+    execute(
+        d9m, "repeat", "-n", "2", "--json", "--", "python", "train.py", folder=tmp_path, PATH=path
+    )
+    logs = [log.read_text() for log in (tmp_path / "d9m-runs" / "000").rglob("*") if log.is_file()]
+    assert sum(f"package: {packages}" in log for log in logs) == 2  # each run printed it
