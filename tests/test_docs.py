@@ -42,9 +42,3 @@ def test_the_settings_page_has_a_line_for_every_flag():
     flags = algorithms.wanted_flags(fill_uninitialized_memory=True)
     assert set(lines) == set(flags) - {"inductor.deterministic"}
     assert all(text in page for text in lines.values())
-
-
-def test_links_between_pages_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
