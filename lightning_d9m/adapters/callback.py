@@ -65,6 +65,9 @@ class DeterminismCallback(_Callback):
         SettingError: When a value is not allowed.
     """
 
+    added = False
+    """Whether ``LIGHTNING_D9M=1`` added it, so that it gives way to one of the program's own."""
+
     def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
         seed: int | None = None,
@@ -151,26 +154,48 @@ class DeterminismCallback(_Callback):
         """Set the RNG aside; within a fit this is done around the whole validation."""
         if trainer.state.fn != "fit":
             self._run.start_evaluation("validate")
+        self._testimony.begin_evaluation(trainer, pl_module, self._run, "validate")
+
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Digest what the batch returned."""
+        self._testimony.keep_outputs(outputs, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the RNG back."""
+        """Record the validation, and give the RNG back."""
+        self._testimony.end_evaluation(trainer, pl_module, "validate")
         if trainer.state.fn != "fit":
             self._run.end_evaluation("validate")
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Seed what the test draws."""
         self._run.start_evaluation("test")
+        self._testimony.begin_evaluation(trainer, pl_module, self._run, "test")
+
+    # What a batch of a test or of a prediction returned is digested in the same way.
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the RNG back."""
+        """Record the test, and give the RNG back."""
+        self._testimony.end_evaluation(trainer, pl_module, "test")
         self._run.end_evaluation("test")
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """Seed what the prediction draws."""
         self._run.start_evaluation("predict")
+        self._testimony.begin_evaluation(trainer, pl_module, self._run, "predict")
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the RNG back."""
+        """Record the prediction, and give the RNG back."""
+        self._testimony.end_evaluation(trainer, pl_module, "predict")
         self._run.end_evaluation("predict")
 
     @property
@@ -189,7 +214,9 @@ class DeterminismCallback(_Callback):
             self._testimony.check_reference()
 
     def _check_trainer(self, trainer: Any) -> None:
-        callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
+        callbacks = [
+            c for c in trainer.callbacks if isinstance(c, DeterminismCallback) and not c.added
+        ]
         if len(callbacks) > 1:
             raise SettingError(
                 f"This Trainer has {len(callbacks)} DeterminismCallbacks; a run has one seed and "

@@ -17,6 +17,7 @@ _COMMANDS = {
     "compare": "compare two ledgers and name the first divergence",
     "doctor": "what on this machine would make a run nondeterministic, and the fix",
     "ops": "the operations that torch leaves nondeterministic, and what is done about each",
+    "audit": "measure how nondeterministic ops, trainings and inference are here",
     "install-horovod": "build Horovod for the torch that is installed",
 }
 

@@ -12,7 +12,7 @@ from lightning_d9m.adapters.process import run_watched
 from lightning_d9m.adapters.verdict import RunRow, format_table
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.evidence.compare import Comparison, compare_ledgers
-from lightning_d9m.evidence.ledger import Ledger, list_fits, read_ledger
+from lightning_d9m.evidence.ledger import Ledger, list_evaluations, list_fits, read_ledger
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help="a training with DeterminismCallback, such as: python train.py",
+        help="a training with Lightning, such as: python train.py",
     )
 
 
@@ -107,6 +107,8 @@ def _make_output(chosen: Path | None) -> Path:
 def _environment(folder: Path) -> dict[str, str]:
     """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
     variables = {**os.environ, LEDGER_VARIABLE: str(folder)}
+    # A project that does not mention us is repeated all the same; LIGHTNING_D9M=0 is the user's no.
+    variables.setdefault("LIGHTNING_D9M", "1")
     # Python reads it when it starts; left random, the order of sets of strings changes by run.
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"
@@ -114,12 +116,13 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _read_fits(folder: Path, words: list[str]) -> list[Ledger]:
-    fits = [read_ledger(path) for path in list_fits(folder)]
+    fits = [read_ledger(path) for path in (*list_fits(folder), *list_evaluations(folder))]
     if not fits:
         raise CommandError(
-            f"The command {' '.join(words)!r} ended well but wrote no ledger. Add "
-            "lightning_d9m.DeterminismCallback() to Trainer(callbacks=[...]) in it, and let it "
-            f"fit a model. Log: {folder / 'output.log'}."
+            f"The command {' '.join(words)!r} ended well but wrote no ledger. Let it fit a model "
+            "with a Trainer, in the environment in which lightning_d9m is installed; where "
+            "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
+            f"[...]). Log: {folder / 'output.log'}."
         )
     return fits
 

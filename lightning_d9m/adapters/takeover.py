@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
+from lightning_d9m.adapters.autoload import has_default_seed
 from lightning_d9m.control.loaders import LoaderControl
 from lightning_d9m.control.seeding import RngState, capture_rng, derive_seed, restore_rng, seed_all
 from lightning_d9m.control.session import active_session, deterministic, next_fit
@@ -25,7 +26,7 @@ def resolve_seed(seed: int | None) -> int:
     if seed is not None:
         return seed
     session = active_session()
-    if session is not None:
+    if session is not None and not has_default_seed(session):
         return session.settings.seed
     text = os.environ.get("PL_GLOBAL_SEED") or "0"
     try:

@@ -11,9 +11,13 @@ from typing import Any, Literal
 import torch
 
 from lightning_d9m import __version__
+from lightning_d9m.adapters.kept_weights import keep_weights
+from lightning_d9m.adapters.loggers import log_digest, log_drift
 from lightning_d9m.adapters.takeover import Takeover
+from lightning_d9m.control.variables import control_is_on
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.ledger import create_ledger_folder
+from lightning_d9m.evidence.outputs import OutputDigest
 from lightning_d9m.evidence.recorder import Policy, Recorder
 from lightning_d9m.evidence.records import Digests, End, Header, LoaderFacts, RunFacts
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
@@ -44,11 +48,13 @@ class Testimony:
         self._ignored_metrics = tuple(ignored_metrics)
         self._ranks = Ranks(0)
         self._recorder: Recorder | None = None
+        self._outputs: OutputDigest | None = None
         self._loss: torch.Tensor | None = None
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_recorder": None, "_loss": None, "_ranks": Ranks(0)}
+        mine = {"_recorder": None, "_outputs": None, "_loss": None, "_ranks": Ranks(0)}
+        return self.__dict__ | mine
 
     def check_reference(self) -> None:
         """Raise now, rather than after the set-up, if the reference cannot be read."""
@@ -71,7 +77,7 @@ class Testimony:
             )
         )
         self._recorder = Recorder(
-            self._make_folder(trainer),
+            self._make_folder(trainer, "fit"),
             header,
             policy=self._policy,
             ranks=self._ranks,
@@ -100,9 +106,70 @@ class Testimony:
             self._epoch = trainer.current_epoch
         digests = self._ranks.together(lambda: self._digests_of(trainer, module, run, moment))
         differing = self._recorder.record(digests)
-        if self._recorder.compares and moment != "final":  # the loggers are closed by then
-            for logger in trainer.loggers:
-                logger.log_metrics({"d9m/drift": float(differing)}, step=trainer.global_step)
+        keep_weights(trainer, module, self._recorder.folder.name, moment, self._epoch)
+        if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
+            return
+        log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
+        if self._recorder.compares:
+            log_drift(trainer.loggers, differing, trainer.global_step)
+
+    def begin_evaluation(self, trainer: Any, module: Any, run: Takeover, stage: str) -> None:
+        """Begin to digest what an evaluation returns; one that is no part of a fit gets a ledger.
+
+        Raises:
+            LedgerError: When the ledger cannot be made.
+        """
+        if trainer.sanity_checking:  # it counts for nothing
+            return
+        self._outputs = OutputDigest()
+        if trainer.state.fn == "fit":
+            return
+        self._ranks = ranks_of(trainer)
+        header = self._ranks.together(lambda: _header_of(trainer, run))
+        folder = self._make_folder(trainer, stage)
+        self._recorder = Recorder(folder, header, policy=Policy(), ranks=self._ranks)
+        model, parameters = describe_model(module)
+        precision = {"precision": str(trainer.precision)}
+        self._recorder.begin(
+            RunFacts(model=model, parameters=parameters, train=[], trainer=precision)
+        )
+        self._append_model(trainer, module, "initial")
+
+    def keep_outputs(self, outputs: object, batch: int, loader: int) -> None:
+        """Digest what one batch of an evaluation returned."""
+        if self._outputs is not None and self._recorder is not None:
+            self._outputs.add(outputs, loader=loader, batch=batch)
+
+    def end_evaluation(self, trainer: Any, module: Any, stage: str) -> None:
+        """Record an evaluation."""
+        outputs, self._outputs = self._outputs, None
+        if outputs is None or self._recorder is None:
+            return
+        self._recorder.append(
+            {
+                "kind": "evaluation",
+                "name": stage,
+                "epoch": trainer.current_epoch,
+                "step": trainer.global_step,
+                **outputs.as_fields(),
+                "scalars": self._scalars_of(trainer),
+            }
+        )
+        if trainer.state.fn != "fit":
+            self._append_model(trainer, module, "final")
+
+    def _append_model(self, trainer: Any, module: Any, moment: Moment) -> None:
+        """Record what is evaluated, so that other weights are told from other arithmetic."""
+        assert self._recorder is not None, "begin_evaluation() comes first"
+        snapshot = take_snapshot(module)
+        digests = Digests(
+            moment=moment,
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            totals=snapshot.totals,
+            groups=snapshot.groups,
+        )
+        self._recorder.append(digests.as_record())
 
     def end(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
         """Close the ledger of the fit, if one is open."""
@@ -135,15 +202,15 @@ class Testimony:
             and not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics)
         }
 
-    def _make_folder(self, trainer: Any) -> Path:
-        """Make the fit's folder on rank 0 and tell the other ranks its name."""
+    def _make_folder(self, trainer: Any, kind: str) -> Path:
+        """Make the ledger's folder on rank 0 and tell the other ranks its name."""
         # A collective: every rank asks. Some loggers have no folder of their own.
         log_dir = trainer.log_dir or trainer.default_root_dir
         chosen = os.environ.get(LEDGER_VARIABLE) or self._ledger_dir or Path(log_dir, "d9m")
         made: tuple[str, str | None] = ("", None)
         if trainer.is_global_zero:
             try:
-                made = (str(create_ledger_folder(Path(chosen))), None)
+                made = (str(create_ledger_folder(Path(chosen), kind)), None)
             except LedgerError as error:
                 made = ("", str(error))
         folder, problem = trainer.strategy.broadcast(made)
@@ -162,7 +229,7 @@ def _header_of(trainer: Any, run: Takeover) -> Header:
         fit=run.fit,
         seed=run.settings.seed,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        settings=run.settings.as_record(),
+        settings=run.settings.as_record() | ({} if control_is_on() else {"control": "off"}),
         stack=capture_stack(_layout(trainer)),
         package=__version__,
     )

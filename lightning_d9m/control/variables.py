@@ -28,7 +28,22 @@ INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 # Transformer Engine chooses nondeterministic attention kernels unless this is 0.
 TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+# Ours, set by `d9m audit model`: "off" seeds and records as always, and switches nothing, so that
+# what determinism changes and costs can be measured with the program as it is.
+CONTROL = "LIGHTNING_D9M_CONTROL"
 _SWITCHES = {INDUCTOR: "1", FLASH_ATTENTION: "1", TRANSFORMER_ENGINE: "0"}
+
+
+def control_is_on() -> bool:
+    """Return whether a session is to switch anything.
+
+    Raises:
+        SettingError: When the variable has a value that is not allowed.
+    """
+    found = os.environ.get(CONTROL) or "on"
+    if found not in ("on", "off"):
+        raise SettingError(f"The variable {CONTROL} is {found!r}; allowed: 'on' or 'off'.")
+    return found == "on"
 
 
 def cuda_started() -> bool:
@@ -93,7 +108,7 @@ class EarlyVariables:
             SettingError: When the user's value of a variable allows nondeterminism.
             TooLateError: When a library has started under another value.
         """
-        if self._hold is not None:
+        if self._hold is not None or not control_is_on():
             return
         if _state.holders == 0:
             _set_variables()

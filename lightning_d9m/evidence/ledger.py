@@ -26,11 +26,15 @@ from lightning_d9m.evidence.records import Digests, End, Header, Json, Record
 from lightning_d9m.evidence.schema import MAX_RANKS, FieldError, encode_record
 
 _FIT = re.compile(r"fit-([0-9]{3,9})")
+_EVALUATION = re.compile(r"(?:predict|test|validate)-[0-9]{3,9}")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
 
-def create_ledger_folder(parent: Path) -> Path:
+def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     """Make the next folder ``fit-000``, ``fit-001``, ... under ``parent`` and return it.
+
+    An evaluation on its own is of another ``kind``: ``test-000``, say. It is no fit, and counts for
+    nothing where one fit is looked for.
 
     An older folder is never taken: making the folder is one atomic step, so that two processes that
     ask at the same time get two folders.
@@ -41,10 +45,11 @@ def create_ledger_folder(parent: Path) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         names = [entry.name for entry in parent.iterdir()]
-        taken = [int(match[1]) for name in names if (match := _FIT.fullmatch(name))]
+        numbered = re.compile(f"{kind}-([0-9]{{3,9}})")
+        taken = [int(match[1]) for name in names if (match := numbered.fullmatch(name))]
         number = max(taken, default=-1) + 1
         while True:
-            folder = parent / f"fit-{number:03d}"
+            folder = parent / f"{kind}-{number:03d}"
             try:
                 folder.mkdir()
             except FileExistsError:
@@ -68,6 +73,13 @@ def list_fits(parent: Path) -> list[Path]:
         if match and entry.is_dir():
             fits.append((int(match[1]), entry))
     return [path for _, path in sorted(fits)]
+
+
+def list_evaluations(parent: Path) -> list[Path]:
+    """Return the folders of evaluations directly under ``parent``, by their names."""
+    return [
+        entry for entry in _scan(parent) if _EVALUATION.fullmatch(entry.name) and entry.is_dir()
+    ]
 
 
 class LedgerWriter(AbstractContextManager["LedgerWriter"]):

@@ -432,7 +432,7 @@ class TestBadInput:
 
 
 class TestEvaluation:
-    """Validate, test and predict are deterministic on their own, and leave no ledger."""
+    """Validate, test and predict are deterministic on their own, and leave ledgers of their own."""
 
     @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
     def test_runs_agree(self, tmp_path, verb):
@@ -443,7 +443,8 @@ class TestEvaluation:
             )
             results.append(getattr(trainer, verb)(make_model(), make_loader(shuffle=False)))
         assert torch.equal(flat(results[0]), flat(results[1]))
-        assert not list(tmp_path.iterdir())
+        ledgers = [path.name for path in sorted((tmp_path / "d9m").iterdir())]
+        assert ledgers == [f"{verb}-000", f"{verb}-001"]
 
 
 def flat(result):

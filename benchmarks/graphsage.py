@@ -1,0 +1,264 @@
+"""GraphSAGE on a citation graph, trained 100 times with determinism and 100 times without.
+
+The experiment of Shanmugavelu et al. 2024 (arXiv 2408.05148, section V), with every seed fixed, so
+that what spreads is rounding alone: theirs draws new initial weights and new dropout in every run.
+The graph is made here, with the counts of Cora (2,708 papers, 10,556 links counted both ways, 7
+classes, 140 for training): a paper cites by preferential attachment, four times out of five one of
+its own class. Messages are added at their target with ``index_put_(accumulate=True)``, which is the
+addition that two threads of a CPU do in no fixed order.
+
+    python benchmarks/graphsage.py --output FOLDER          (goes on where it was interrupted)
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from lightning_d9m import deterministic
+from lightning_d9m.adapters.audit.plot import draw_lines
+from lightning_d9m.adapters.audit.tables import markdown_table, short
+from lightning_d9m.evidence.digest import digest_value
+from lightning_d9m.evidence.variability import measure_variation
+
+PAPERS, LINKS, CLASSES, FEATURES, HIDDEN = 2708, 5278, 7, 128, 64
+TRAINED, TESTED = 140, 1000
+ARMS = ("nondeterministic", "deterministic")
+
+
+class Citations:
+    """The graph: features and class of each paper, and links in both directions."""
+
+    def __init__(self) -> None:
+        draws = np.random.default_rng(0)
+        classes = draws.integers(CLASSES, size=PAPERS)
+        words = draws.normal(size=(CLASSES, FEATURES))
+        features = words[classes] * 0.25 + draws.normal(size=(PAPERS, FEATURES))
+        links: list[tuple[int, int]] = []
+        # Each citation adds its paper to its class's urn once more: who has gets more.
+        urns = [[int(paper) for paper in np.flatnonzero(classes == k)] for k in range(CLASSES)]
+        while len(links) < LINKS:
+            citing = int(draws.integers(PAPERS))
+            own = draws.random() < 0.8
+            urn = urns[classes[citing] if own else int(draws.integers(CLASSES))]
+            cited = urn[int(draws.integers(len(urn)))]
+            if cited != citing:
+                links.append((citing, cited))
+                urns[classes[cited]].append(cited)
+        ends = torch.tensor(links)
+        both = torch.cat([ends, ends.flip(1)])
+        self.source, self.target = both[:, 0].contiguous(), both[:, 1].contiguous()
+        self.features = torch.tensor(features, dtype=torch.float32)
+        self.classes = torch.tensor(classes)
+        order = torch.tensor(draws.permutation(PAPERS))
+        self.trained, self.tested = order[:TRAINED], order[-TESTED:]
+        self.degrees = torch.bincount(self.target, minlength=PAPERS).clamp(min=1).unsqueeze(1)
+
+
+class Layer(nn.Module):
+    """A paper's own features and the mean of its neighbours', normalised, as in the paper."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(inputs, outputs, bias=False)
+        self.received = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, papers: Tensor, graph: Citations) -> Tensor:
+        """Map (papers, inputs) to (papers, outputs)."""
+        sums = torch.zeros_like(papers)
+        sums = sums.index_put((graph.target,), papers[graph.source], accumulate=True)
+        return nnf.normalize(self.own(papers) + self.received(sums / graph.degrees), dim=-1)
+
+
+class GraphSage(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(FEATURES, HIDDEN), Layer(HIDDEN, CLASSES)
+
+    def forward(self, graph: Citations) -> Tensor:
+        """Return the log-probabilities of the classes, (papers, classes)."""
+        hidden = nnf.dropout(self.first(graph.features, graph).relu(), training=self.training)
+        return self.second(hidden, graph).log_softmax(1)
+
+
+def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tensor]]]:
+    """Train once; return the row of the training and its weights by epoch."""
+    chosen = deterministic(seed=1) if arm == "deterministic" else nullcontext()
+    with chosen:
+        torch.manual_seed(1)  # the same draws in every training of both arms
+        model = GraphSage()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+        weights, losses = [], []
+        begin = time.perf_counter()
+        for _ in range(epochs):
+            optimizer.zero_grad()
+            loss = nnf.nll_loss(model(graph)[graph.trained], graph.classes[graph.trained])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        seconds = time.perf_counter() - begin
+        with torch.no_grad():
+            guessed = model.eval()(graph)[graph.tested].argmax(1)
+        accuracy = float((guessed == graph.classes[graph.tested]).float().mean())
+    row = {
+        "arm": arm,
+        "seconds": seconds,
+        "loss": losses[-1].hex(),
+        "accuracy": accuracy,
+        "digests": [digest_value(epoch) for epoch in weights],
+    }
+    return row, weights
+
+
+def run(output: Path, trainings: int, epochs: int, limit: float) -> list[dict]:
+    """Append a row for each training to ``graphsage.jsonl`` until all are there or time is up."""
+    path = output / "graphsage.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    graph, begin = Citations(), time.monotonic()
+    _, reference = train(graph, "deterministic", epochs)
+    with path.open("a") as file:
+        for number in range(trainings):
+            for arm in ARMS:
+                if sum(row["arm"] == arm for row in rows) > number:
+                    continue
+                if time.monotonic() - begin > limit:
+                    return rows
+                row, weights = train(graph, arm, epochs)
+                found = [measure_variation(*pair) for pair in zip(reference, weights, strict=True)]
+                row |= {
+                    key: [getattr(one, key) for one in found] for key in ("vermv", "vc", "ulps")
+                }
+                rows.append(row)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+    return rows
+
+
+def summarise(rows: list[dict], epochs: int, threads: int) -> dict:
+    """Return the figures of both arms."""
+    arms = {}
+    for arm in ARMS:
+        mine = [row for row in rows if row["arm"] == arm]
+        losses = [float.fromhex(row["loss"]) for row in mine]
+        arms[arm] = {
+            "trainings": len(mine),
+            "distinct": [len({row["digests"][e] for row in mine}) for e in range(epochs)],
+            "distinct_losses": len({row["loss"] for row in mine}),
+            "loss": [min(losses), max(losses)],
+            "accuracy": sorted({row["accuracy"] for row in mine}),
+            "seconds": statistics.median(row["seconds"] for row in mine),
+            "quartiles": statistics.quantiles([row["seconds"] for row in mine], n=4)[::2],
+            **{
+                key: [statistics.fmean(row[key][e] for row in mine) for e in range(epochs)]
+                for key in ("vermv", "vc")
+            },
+            "ulps": [max(row["ulps"][e] for row in mine) for e in range(epochs)],
+        }
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": "cpu",
+        "threads": threads,
+        "graph": {"papers": PAPERS, "links": 2 * LINKS, "features": FEATURES, "hidden": HIDDEN},
+        "epochs": epochs,
+        "arms": arms,
+        "ratio": arms[ARMS[1]]["seconds"] / arms[ARMS[0]]["seconds"],
+    }
+
+
+def render(result: dict) -> str:
+    """Return the result as Markdown."""
+    plain, fixed = (result["arms"][arm] for arm in ARMS)
+    rows = [
+        (
+            str(epoch + 1),
+            *(
+                cell
+                for arm in (plain, fixed)
+                for cell in (
+                    str(arm["distinct"][epoch]),
+                    short(arm["vermv"][epoch]),
+                    short(arm["vc"][epoch]),
+                    str(arm["ulps"][epoch]),
+                )
+            ),
+        )
+        for epoch in range(result["epochs"])
+    ]
+    titles = [f"{name}, {arm[:3]}." for arm in ARMS for name in ("distinct", "Vermv", "Vc", "ulps")]
+    facts = (
+        f"torch {result['torch']}, cpu, {result['threads']} threads, {result['epochs']} epochs of "
+        f"one step; {plain['trainings']} trainings {ARMS[0]}, {fixed['trainings']} {ARMS[1]}, by "
+        "turns. Every seed is fixed; the reference is one more deterministic training. Vermv and "
+        "Vc are means over the trainings, ulps the greatest. Nothing ran on a CUDA machine."
+    )
+    return "\n\n".join(
+        [
+            "# GraphSAGE on a citation graph",
+            facts,
+            markdown_table(("epoch", *titles), rows),
+            markdown_table(
+                ("", *ARMS),
+                [
+                    ("distinct final losses", *(str(a["distinct_losses"]) for a in (plain, fixed))),
+                    (
+                        "final loss",
+                        *(f"{a['loss'][0]!r} to {a['loss'][1]!r}" for a in (plain, fixed)),
+                    ),
+                    (
+                        "accuracy on 1,000 papers",
+                        *(
+                            f"{a['accuracy'][0]:.3f} to {a['accuracy'][-1]:.3f}"
+                            for a in (plain, fixed)
+                        ),
+                    ),
+                    (
+                        "seconds a training, median (quartiles)",
+                        *(
+                            f"{a['seconds']:.3f} ({a['quartiles'][0]:.3f}-{a['quartiles'][1]:.3f})"
+                            for a in (plain, fixed)
+                        ),
+                    ),
+                ],
+            ),
+            f"Deterministic over nondeterministic: {result['ratio']:.2f}.",
+        ]
+    )
+
+
+def main() -> None:
+    """Run what is missing, and write JSON, Markdown and a plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--trainings", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds; go on in a later call")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    rows = run(arguments.output, arguments.trainings, arguments.epochs, arguments.limit)
+    result = summarise(rows, arguments.epochs, arguments.threads)
+    (arguments.output / "graphsage-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (arguments.output / "graphsage-cpu.md").write_text(render(result) + "\n")
+    series = {f"{key}, {arm}": result["arms"][arm][key] for arm in ARMS for key in ("vermv", "vc")}
+    plot = draw_lines(
+        "GraphSAGE: weights against a deterministic training", ("epoch", "mean"), series
+    )
+    (arguments.output / "graphsage-cpu.svg").write_text(plot)
+    print(render(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The model and the samples of ``d9m audit inference``: found by name, and called as it is used."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from lightning_d9m.errors import CommandError, SettingError
+
+
+class Subject:
+    """A model in evaluation mode, and samples that it can be called on in any batch.
+
+    Args:
+        module: The model.
+        samples: The samples, of one shape: each a tensor, or a tuple or mapping of the arguments of
+            the model's ``forward`` (of ``predict_step``'s batch, where a LightningModule has one).
+        device: Where the model computes.
+    """
+
+    def __init__(self, module: nn.Module, samples: Sequence[Any], device: str) -> None:
+        self.module = module.eval().to(device)
+        self.samples = samples
+        self._device = device
+        step = getattr(type(module), "predict_step", None)
+        # Lightning's own calls `forward` with the whole batch, labels and all.
+        self._predicts = step is not None and not step.__module__.startswith(
+            ("lightning.", "pytorch_lightning.")
+        )
+
+    def collate(self, indices: Sequence[int]) -> Any:
+        """Return a batch of these samples, on the device.
+
+        Raises:
+            CommandError: When they do not fit into one batch.
+        """
+        try:
+            batch = default_collate([self.samples[index] for index in indices])
+        except (RuntimeError, TypeError) as error:
+            raise CommandError(
+                f"The samples {list(indices)} do not fit into one batch: {error}. Let the function "
+                "return samples of one shape, as tensors, tuples or mappings of tensors."
+            ) from error
+        return tree_map(
+            lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, batch
+        )
+
+    def call(self, batch: Any) -> Any:
+        """Evaluate a batch."""
+        with torch.no_grad():
+            torch.manual_seed(0)  # what an evaluation draws is no rounding
+            if self._predicts:
+                return self.module.predict_step(batch, 0)  # type: ignore[operator]
+            if isinstance(batch, Mapping):
+                return self.module(**batch)
+            if isinstance(batch, (tuple, list)):
+                return self.module(*batch)
+            return self.module(batch)
+
+
+def load_subject(target: str, device: str, most: int) -> Subject:
+    """Find the function that ``target`` names, call it, and take what it returns.
+
+    Args:
+        target: ``module:function`` or ``path/to/script.py:function``.
+        device: Where the model is to compute.
+        most: Number of samples that are taken.
+
+    Raises:
+        SettingError: When the target names nothing, or the function returns something else.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise SettingError(
+            f"The target is {target!r}; allowed: module:function or path/to/script.py:function, "
+            "where the function returns (module, samples)."
+        )
+    found = getattr(_load(place), name, None)
+    if not callable(found):
+        raise SettingError(f"{place} has no function {name!r}.")
+    returned = found()
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) != 2  # noqa: PLR2004 - a pair
+        or not isinstance(returned[0], nn.Module)
+        or not hasattr(returned[1], "__getitem__")
+        or not hasattr(returned[1], "__len__")
+    ):
+        raise SettingError(
+            f"{target} returned a {type(returned).__name__}; allowed: a pair (module, samples) of "
+            "an nn.Module and a sequence or map-style dataset of samples."
+        )
+    module, dataset = returned
+    samples = [dataset[index] for index in range(min(len(dataset), most))]
+    if len(samples) < 2:  # noqa: PLR2004 - one has no company
+        raise SettingError(f"{target} returned {len(samples)} samples; at least 2 are needed.")
+    return Subject(module, samples, device)
+
+
+def _load(place: str) -> Any:
+    if not place.endswith(".py"):
+        if "" not in sys.path:  # as `python -m` does
+            sys.path.insert(0, "")
+        try:
+            return import_module(place)
+        except ModuleNotFoundError as error:
+            raise SettingError(
+                f"The module {place} cannot be imported: {error}. Name one that can be from this "
+                "folder, or a script by its path."
+            ) from error
+    spec = spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None or not Path(place).exists():
+        raise SettingError(f"There is no script {place}.")
+    loaded = module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded

@@ -1,0 +1,147 @@
+"""Settings from environment variables: ``LIGHTNING_D9M_SEED=42`` is ``seed=42``.
+
+The names and the types are those of the signature that takes the settings, so that there is no
+second list to keep. Nothing here imports torch.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from lightning_d9m.errors import SettingError
+
+SWITCH = "LIGHTNING_D9M"
+_PREFIX = f"{SWITCH}_"
+_YES = ("1", "true", "yes", "on")
+_NO = ("0", "false", "no", "off")
+_NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a text", Path: "a path"}
+_NOT_BY_VARIABLE = "nothing: it is given in the program"
+# Read by the part that each steers, whoever built the callback; not all of them are its settings.
+STEERING = (
+    "LIGHTNING_D9M_CONTROL",
+    "LIGHTNING_D9M_DUMP",
+    "LIGHTNING_D9M_LEDGER_DIR",
+    "LIGHTNING_D9M_PROBES",
+    "LIGHTNING_D9M_PROBE_MODULES",
+    "LIGHTNING_D9M_PROBE_RANKS",
+    "LIGHTNING_D9M_PROBE_STEPS",
+    "LIGHTNING_D9M_REPLAY_EVERY",
+)
+
+
+def variable_of(setting: str) -> str:
+    """Return the variable that gives a setting.
+
+    >>> variable_of("on_drift")
+    'LIGHTNING_D9M_ON_DRIFT'
+    """
+    return _PREFIX + setting.upper()
+
+
+def read_switch(environment: Mapping[str, str]) -> bool:
+    """Return whether ``LIGHTNING_D9M`` asks for determinism.
+
+    Raises:
+        SettingError: When its value is neither yes nor no.
+    """
+    text = environment.get(SWITCH, "")
+    return bool(text) and bool(read_value(SWITCH, text, bool))
+
+
+def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that variables give; one that is empty counts as not set.
+
+    Args:
+        owner: What takes the settings; its signature says their names and types.
+        environment: The variables.
+
+    Raises:
+        SettingError: When a value cannot be read.
+    """
+    settings = {}
+    for name, parameter in inspect.signature(owner, eval_str=True).parameters.items():
+        text = environment.get(variable_of(name), "").strip()
+        if text:
+            settings[name] = read_value(variable_of(name), text, parameter.annotation)
+    return settings
+
+
+def check_known(owner: Callable[..., Any], environment: Mapping[str, str]) -> None:
+    """Refuse a variable of ours that no setting has: a misspelt one would be ignored silently.
+
+    Raises:
+        SettingError: When there is one.
+    """
+    known = {*STEERING, *(variable_of(name) for name in inspect.signature(owner).parameters)}
+    for name in sorted(environment):
+        if not name.startswith(_PREFIX) or name in known:
+            continue
+        near = get_close_matches(name, known, n=1)
+        raise SettingError(
+            f"There is no variable {name}. "
+            + (f"Did you mean {near[0]}? " if near else "")
+            + f"The variables are {', '.join(sorted(known))}."
+        )
+
+
+def read_value(variable: str, text: str, annotation: Any) -> Any:
+    """Read a variable's text as what an annotation allows; a list is separated by commas.
+
+    Raises:
+        SettingError: When the text is nothing of it.
+
+    >>> read_value("LIGHTNING_D9M_THREADS", "2", int | None)
+    2
+    >>> read_value("LIGHTNING_D9M_UNPATCHED_OPS", "put_, take", Sequence[str])
+    ('put_', 'take')
+    """
+    kinds = get_args(annotation) if _is_union(annotation) else (annotation,)
+    # The text itself is the last resort: whatever it is, it is a text.
+    for kind in sorted(kinds, key=lambda kind: kind in (str, Path)):
+        try:
+            return _read(text, kind)
+        except ValueError:
+            continue
+    described = [_describe(kind) for kind in kinds]
+    allowed = " or ".join(text for text in described if text) or _NOT_BY_VARIABLE
+    raise SettingError(f"The variable {variable} is {text!r}; allowed: {allowed}.")
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _read(text: str, kind: Any) -> Any:
+    """Read a text as one kind, or raise a ``ValueError``."""
+    if kind is bool and text.lower() in _YES + _NO:
+        return text.lower() in _YES
+    if kind is NoneType and text.lower() == "none":
+        return None
+    if kind in (int, float, str, Path):
+        return kind(text)
+    if get_origin(kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(kind)}
+        if text in choices:
+            return choices[text]
+    if _is_list(kind):
+        parts = [part.strip() for part in text.split(",")]
+        return tuple(_read(part, get_args(kind)[0]) for part in parts if part)
+    raise ValueError(text)
+
+
+def _is_list(kind: Any) -> bool:
+    origin = get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Sequence)
+
+
+def _describe(kind: Any) -> str:
+    if kind is bool:
+        return "1 or 0"
+    if get_origin(kind) is Literal:
+        return " or ".join(str(choice) for choice in get_args(kind))
+    if _is_list(kind):
+        return f"{_describe(get_args(kind)[0])}, several separated by commas"
+    return _NAMES.get(kind, "")

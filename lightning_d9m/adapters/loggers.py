@@ -1,0 +1,31 @@
+"""What the user's loggers are told: the weights' digest as text, drift as a scalar."""
+
+from collections.abc import Iterable
+from typing import Any
+
+_WEIGHTS = "d9m/weights"
+_DRIFT = "d9m/drift"
+
+
+def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
+    """Give each logger the digest of the weights as text, in the way that it has for text.
+
+    TensorBoard keeps one for each epoch; MLflow (a tag of the run), W&B (the run's summary) and all
+    others (a hyper-parameter: CSV's hparams.yaml, say) keep the last.
+    """
+    for logger in loggers:
+        experiment = logger.experiment
+        if hasattr(experiment, "add_text"):
+            experiment.add_text(_WEIGHTS, digest, step)
+        elif hasattr(experiment, "set_tag"):
+            experiment.set_tag(logger.run_id, _WEIGHTS, digest)
+        elif hasattr(experiment, "summary"):
+            experiment.summary[_WEIGHTS] = digest
+        else:
+            logger.log_hyperparams({_WEIGHTS: digest})
+
+
+def log_drift(loggers: Iterable[Any], differing: int, step: int) -> None:
+    """Give each logger the number of entries that differ from the reference or across ranks."""
+    for logger in loggers:
+        logger.log_metrics({_DRIFT: float(differing)}, step=step)

@@ -1,0 +1,67 @@
+"""Every logger of Lightning's gets the weights' digest as text, and drift as a scalar."""
+
+import pytest
+import yaml
+from lightning.pytorch import loggers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+def test_csv(fit, tmp_path):
+    reference = fit().path
+    ledger = fit(reference=reference, trainer_logger=loggers.CSVLogger(tmp_path, "log", "v"))
+    written = tmp_path / "log" / "v"
+    last = ledger.outcome(0).final.totals["weights"]
+    assert yaml.safe_load((written / "hparams.yaml").read_text())["d9m/weights"] == last
+    assert "d9m/drift" in (written / "metrics.csv").read_text()
+
+
+def test_tensorboard(fit, tmp_path):
+    reference = fit().path
+    ledger = fit(
+        reference=reference, trainer_logger=loggers.TensorBoardLogger(tmp_path, "log", "v")
+    )
+    events = EventAccumulator(str(tmp_path / "log" / "v")).Reload()
+    texts = [
+        event.tensor_proto.string_val[0].decode()
+        for event in events.Tensors("d9m/weights/text_summary")
+    ]
+    assert len(texts) == 3
+    assert texts[-1] == ledger.outcome(0).final.totals["weights"]
+    assert [event.value for event in events.Scalars("d9m/drift")] == [0, 0, 0]
+
+
+def set_for_itself(monkeypatch, *names):
+    """Remove at the end what a logger's package sets and leaves."""
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_mlflow(fit, tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    set_for_itself(monkeypatch, "MLFLOW_TRACKING_URI")
+    uri = f"file:{tmp_path / 'mlruns'}"
+    reference = fit().path
+    logger = loggers.MLFlowLogger("digits", tracking_uri=uri)
+    ledger = fit(reference=reference, trainer_logger=logger)
+    run = MlflowClient(uri).get_run(logger.run_id)
+    assert run.data.tags["d9m/weights"] == ledger.outcome(0).final.totals["weights"]
+    assert run.data.metrics["d9m/drift"] == 0
+
+
+def test_wandb_offline(fit, tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    set_for_itself(monkeypatch, "WANDB_SERVICE", "WANDB_MODE")
+    reference = fit().path
+    logger = loggers.WandbLogger("digits", save_dir=tmp_path, offline=True)
+    ledger = fit(reference=reference, trainer_logger=logger)
+    summary = dict(logger.experiment.summary)
+    wandb.finish()
+    assert summary["d9m/weights"] == ledger.outcome(0).final.totals["weights"]
+    assert summary["d9m/drift"] == 0
