@@ -11,7 +11,7 @@ import torch
 
 from lightning_d9m.adapters.compare import format_comparison
 from lightning_d9m.adapters.testimony import LEDGER_VARIABLE
-from lightning_d9m.control.session import deterministic, fits_counted_afresh
+from lightning_d9m.control.session import deterministic
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import NotBitExactError, SettingError
 from lightning_d9m.evidence.compare import compare_ledgers
@@ -77,7 +77,7 @@ def assert_bit_exact(
 
 @contextmanager
 def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> Iterator[None]:
-    """Run the body in a deterministic session, as a program of its own would: fits count from 0.
+    """Run the body in a deterministic session of its own, with its ledgers in a folder of its own.
 
     Args:
         ledgers: Folder for the ledgers of its fits.
@@ -85,7 +85,7 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
         overrides: Single settings by name.
     """
     before = os.environ.get(LEDGER_VARIABLE)
-    with deterministic(settings, **overrides), fits_counted_afresh():
+    with deterministic(settings, **overrides):
         os.environ[LEDGER_VARIABLE] = str(ledgers)
         try:
             yield

@@ -19,7 +19,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.ledger import create_ledger_folder
 from lightning_d9m.evidence.outputs import OutputDigest
 from lightning_d9m.evidence.recorder import Policy, Recorder
-from lightning_d9m.evidence.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.evidence.records import Digests, End, Header, Json, LoaderFacts, RunFacts
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
 from lightning_d9m.evidence.stack import capture_stack
 from lightning_d9m.evidence.together import Ranks
@@ -49,6 +49,7 @@ class Testimony:
         self._ranks = Ranks(0)
         self._recorder: Recorder | None = None
         self._outputs: OutputDigest | None = None
+        self._evaluations: list[dict[str, Json]] = []
         self._loss: torch.Tensor | None = None
         self._epoch = 0
 
@@ -67,6 +68,7 @@ class Testimony:
             SettingError: When a switch no longer stands.
         """
         self._loss = None
+        self._evaluations.clear()
         self._epoch = trainer.current_epoch
         self._ranks = ranks_of(trainer)
         header, facts, replicated = self._ranks.together(
@@ -105,7 +107,10 @@ class Testimony:
         if moment == "epoch":
             self._epoch = trainer.current_epoch
         digests = self._ranks.together(lambda: self._digests_of(trainer, module, run, moment))
-        differing = self._recorder.record(digests)
+        try:
+            differing = self._recorder.record(digests)
+        finally:
+            self._append_evaluations()
         keep_weights(trainer, module, self._recorder.folder.name, moment, self._epoch)
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
@@ -145,7 +150,7 @@ class Testimony:
         outputs, self._outputs = self._outputs, None
         if outputs is None or self._recorder is None:
             return
-        self._recorder.append(
+        self._evaluations.append(
             {
                 "kind": "evaluation",
                 "name": stage,
@@ -156,7 +161,18 @@ class Testimony:
             }
         )
         if trainer.state.fn != "fit":
+            self._append_evaluations()
             self._append_model(trainer, module, "final")
+
+    def _append_evaluations(self) -> None:
+        """Write evaluations after the digests of their epoch: where both differ, weights come first.
+
+        An evaluation differs because the weights do, far more often than by itself.
+        """
+        assert self._recorder is not None, "a recorder is there when an evaluation has been kept"
+        for record in self._evaluations:
+            self._recorder.append(record)
+        self._evaluations.clear()
 
     def _append_model(self, trainer: Any, module: Any, moment: Moment) -> None:
         """Record what is evaluated, so that other weights are told from other arithmetic."""
@@ -173,6 +189,8 @@ class Testimony:
 
     def end(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
         """Close the ledger of the fit, if one is open."""
+        if self._recorder is not None:
+            self._append_evaluations()
         recorder, self._recorder = self._recorder, None
         self._loss = None
         if recorder is not None:

@@ -34,6 +34,10 @@ class Session:
     Args:
         settings: What to switch, and the seed of all generators.
 
+    Attributes:
+        settings: The same.
+        fits: How many fits began while it was the active session.
+
     Raises:
         SettingError: When a variable of the user's asks for the opposite.
         TooLateError: When a switch can no longer take effect.
@@ -41,6 +45,7 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.fits = 0
         self._scopes = 0
         self._switching = control_is_on()
         if not self._switching:
@@ -185,23 +190,16 @@ def active_session() -> Session | None:
     return _open[-1] if _open else None
 
 
-@contextmanager
-def fits_counted_afresh() -> Iterator[None]:
-    """Count fits from 0 in the body, as a process of its own would."""
-    global _fits  # noqa: PLW0603 - see next_fit
-    before, _fits = _fits, 0
-    try:
-        yield
-    finally:
-        _fits = before
-
-
 def next_fit() -> int:
-    """Return the ordinal of a fit in this process, from 0, and count it.
+    """Return the ordinal of a fit, from 0, in the active session or else the process; and count it.
 
-    Two fits in one process draw other numbers, and each equals its counterpart in another run.
+    Two fits in one session draw other numbers, and each equals its counterpart in another run. A
+    session begins anew: ``with deterministic(seed=1)`` around a fit gives the same fit each time.
     """
     global _fits  # noqa: PLW0603 - a process counts its fits, whoever trains
-    number = _fits
+    session = active_session()
+    if session is not None:
+        session.fits += 1
+        return session.fits - 1
     _fits += 1
-    return number
+    return _fits - 1

@@ -180,6 +180,14 @@ def test_fits_are_counted(monkeypatch):
     assert [next_fit(), next_fit()] == [0, 1]
 
 
+def test_a_session_counts_its_own_fits(monkeypatch):
+    monkeypatch.setattr(session, "_fits", 5)
+    for _ in range(2):
+        with deterministic(seed=1):
+            assert [next_fit(), next_fit()] == [0, 1]
+    assert next_fit() == 5
+
+
 @pytest.fixture
 def cuda(monkeypatch):
     """Let patches be applied as on a CUDA machine; return which are, from outside in."""
