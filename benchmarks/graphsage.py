@@ -4,10 +4,12 @@ The experiment of Shanmugavelu et al. 2024 (arXiv 2408.05148, section V), with e
 that what spreads is rounding alone: theirs draws new initial weights and new dropout in every run.
 The graph is made here, with the counts of Cora (2,708 papers, 10,556 links counted both ways, 7
 classes, 140 for training): a paper cites by preferential attachment, four times out of five one of
-its own class. Messages are added at their target with ``index_put_(accumulate=True)``, which is the
-addition that two threads of a CPU do in no fixed order.
+its own class. On a CPU messages are added at their target with ``index_put_(accumulate=True)``,
+which two threads do in no fixed order; elsewhere with ``index_add``, as in the paper.
 
-    python benchmarks/graphsage.py --output FOLDER          (goes on where it was interrupted)
+    python benchmarks/graphsage.py --output FOLDER [--device cuda]
+
+It goes on where it was interrupted.
 """
 
 import argparse
@@ -37,7 +39,7 @@ ARMS = ("nondeterministic", "deterministic")
 class Citations:
     """The graph: features and class of each paper, and links in both directions."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         draws = np.random.default_rng(0)
         classes = draws.integers(CLASSES, size=PAPERS)
         words = draws.normal(size=(CLASSES, FEATURES))
@@ -55,12 +57,13 @@ class Citations:
                 urns[classes[cited]].append(cited)
         ends = torch.tensor(links)
         both = torch.cat([ends, ends.flip(1)])
-        self.source, self.target = both[:, 0].contiguous(), both[:, 1].contiguous()
-        self.features = torch.tensor(features, dtype=torch.float32)
-        self.classes = torch.tensor(classes)
-        order = torch.tensor(draws.permutation(PAPERS))
+        self.source, self.target = (both[:, end].contiguous().to(device) for end in (0, 1))
+        self.features = torch.tensor(features, dtype=torch.float32, device=device)
+        self.classes = torch.tensor(classes, device=device)
+        order = torch.tensor(draws.permutation(PAPERS), device=device)
         self.trained, self.tested = order[:TRAINED], order[-TESTED:]
-        self.degrees = torch.bincount(self.target, minlength=PAPERS).clamp(min=1).unsqueeze(1)
+        self.degrees = torch.bincount(both[:, 1], minlength=PAPERS).clamp(min=1).unsqueeze(1)
+        self.degrees = self.degrees.to(device)
 
 
 class Layer(nn.Module):
@@ -74,7 +77,10 @@ class Layer(nn.Module):
     def forward(self, papers: Tensor, graph: Citations) -> Tensor:
         """Map (papers, inputs) to (papers, outputs)."""
         sums = torch.zeros_like(papers)
-        sums = sums.index_put((graph.target,), papers[graph.source], accumulate=True)
+        if papers.device.type == "cpu":
+            sums = sums.index_put((graph.target,), papers[graph.source], accumulate=True)
+        else:
+            sums = sums.index_add(0, graph.target, papers[graph.source])
         return nnf.normalize(self.own(papers) + self.received(sums / graph.degrees), dim=-1)
 
 
@@ -96,7 +102,7 @@ def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tens
     chosen = deterministic(seed=1) if arm == "deterministic" else nullcontext()
     with chosen:
         torch.manual_seed(1)  # the same draws in every training of both arms
-        model = GraphSage()
+        model = GraphSage().to(graph.features.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
         weights, losses = [], []
         begin = time.perf_counter()
@@ -107,6 +113,7 @@ def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tens
             optimizer.step()
             losses.append(loss.item())
             weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        weights[-1][0].sum().item()  # waits for the device
         seconds = time.perf_counter() - begin
         with torch.no_grad():
             guessed = model.eval()(graph)[graph.tested].argmax(1)
@@ -121,11 +128,11 @@ def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tens
     return row, weights
 
 
-def run(output: Path, trainings: int, epochs: int, limit: float) -> list[dict]:
-    """Append a row for each training to ``graphsage.jsonl`` until all are there or time is up."""
-    path = output / "graphsage.jsonl"
+def run(output: Path, device: str, trainings: int, epochs: int, limit: float) -> list[dict]:
+    """Append a row for each training to a file until all are there or time is up."""
+    path = output / f"graphsage-{device}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    graph, begin = Citations(), time.monotonic()
+    graph, begin = Citations(device), time.monotonic()
     _, reference = train(graph, "deterministic", epochs)
     with path.open("a") as file:
         for number in range(trainings):
@@ -145,7 +152,7 @@ def run(output: Path, trainings: int, epochs: int, limit: float) -> list[dict]:
     return rows
 
 
-def summarise(rows: list[dict], epochs: int, threads: int) -> dict:
+def summarise(rows: list[dict], device: str, epochs: int) -> dict:
     """Return the figures of both arms."""
     arms = {}
     for arm in ARMS:
@@ -168,8 +175,8 @@ def summarise(rows: list[dict], epochs: int, threads: int) -> dict:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": "cpu",
-        "threads": threads,
+        "device": device,
+        "threads": torch.get_num_threads(),
         "graph": {"papers": PAPERS, "links": 2 * LINKS, "features": FEATURES, "hidden": HIDDEN},
         "epochs": epochs,
         "arms": arms,
@@ -198,10 +205,11 @@ def render(result: dict) -> str:
     ]
     titles = [f"{name}, {arm[:3]}." for arm in ARMS for name in ("distinct", "Vermv", "Vc", "ulps")]
     facts = (
-        f"torch {result['torch']}, cpu, {result['threads']} threads, {result['epochs']} epochs of "
-        f"one step; {plain['trainings']} trainings {ARMS[0]}, {fixed['trainings']} {ARMS[1]}, by "
-        "turns. Every seed is fixed; the reference is one more deterministic training. Vermv and "
-        "Vc are means over the trainings, ulps the greatest. Nothing ran on a CUDA machine."
+        f"torch {result['torch']}, {result['device']}, {result['threads']} threads, "
+        f"{result['epochs']} epochs of one step; {plain['trainings']} trainings {ARMS[0]}, "
+        f"{fixed['trainings']} {ARMS[1]}, by turns. Every seed is fixed; the reference "
+        "is one more deterministic training. Vermv and Vc are means over the trainings, ulps the "
+        "greatest."
     )
     return "\n\n".join(
         [
@@ -241,6 +249,7 @@ def main() -> None:
     """Run what is missing, and write JSON, Markdown and a plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--trainings", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
@@ -248,15 +257,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    rows = run(arguments.output, arguments.trainings, arguments.epochs, arguments.limit)
-    result = summarise(rows, arguments.epochs, arguments.threads)
-    (arguments.output / "graphsage-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.output / "graphsage-cpu.md").write_text(render(result) + "\n")
+    output, device, epochs = arguments.output, arguments.device, arguments.epochs
+    rows = run(output, device, arguments.trainings, epochs, arguments.limit)
+    result = summarise(rows, device, epochs)
+    (output / f"graphsage-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (output / f"graphsage-{device}.md").write_text(render(result) + "\n")
     series = {f"{key}, {arm}": result["arms"][arm][key] for arm in ARMS for key in ("vermv", "vc")}
     plot = draw_lines(
         "GraphSAGE: weights against a deterministic training", ("epoch", "mean"), series
     )
-    (arguments.output / "graphsage-cpu.svg").write_text(plot)
+    (output / f"graphsage-{device}.svg").write_text(plot)
     print(render(result))
 
 

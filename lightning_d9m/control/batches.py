@@ -32,7 +32,7 @@ class FixedShape(nn.Module):
 
     def __init__(self, module: nn.Module, size: int) -> None:
         super().__init__()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise SettingError(f"size is {size!r}; allowed: a whole number from 1.")
         self.module = module
         self.size = size

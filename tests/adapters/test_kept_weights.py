@@ -7,11 +7,13 @@ from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, SettingError
 from lightning_d9m.adapters.kept_weights import load_weights, weights_path
-from lightning_d9m.control.session import fits_counted_afresh
 from lightning_d9m.evidence.digest import digest_value
 from lightning_d9m.evidence.ledger import read_ledger
 
-pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+pytestmark = [
+    pytest.mark.usefixtures("unseeded", "new_process"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
 
 
 def fit(folder, **overrides):
@@ -19,8 +21,7 @@ def fit(folder, **overrides):
         max_epochs=2, callbacks=[DeterminismCallback(ledger_dir=folder)], **QUIET
     )
     model = make_model(**overrides)
-    with fits_counted_afresh():
-        trainer.fit(model, make_loader(), make_loader(shuffle=False))
+    trainer.fit(model, make_loader(), make_loader(shuffle=False))
     return model
 
 
@@ -48,7 +49,9 @@ def test_no_weights_are_kept_unasked(tmp_path):
     assert list(tmp_path.rglob("*.pt")) == []
 
 
-def test_control_off_seeds_and_records_but_switches_nothing(tmp_path, monkeypatch, control_off):
+def test_control_off_seeds_and_records_but_switches_nothing(
+    tmp_path, monkeypatch, control_off, new_process
+):
     seen = []
 
     def look(self):
@@ -57,6 +60,7 @@ def test_control_off_seeds_and_records_but_switches_nothing(tmp_path, monkeypatc
     with pytest.warns(UserWarning, match="seeded and recorded, and not deterministic"):
         off = fit(tmp_path / "off", on_train_epoch_end=look)
     monkeypatch.delenv("LIGHTNING_D9M_CONTROL")
+    new_process()
     on = fit(tmp_path / "on", on_train_epoch_end=look)
     assert [flag for flag, _ in seen] == [False, False, True, True]
     # The same draws: where nothing is nondeterministic both end at the same bits.

@@ -1,9 +1,8 @@
 """Is a model repeatable, and does a sample's output depend on what shares its batch?"""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ class ModuleFindings:
         breaks: Batch sizes at which it had, although its inputs had the bits of the sample alone,
             and no module in it did so.
         unknown: Whether its outputs could not be told apart by sample.
+        holds: Whether a module in it breaks.
         cleared: Whether it gave a sample its own bits when its inputs had them.
     """
 
@@ -40,6 +40,7 @@ class ModuleFindings:
     sizes: set[int] = field(default_factory=set)
     breaks: set[int] = field(default_factory=set)
     unknown: bool = False
+    holds: bool = False
     cleared: bool = False
 
     @property
@@ -47,6 +48,8 @@ class ModuleFindings:
         """In a word or two."""
         if self.breaks:
             return "not invariant"
+        if self.holds:
+            return "holds one that is not"
         if self.sizes and not self.cleared:
             return "inherits"
         return "unknown" if self.unknown else "invariant"
@@ -93,7 +96,7 @@ def check_repeatability(
         for place, rows in trace.rows.items():
             values[place].append(rows[0] if rows else "")
     varied = {place for place, found in values.items() if len(set(found)) > 1 or len(found) < runs}
-    causes = set()
+    causes: set[str] = set()
     for place, found in values.items():
         if place.kind == "output" and place in varied:
             findings = modules[place.name]
@@ -126,13 +129,14 @@ class Invariance:
                 self.first = FirstBreak(name, op, size, indices[position])
 
     def isolate(self, sizes: Sequence[int]) -> None:
-        """Give each module that only inherits, and holds no other, inputs with the bits of alone.
+        """Give each module that only inherits inputs with the bits of alone, the inner ones first.
 
         Without this nothing could be said of what follows the first module that breaks.
         """
-        for name, findings in self._modules.items():
-            module = self._subject.module.get_submodule(name)
-            if findings.invariance == "inherits" and not list(module.children()):
+        for name, findings in reversed(self._modules.items()):
+            guilty = {other for other, found in self._modules.items() if found.breaks}
+            findings.holds = _inner(name, guilty)
+            if findings.invariance == "inherits":
                 breaking = find_breaking_sizes(self._subject, name, sizes)
                 if breaking is not None:
                     findings.breaks |= breaking
@@ -195,6 +199,6 @@ def _feeds(place: Place, output: Place) -> bool:
     return place.kind == "input" and (place.name, place.call) == (output.name, output.call)
 
 
-def _inner(name: str, causes: Any) -> bool:
-    """Say whether a module within this one is a cause already."""
+def _inner(name: str, causes: Iterable[str]) -> bool:
+    """Say whether one of the causes is a module within this one."""
     return any(cause != name and (not name or cause.startswith(name + ".")) for cause in causes)

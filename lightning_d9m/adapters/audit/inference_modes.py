@@ -72,21 +72,24 @@ def make_evaluators(
     return {"as it is": as_it_is, "fixed shape": fixed_shape, "per sample": per_sample}
 
 
-def time_modes(subject: Subject, size: int) -> dict[str, float]:
-    """Return the microseconds that a sample takes in a full batch, by mode; medians."""
+def time_modes(subject: Subject, size: int) -> dict[str, tuple[float, float]]:
+    """Return by mode the microseconds of a sample in a full batch, and of one that comes alone."""
     batch = subject.collate(range(size))
     singles = [subject.collate([sample]) for sample in range(size)]
 
     def whole() -> Any:
-        return subject.call(batch)
+        return subject.call_unseeded(batch)
 
     def one_by_one() -> Any:
-        return [subject.call(single) for single in singles]
+        return [subject.call_unseeded(single) for single in singles]
 
-    together, apart = _time(whole), _time(one_by_one)
-    # A full batch has the fixed shape as it is.
-    micros = {"as it is": together, "fixed shape": together, "per sample": apart}
-    return {mode: seconds / size * 1e6 for mode, seconds in micros.items()}
+    together, apart = _time(whole) * 1e6, _time(one_by_one) * 1e6 / size
+    # A full batch has the fixed shape as it is; a lone sample is filled up to it.
+    return {
+        "as it is": (together / size, apart),
+        "fixed shape": (together / size, together),
+        "per sample": (apart, apart),
+    }
 
 
 def _time(call: Callable[[], Any]) -> float:

@@ -53,9 +53,13 @@ class Subject:
         )
 
     def call(self, batch: Any) -> Any:
-        """Evaluate a batch."""
+        """Evaluate a batch, always with the same draws: they are no rounding."""
+        torch.manual_seed(0)
+        return self.call_unseeded(batch)
+
+    def call_unseeded(self, batch: Any) -> Any:
+        """Evaluate a batch as it is done outside an audit."""
         with torch.no_grad():
-            torch.manual_seed(0)  # what an evaluation draws is no rounding
             if self._predicts:
                 return self.module.predict_step(batch, 0)  # type: ignore[operator]
             if isinstance(batch, Mapping):

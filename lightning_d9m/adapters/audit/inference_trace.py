@@ -142,7 +142,7 @@ def _after(trace: Trace, name: str) -> Any:
 
 class _Ops(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
     def __torch_dispatch__(
@@ -162,10 +162,10 @@ def ops_traced(module: nn.Module, trace: Trace) -> Iterator[None]:
 
     def enter(*_: object) -> None:
         modes.append(_Ops(trace))
-        modes[-1].__enter__()
+        modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(*_: object) -> None:
-        modes.pop().__exit__(None, None, None)
+        modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     handles = [
         module.register_forward_pre_hook(enter),

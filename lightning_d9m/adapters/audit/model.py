@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help="a training with DeterminismCallback, such as: python train.py",
+        help="a training with a Trainer, such as: python train.py",
     )
 
 
@@ -96,9 +96,10 @@ def _train(words: list[str], arm: str, folder: Path, timeout: float | None) -> T
     fits = {path.name: read_ledger(path) for path in list_fits(folder)}
     if not fits:
         raise CommandError(
-            f"The command {' '.join(words)!r} ended well but wrote no ledger. Add "
-            "lightning_d9m.DeterminismCallback() to Trainer(callbacks=[...]) in it, and let it "
-            f"fit a model. Log: {folder / 'output.log'}."
+            f"The command {' '.join(words)!r} ended well but wrote no ledger. Let it fit a model "
+            "with a Trainer, in the environment in which lightning_d9m is installed; where "
+            "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
+            f"[...]). Log: {folder / 'output.log'}."
         )
     return Training(folder, seconds, fits)
 
@@ -110,6 +111,8 @@ def _environment(arm: str, folder: Path) -> dict[str, str]:
         LEDGERS: str(folder),
         WEIGHTS: str(folder / "weights"),
     }
+    # A program that does not mention us is audited all the same; LIGHTNING_D9M=0 is the user's no.
+    variables.setdefault("LIGHTNING_D9M", "1")
     # In both arms: the order of sets is no rounding. Python reads it when it starts.
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"

@@ -46,6 +46,7 @@ def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> d
     return {
         "key": case.key(dtype),
         "op": case.op,
+        "entry": case.entry or case.op,
         "parameters": dict(case.parameters),
         "dtype": dtype,
         "documented": [line.kind for line in documented],
@@ -107,8 +108,8 @@ def _measure(
     meter = SpreadMeter()
     times: list[float] = []
     begin = time.perf_counter()
-    while len(times) <= budget.runs and (
-        len(times) <= _FEWEST_RUNS or time.perf_counter() - begin < budget.seconds
+    while len(times) < budget.runs and (
+        len(times) < _FEWEST_RUNS or time.perf_counter() - begin < budget.seconds
     ):
         _disturb(device, len(times))
         start = time.perf_counter()

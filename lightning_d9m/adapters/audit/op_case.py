@@ -59,7 +59,8 @@ class Case:
     """One op on one shape.
 
     Attributes:
-        op: The op: its name in the catalogue where it has one.
+        op: The op: its name in the catalogue where it has one for itself.
+        entry: Its name in the catalogue where it shares that with others; empty where it does not.
         parameters: What the shape is; enough to tell the op's cases apart.
         make: Builds the inputs and returns the call that is measured. Run within the arm, because
             some ops choose their kernel in the forward pass.
@@ -71,6 +72,7 @@ class Case:
     """
 
     op: str
+    entry: str = ""
     parameters: Mapping[str, Scalar]
     make: Callable[[Inputs], Call]
     documented: tuple[tuple[str, str], ...] = ()

@@ -54,6 +54,20 @@ def _list_others() -> Iterator[Case]:
         quick=True,
         dtypes=FLOATS[:2],
     )
+    yield Case(
+        op="lstsq",
+        parameters={"rows": 100, "columns": 64},
+        make=_least_squares,
+        quick=True,
+        dtypes=FLOATS[:2],
+    )
+    yield Case(
+        op="cdist_backward",
+        parameters={"rows": 256, "norm": 1},
+        make=_distances,
+        quick=True,
+        dtypes=FLOATS[:2],
+    )
     yield Case(op="batch_norm_backward", parameters={"side": 32}, make=_batch_norm, quick=True)
     yield Case(op="layer_norm_backward", parameters={"rows": 4096}, make=_layer_norm, quick=True)
     for dims in (1, 2):
@@ -137,6 +151,16 @@ def _multiply_sparse(inputs: Inputs) -> Call:
     )
     dense = inputs.normal(4, 128, 32)
     return lambda: torch.bmm(sparse, dense)
+
+
+def _least_squares(inputs: Inputs) -> Call:
+    left, right = inputs.normal(100, 64), inputs.normal(100, 3)
+    return lambda: torch.linalg.lstsq(left, right).solution
+
+
+def _distances(inputs: Inputs) -> Call:
+    points, others = inputs.leaf(256, 16), inputs.normal(200, 16)
+    return inputs.gradient(torch.cdist(points, others, p=1.0), points)
 
 
 def _batch_norm(inputs: Inputs) -> Call:

@@ -133,6 +133,16 @@ def _repeat(inputs: Inputs) -> Call:
     return inputs.gradient(torch.repeat_interleave(source, times), source)
 
 
+def _coalesce(inputs: Inputs) -> Call:
+    index, given = inputs.whole(100, 2, 100_000), inputs.normal(100_000)
+
+    def call() -> Tensor:
+        matrix = torch.sparse_coo_tensor(index, given, (100, 100), check_invariants=False)
+        return matrix.coalesce().values()
+
+    return call
+
+
 def list_scattering_cases() -> Iterator[Case]:
     """Yield the cases of this module."""
     put = ("torch.Tensor.put_", "accumulate=")
@@ -186,6 +196,8 @@ def list_scattering_cases() -> Iterator[Case]:
         (("torch.Tensor.__getitem__", ""),),
         lambda source, index: source[(index,)],
     )
+    # Its gradient is `put_` with accumulate, which the documentation of the flag does not say.
+    yield from _read("take_backward", (), lambda source, index: source.take(index))
     rows = {"rows": 8192, "table": 1000, "features": 64}
     yield Case(op="embedding_dense_backward", parameters=rows, make=_embed, quick=True)
     yield Case(op="embedding_max_norm", parameters=rows, make=_embed_scaled, quick=True)
@@ -203,6 +215,13 @@ def list_scattering_cases() -> Iterator[Case]:
         make=_repeat,
         documented=(("torch.repeat_interleave", ""),),
         quick=True,
+    )
+    yield Case(
+        op="sparse_coalesce",
+        parameters={"values": 100_000, "places": 10_000},
+        make=_coalesce,
+        quick=True,
+        dtypes=FLOATS[:2],
     )
     for values, places in ((100_000, 1_000), (2_000_000, 50)):
         shape = {"values": values, "places": places}

@@ -52,6 +52,7 @@ def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
 
             yield Case(
                 op=f"{name.lower()}{'_backward' if backward else ''}",
+                entry="convolution",
                 parameters={"side": side, "kernel": 3, "stride": 2},
                 make=make,
                 documented=((f"torch.nn.{name}", ""),),

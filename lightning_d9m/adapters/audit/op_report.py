@@ -28,6 +28,7 @@ def summarise(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         ops.append(
             {
                 "op": op,
+                "entry": cases[0].get("entry", op),
                 "cases": len(cases),
                 "findings": judge_op(cases),
                 "varied": {arm: any(map(varies, entries)) for arm, entries in arms.items()},

@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the words of ``d9m audit ops``."""
     parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
     parser.add_argument(
-        "--quick", action="store_true", help="small cases, float32, 10 runs: under two minutes"
+        "--quick", action="store_true", help="small cases, float32, 30 runs: under two minutes"
     )
     parser.add_argument(
-        "-n", "--runs", type=int, help="how often each case runs (default: 100; 10 with --quick)"
+        "-n", "--runs", type=int, help="how often each case runs (default: 100; 30 with --quick)"
     )
     parser.add_argument(
         "--ops", nargs="+", default=[], metavar="NAME", help="these ops only; * stands for anything"
@@ -96,7 +96,7 @@ def _read_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SettingError: When a value is not allowed.
     """
-    runs = arguments.runs or (10 if arguments.quick else 100)
+    runs = arguments.runs or (30 if arguments.quick else 100)
     if arguments.runs is not None and not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
         raise SettingError(
             f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}. One run has "

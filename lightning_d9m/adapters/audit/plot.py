@@ -47,10 +47,11 @@ def draw_dots(
         rows: Label, and value by kind.
         kinds: In the order of their colours.
     """
-    left, width, step, top = 330, 420, 18, 64
+    left, width, step = 330, 420, 18
+    legend, top = _legend(kinds, left, left + width)
     height = top + step * len(rows) + 48
     axis = fit_axis([value for _, values in rows for value in values.values()])
-    parts = [_legend(kinds, left, 40)]
+    parts = [legend]
     parts += _vertical(axis, left, width, top, height - 48)
     for number, (label, values) in enumerate(rows):
         y = top + step * number + step // 2
@@ -75,10 +76,11 @@ def draw_lines(title: str, captions: tuple[str, str], series: Mapping[str, Seque
         captions: What lies along, and what upwards.
         series: Values by name, all beginning at 1.
     """
-    left, top, width, height = 80, 64, 560, 300
+    left, width, height = 80, 560, 300
+    legend, top = _legend(list(series), left, left + width)
     axis = fit_axis([value for values in series.values() for value in values])
     most = max((len(values) for values in series.values()), default=1)
-    parts = [_legend(list(series), left, 40)]
+    parts = [legend]
     for power in range(axis.low, axis.high + 1):
         y = top + height * (1 - axis.place(10.0**power))
         parts.append(
@@ -127,13 +129,17 @@ def _vertical(axis: Axis, left: int, width: int, top: int, bottom: int) -> list[
     return parts
 
 
-def _legend(names: Sequence[str], left: int, y: int) -> str:
-    parts, x = [], left
+def _legend(names: Sequence[str], left: int, right: int) -> tuple[str, int]:
+    """Return the legend, and where what is below it may begin."""
+    parts, x, y = [], left, 40
     for name, colour in zip(names, COLOURS * 8, strict=False):
+        width = 24 + 7 * len(name)
+        if x > left and x + width > right:
+            x, y = left, y + 18
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 8}" y="{y + 4}">{escape(name)}</text>')
-        x += 24 + 7 * len(name)
-    return "".join(parts)
+        x += width
+    return "".join(parts), y + 24
 
 
 def _frame(title: str, width: int, height: int, parts: Sequence[str]) -> str:
