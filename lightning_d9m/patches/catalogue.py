@@ -12,10 +12,11 @@ from lightning_d9m.patches.entries_exempt import EXEMPT
 from lightning_d9m.patches.entries_pooling import POOLING
 from lightning_d9m.patches.entries_resampling import RESAMPLING
 from lightning_d9m.patches.entries_scattering import SCATTERING
+from lightning_d9m.patches.entries_switching import SWITCHING
 from lightning_d9m.patches.op import Op
 
 OPS: tuple[Op, ...] = tuple(
-    sorted((*POOLING, *RESAMPLING, *SCATTERING, *EXEMPT), key=lambda op: op.name)
+    sorted((*POOLING, *RESAMPLING, *SCATTERING, *EXEMPT, *SWITCHING), key=lambda op: op.name)
 )
 
 

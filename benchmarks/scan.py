@@ -1,0 +1,165 @@
+"""Measure ``d9m scan``: recall and precision on the corpus, lines a second on a large tree.
+
+    python benchmarks/scan.py --output benchmarks/results/scan.json [FOLDER ...]
+
+The corpus is tests/scan/corpus, whose lines say what is to be found and what is not. Without
+folders the tree is the installed torch and lightning, tests included. The baseline matches the
+names of attributes, as torchdetscan 0.1 does; ``--torchdetscan SCRIPT`` also runs that program
+itself on the corpus and says where it differs from the baseline.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+from attribute_names import match_names
+
+from lightning_d9m.adapters.scan import choose_version, scan_entries
+from lightning_d9m.scan.files import Entry, list_files
+from lightning_d9m.scan.rules import RULES
+
+CORPUS = Path(__file__).parents[1] / "tests" / "scan" / "corpus"
+OPS = ("D9M101", "D9M102", "D9M103", "D9M104")
+
+
+def read_expected(path, rules):
+    """Return the lines on which a rule of ``rules`` is expected."""
+    marks = re.compile(r"# expect: (.+)$")
+    return {
+        number
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := marks.search(line)) and set(found[1].split()) & set(rules)
+    }
+
+
+def count_fine():
+    """Return how many lines of the corpus are marked as look-alikes."""
+    return sum(path.read_text().count("# fine\n") for path in CORPUS.glob("*.py"))
+
+
+def score(find, rules):
+    """Return recall and precision, counted in lines, of a function from a file to its lines."""
+    right = found = expected = 0
+    for path in sorted(CORPUS.glob("*.py")):
+        wanted, got = read_expected(path, rules), set(find(path))
+        right += len(wanted & got)
+        found += len(got)
+        expected += len(wanted)
+    return {
+        "expected": expected,
+        "found": found,
+        "right": right,
+        "recall": round(right / expected, 3),
+        "precision": round(right / found, 3),
+    }
+
+
+def find_ours(rules):
+    """Return a function from a file to the lines that d9m scan finds."""
+    version = choose_version(None)
+
+    def find(path):
+        [scan] = scan_entries([Entry(str(path))], version, frozenset(rules))
+        return [finding.line for finding in scan.findings]
+
+    return find
+
+
+def run_torchdetscan(script, path):
+    """Return the lines that torchdetscan's own table names, but not what it says of the flag."""
+    done = subprocess.run([script, str(path)], capture_output=True, text=True, check=True)
+    rows = re.findall(r"^│\s*(\w+)\s*│\s*(\d+)\s*│", done.stdout, re.MULTILINE)
+    return [int(line) for name, line in rows if name != "use_deterministic_algorithms"]
+
+
+def measure_ours(entries):
+    """Return the speed of a scan in one process, in lines of a second of its CPU time."""
+    version = choose_version(None)
+    began = time.process_time()
+    scans = scan_entries(entries, version, frozenset(RULES))
+    seconds = time.process_time() - began
+    walked = [entry for entry, scan in zip(entries, scans, strict=True) if scan.walked]
+    lines = sum(scan.lines for scan in scans)
+    began = time.process_time()
+    again = scan_entries(walked, version, frozenset(RULES))
+    walked_seconds = time.process_time() - began
+    walked_lines = sum(scan.lines for scan in again)
+    return {
+        "files": len(entries),
+        "lines": lines,
+        "seconds": round(seconds, 2),
+        "lines_per_second": round(lines / seconds),
+        "walked_files": len(walked),
+        "walked_lines": walked_lines,
+        "walked_lines_per_second": round(walked_lines / walked_seconds),
+        "findings": sum(len(scan.findings) for scan in scans),
+    }
+
+
+def measure_baseline(entries):
+    """Return the speed of the baseline, reading included and printing not."""
+    lines = 0
+    began = time.process_time()
+    for entry in entries:
+        text = Path(entry.path).read_text(encoding="utf-8")
+        lines += text.count("\n") + 1
+        try:
+            match_names(text)
+        except SyntaxError:
+            continue
+    seconds = time.process_time() - began
+    return {"seconds": round(seconds, 2), "lines_per_second": round(lines / seconds)}
+
+
+def main():
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--torchdetscan", metavar="SCRIPT")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    folders = arguments.folders or [
+        Path(find_spec(name).origin).parent for name in ("torch", "lightning")
+    ]
+    result = {
+        "corpus": {
+            "look_alikes": count_fine(),
+            "ops": {
+                "d9m scan": score(find_ours(OPS), OPS),
+                "attribute names": score(lambda path: match_names(path.read_text()), OPS),
+            },
+            "all": {
+                "d9m scan": score(find_ours(RULES), RULES),
+                "attribute names": score(lambda path: match_names(path.read_text()), RULES),
+            },
+        }
+    }
+    if arguments.torchdetscan:
+        result["torchdetscan_differs_from_baseline"] = [
+            path.name
+            for path in sorted(CORPUS.glob("*.py"))
+            if set(run_torchdetscan(arguments.torchdetscan, path))
+            != set(match_names(path.read_text()))
+        ]
+    entries = list(list_files(folders))
+    result["speed"] = {
+        "python": platform.python_version(),
+        "tree": [folder.name for folder in folders],
+        "d9m scan": measure_ours(entries),
+        "attribute names": measure_baseline(entries),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Which files a scan reads."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from lightning_d9m.errors import SettingError
+
+SUFFIXES = (".py", ".pyw", ".ipynb")
+SKIPPED_FOLDERS = frozenset(
+    {
+        ".git",
+        ".hg",
+        ".svn",
+        ".venv",
+        "venv",
+        ".tox",
+        ".nox",
+        ".eggs",
+        "__pycache__",
+        "node_modules",
+        "site-packages",
+        "dist-packages",
+        ".mypy_cache",
+        ".pytest_cache",
+        ".ruff_cache",
+        ".ipynb_checkpoints",
+        ".hypothesis",
+    }
+)
+"""Names of folders that hold no source of the project's own."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file to scan, or why something is not.
+
+    Attributes:
+        path: The path, as given or below the folder that was given.
+        problem: Why it is not scanned; empty for a file to scan.
+    """
+
+    path: str
+    problem: str = ""
+
+
+def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[Entry]:
+    """Yield each file once, in the order of the paths given and then of names.
+
+    Args:
+        paths: Files, scanned whatever they are called, and folders.
+        exclude: Globs that a path below a folder, or a name, must not match.
+
+    Raises:
+        SettingError: A path does not exist, or is neither a file nor a folder.
+    """
+    patterns = tuple(exclude)
+    for path in paths:
+        if not os.path.lexists(path):
+            raise SettingError(
+                f"There is nothing to scan at {str(path)!r}. Give a file or a folder."
+            )
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
+    seen: set[tuple[int, int]] = set()
+    for path in paths:
+        if path.is_dir():
+            yield from _walk(str(path), "", patterns, seen, ())
+        elif _is_new(str(path), seen):
+            yield Entry(str(path))
+
+
+def _walk(  # noqa: C901 - one case for each kind of entry
+    folder: str,
+    inner: str,
+    patterns: tuple[str, ...],
+    seen: set[tuple[int, int]],
+    above: tuple[tuple[int, int], ...],
+) -> Iterator[Entry]:
+    try:
+        state = Path(folder).stat()
+        key = (state.st_dev, state.st_ino)
+        if key in above:
+            yield Entry(folder, "This link leads back to a folder around it; it is not followed.")
+            return
+        if key in seen:
+            return
+        seen.add(key)
+        with os.scandir(folder) as listed:
+            entries = sorted(listed, key=lambda entry: entry.name)
+    except OSError as error:
+        yield Entry(folder, f"The folder cannot be read: {error.strerror or error}.")
+        return
+    folders = []
+    for entry in entries:
+        below = f"{inner}{entry.name}"
+        if any(fnmatch(below, pattern) or fnmatch(entry.name, pattern) for pattern in patterns):
+            continue
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError:
+            is_folder, is_file = False, False
+        if is_folder:
+            virtual = Path(entry.path, "pyvenv.cfg").exists()
+            if entry.name not in SKIPPED_FOLDERS and not virtual:
+                folders.append((entry.path, f"{below}/"))
+        elif (
+            entry.name.endswith(SUFFIXES)
+            and (is_file or entry.is_symlink())
+            and _is_new(entry.path, seen)
+        ):
+            yield Entry(entry.path)
+    for path, below in folders:
+        yield from _walk(path, below, patterns, seen, (*above, key))
+
+
+def _is_new(path: str, seen: set[tuple[int, int]]) -> bool:
+    """Say whether a file was not yielded yet; one that cannot be looked at is, to be reported."""
+    try:
+        state = Path(path).stat()
+    except OSError:
+        return True
+    key = (state.st_dev, state.st_ino)
+    if key in seen:
+        return False
+    seen.add(key)
+    return True

@@ -1,0 +1,146 @@
+"""Source as it is scanned: a Python file, or the cells of a notebook as one module."""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from dataclasses import dataclass, field
+
+_MAGIC_LINE = re.compile(r"^(\s*)(?:%{1,2}|!|\?)(?!=)")
+_MAGIC_VALUE = re.compile(r"^(\s*[\w.,\s\[\]'\"]+=\s*)([%!].*)$")
+_HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
+_TIMED = re.compile(r"^(\s*)%(?:time|prun|memit)\s+(?=\S)")
+_PYTHON_MAGICS = {"time", "timeit", "capture", "prun", "memit", "python", "python3", "mprun"}
+
+
+class SourceError(Exception):
+    """A file that cannot be scanned; the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What could not be parsed: a line, a cell (0 in a file), and why."""
+
+    line: int
+    cell: int
+    reason: str
+
+
+@dataclass
+class Source:
+    r"""The text of one module, and where its lines come from.
+
+    Attributes:
+        text: With ``\n`` between lines.
+        cells: For each line of a notebook: the cell, the line in it, the line in the file.
+        problems: Cells that are left out because they do not parse.
+    """
+
+    text: str
+    cells: list[tuple[int, int, int]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_python(data: bytes) -> Source:
+    """Decode a Python file as Python does (PEP 263).
+
+    Raises:
+        SourceError: It cannot be decoded, or is not text.
+    """
+    if b"\0" in data:
+        raise SourceError("It holds null bytes, so it is no Python source.")
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+    except SyntaxError as error:
+        raise SourceError(f"Its encoding cannot be read: {error.msg}.") from error
+    except (UnicodeDecodeError, LookupError) as error:
+        raise SourceError(f"It cannot be decoded: {error}.") from error
+    return Source(_with_newlines(text))
+
+
+def read_notebook(data: bytes) -> Source:
+    """Read the code of a notebook; magics become blanks, so that places stay.
+
+    Raises:
+        SourceError: It is no notebook.
+    """
+    try:
+        raw = data.decode("utf-8-sig")
+        notebook = json.loads(raw)
+        cells = notebook["cells"] if "cells" in notebook else notebook["worksheets"][0]["cells"]
+        codes = [
+            (number, "".join(cell.get("source", cell.get("input", ()))))
+            for number, cell in enumerate(cells, 1)
+            if cell["cell_type"] == "code"
+        ]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"It is no notebook that can be read: {error!r}.") from error
+    source = Source("")
+    lines: list[str] = []
+    at, line = 0, 1
+    for number, code in codes:
+        kept, problem = _clean_cell(_with_newlines(code))
+        places = []
+        for row, original in enumerate(_with_newlines(code).split("\n"), 1):
+            # Where the line stands in the file: as JSON writes it, behind the last one.
+            found = max(
+                raw.find(json.dumps(original, ensure_ascii=ascii_only)[1:-1], at)
+                for ascii_only in (True, False)
+            )
+            if found >= 0 and original.strip():
+                line += raw.count("\n", at, found)
+                at = found
+            places.append((number, row, line))
+        if problem is not None:
+            source.problems.append(Problem(problem[0], number, problem[1]))
+            continue
+        lines += kept.split("\n")
+        source.cells += places
+    source.text = "\n".join(lines)
+    return source
+
+
+def parse_error(error: SyntaxError | ValueError | RecursionError | MemoryError) -> str:
+    """Return one sentence on why source does not parse."""
+    if isinstance(error, SyntaxError):
+        return f"It does not parse: {error.msg}."
+    if isinstance(error, ValueError):
+        return f"It does not parse: {error}."
+    return "It is nested too deeply to be parsed."
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
+    """Return a cell without what is not Python, or the line and reason where it does not parse."""
+    first = code.lstrip("\n").partition("\n")[0]
+    if first.startswith("%%"):
+        magic = first[2:].split()
+        if not magic or magic[0] not in _PYTHON_MAGICS:
+            return "\n" * code.count("\n"), None
+        code = code.replace(first, "", 1)
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        code = "\n".join(map(_clean_line, code.split("\n")))
+        try:
+            ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return "", (getattr(error, "lineno", None) or 1, parse_error(error))
+    return code, None
+
+
+def _clean_line(line: str) -> str:
+    if timed := _TIMED.match(line):
+        return timed[1] + line[timed.end() :]
+    if magic := _MAGIC_LINE.match(line):
+        return f"{magic[1]}pass"
+    if _HELP.match(line):
+        return "pass"
+    if value := _MAGIC_VALUE.match(line):
+        return f"{value[1]}None"
+    return line

@@ -1,0 +1,94 @@
+"""Flags of torch and Lightning, loaders and memory."""
+
+import lightning as L
+import pytorch_lightning as pl
+import random
+import torch
+import torch.backends.cudnn as cudnn
+from torch import nn
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+cudnn.benchmark = True  # expect: D9M401
+cudnn.benchmark = False  # fine
+torch.backends.cudnn.benchmark = True  # expect: D9M401
+torch.backends.cudnn.deterministic = False  # expect: D9M402
+torch.backends.cudnn.enabled = True  # fine
+torch.use_deterministic_algorithms(False)  # expect: D9M402
+torch.use_deterministic_algorithms(True, warn_only=True)  # expect: D9M402
+torch.set_deterministic_debug_mode("warn")  # expect: D9M402
+
+trainer = L.Trainer(max_epochs=1, benchmark=True)  # expect: D9M401
+quick = pl.Trainer(benchmark=False)  # fine
+warned = pl.Trainer(deterministic="warn")  # expect: D9M402
+loose = L.Trainer(deterministic=False)  # expect: D9M402
+
+
+class Trainer:
+    def __init__(self, benchmark):
+        self.benchmark = benchmark
+
+
+mine = Trainer(benchmark=True)  # fine
+tuned = torch.compile(nn.Linear(1, 1), mode="max-autotune")  # expect: D9M106
+compiled = torch.compile(nn.Linear(1, 1))  # fine
+
+
+def seed_all_alike(worker_id):
+    np.random.seed(0)  # expect: D9M207
+
+
+def seed_apart(worker_id):
+    seed = torch.initial_seed() % 2**32
+    np.random.seed(seed)  # fine
+    random.seed(seed)  # fine
+
+
+def say_hello(worker_id):
+    print(worker_id)  # fine
+
+
+class Noisy(Dataset):
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)  # expect: D9M208
+        self.weights = np.random.default_rng(seed).normal(size=3)  # fine
+
+    def __getitem__(self, index):
+        return self.rng.normal() + self.weights[index]
+
+
+class Steady(Dataset):
+    def __getitem__(self, index):
+        return np.random.default_rng(index).normal()  # fine
+
+
+class Legacy(Dataset):
+    def __getitem__(self, index):
+        # torch seeds NumPy in each worker.
+        return np.random.rand()  # fine
+
+
+L.seed_everything(1)  # expect: D9M209
+L.seed_everything(1, workers=True)  # fine
+a = DataLoader(Steady(), num_workers=2, worker_init_fn=seed_all_alike)
+b = DataLoader(Steady(), num_workers=2, worker_init_fn=seed_apart)
+c = DataLoader(Steady(), num_workers=2, worker_init_fn=say_hello)  # fine
+d = DataLoader(Steady(), num_workers=2, in_order=False)  # expect: D9M305
+e = DataLoader(Steady(), num_workers=2)  # fine
+
+
+def uninitialised(n, x):
+    a = torch.empty(n) + 1  # expect: D9M107
+    b = torch.empty(n).sum()  # expect: D9M107
+    c = torch.empty(n).normal_()  # fine
+    d = torch.empty(n)  # fine
+    d[:] = 3
+    e = torch.empty(n)  # expect: D9M107
+    f = e * 2
+    g = torch.empty_like(x)  # fine
+    torch.add(x, 1, out=g)
+    h = torch.empty(0) + 1  # fine
+    i = nn.Parameter(torch.empty(n, n))  # fine
+    nn.init.xavier_uniform_(i)
+    j = torch.empty(n).shape  # fine
+    return a, b, c, d, f, g, h, i, j
