@@ -1,6 +1,7 @@
 """Steps per second and peak memory of six ways to reduce gradients, alternating within one run.
 
     python benchmarks/horovod_fusion.py        all workloads, about 20 minutes on two cores
+    python benchmarks/horovod_fusion.py --rounds 1 --append    a part, added to what is there
     python benchmarks/horovod_fusion.py --rounds 1 --workloads small --modes static ddp
 
 Four processes on this machine, Gloo, one thread each. Each round launches every mode once, so that
@@ -24,8 +25,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 WORKER = Path(__file__).parent / "horovod_worker.py"
 # Steps in a launch; those of a mode that is far slower are fewer, so that a round stays short.
-STEPS = {"small": 120, "digits": 60, "resnet50-shapes": 16}
-SLOW_STEPS = {"small": 12, "digits": 30, "resnet50-shapes": 8}
+STEPS = {"small": 80, "digits": 40, "resnet50-shapes": 7}
+SLOW_STEPS = {"small": 6, "digits": 15, "resnet50-shapes": 4}
 MODES = ("plain", "default", "threshold0", "groups", "static", "ddp")
 LIMIT_SECONDS = 600
 
@@ -72,6 +73,7 @@ def measure(workload, modes, rounds, ranks):
             found[mode].append(
                 {
                     "steps_per_second": slowest,
+                    "cpu_seconds_per_step": sum(rank["cpu_seconds_per_step"] for rank in every),
                     "peak_mib": peak,
                     "digest": every[0]["digest"],
                     "ranks_agree": agree,
@@ -82,14 +84,20 @@ def measure(workload, modes, rounds, ranks):
                 f"{workload:16} {number} {mode:11} {slowest:7.2f} steps/s {peak:6.0f} MiB",
                 flush=True,
             )
-    return {mode: summarise(runs) for mode, runs in found.items()}
+    return found
 
 
 def summarise(runs):
-    """The median and the range of a mode, and how many digests its runs gave."""
+    """The median, quartiles and range of a mode, and how many digests its runs gave."""
     speeds = [run["steps_per_second"] for run in runs]
     return {
         "median_steps_per_second": statistics.median(speeds),
+        "quartiles": statistics.quantiles(speeds, n=4, method="inclusive")
+        if len(speeds) > 1
+        else [],
+        "median_cpu_seconds_per_step": statistics.median(
+            run["cpu_seconds_per_step"] for run in runs
+        ),
         "slowest": min(speeds),
         "fastest": max(speeds),
         "peak_mib": statistics.median(run["peak_mib"] for run in runs),
@@ -155,13 +163,18 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--workloads", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--append", action="store_true", help="add rounds to an earlier part")
     parser.add_argument("--output", type=Path, default=RESULTS / "horovod-fusion.json")
     given = parser.parse_args()
     results = {"machine": describe(), "ranks": given.ranks, "workloads": {}}
-    for workload in given.workloads:
-        results["workloads"][workload] = measure(workload, given.modes, given.rounds, given.ranks)
+    if given.append and given.output.exists():
+        results = json.loads(given.output.read_text())
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(results, indent=1) + "\n")
+    for workload in given.workloads:
+        modes = results["workloads"].setdefault(workload, {})
+        for mode, runs in measure(workload, given.modes, given.rounds, given.ranks).items():
+            modes[mode] = summarise(modes.get(mode, {"runs": []})["runs"] + runs)
+        given.output.write_text(json.dumps(results, indent=1) + "\n")
     plot(results, given.output.with_suffix(".svg"))
 
 

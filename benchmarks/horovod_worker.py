@@ -102,15 +102,15 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode in {"static", "off"}:
-        from lightning_d9m.adapters.buckets import MEBIBYTE, GradientBuckets
-        from lightning_d9m.adapters.horovod_settings import switch_on
-        from lightning_d9m.adapters.horovod_wire import Wire
+        from lightning_d9m.adapters.horovod.buckets import BUCKET_BYTES, GradientBuckets
+        from lightning_d9m.adapters.horovod.settings import switch_on
+        from lightning_d9m.adapters.horovod.wire import Wire
 
         switch_on(initialized=False, stall_seconds=600)
         import horovod.torch as hvd
 
         hvd.init()
-        size = int(os.environ.get("D9M_BUCKET_BYTES", 4 * MEBIBYTE)) if mode == "static" else 0
+        size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES)) if mode == "static" else 0
         buckets = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)
         return hvd.rank(), model, optimizer, buckets
     import horovod.torch as hvd
@@ -129,22 +129,23 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     rank, forward, optimizer, buckets = distribute(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
-    began = 0.0
+    began = busy = 0.0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
         inputs, targets = draw(generator)
         optimizer.zero_grad()
         loss = criterion(forward(inputs), targets)
         with nullcontext() if buckets is None else buckets.backward():
             loss.backward()
         optimizer.step()
-    seconds = time.perf_counter() - began
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
     total = hashlib.sha256()
     for parameter in model.parameters():
         total.update(parameter.detach().numpy().tobytes())
     found = {
         "steps_per_second": steps / seconds,
+        "cpu_seconds_per_step": busy / steps,
         "digest": total.hexdigest()[:16],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "gradient_mib": sum(p.numel() * 4 for p in model.parameters()) / 2**20,

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_d9m.adapters.horovod_build import (
+from lightning_d9m.adapters.horovod.build import (
     HOROVOD_VERSION,
     REQUIREMENTS,
     Target,

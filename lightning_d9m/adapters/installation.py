@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_d9m.adapters.horovod_settings import PINNED, import_horovod
+from lightning_d9m.adapters.horovod.settings import PINNED, import_horovod
 from lightning_d9m.control.diagnosis import Finding, judge_variable
 from lightning_d9m.errors import SettingError
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.adapters.callback import DeterminismCallback
-from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
+from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 
 warnings.filterwarnings("ignore")
 folder, fault = Path(sys.argv[1]), sys.argv[2]

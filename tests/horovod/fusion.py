@@ -14,9 +14,9 @@ from torch.nn import functional
 
 folder, mode = sys.argv[1:]
 if mode == "ours":
-    from lightning_d9m.adapters import horovod_settings
+    from lightning_d9m.adapters.horovod import settings
 
-    horovod_settings.switch_on(initialized=False, stall_seconds=60)
+    settings.switch_on(initialized=False, stall_seconds=60)
 else:
     assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
 import horovod.torch as hvd  # noqa: E402 - the variables come first, as in the strategy
@@ -54,8 +54,8 @@ def horovods_own(model, optimizer):
 
 def buckets(size):
     """Reduce with our buckets; a size of 0 reduces each gradient alone."""
-    from lightning_d9m.adapters.buckets import GradientBuckets
-    from lightning_d9m.adapters.horovod_wire import Wire
+    from lightning_d9m.adapters.horovod.buckets import GradientBuckets
+    from lightning_d9m.adapters.horovod.wire import Wire
 
     def reduced(model, optimizer):
         own = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)

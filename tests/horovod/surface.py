@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
+from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.errors import D9mError
 
 warnings.filterwarnings("ignore")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_d9m.adapters.bucket_layout import lay_out
-from lightning_d9m.adapters.buckets import GradientBuckets
+from lightning_d9m.adapters.horovod.bucket_layout import lay_out
+from lightning_d9m.adapters.horovod.buckets import GradientBuckets
 from lightning_d9m.errors import SettingError
 
 

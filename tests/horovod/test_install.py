@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.adapters import horovod_build, install_horovod
-from lightning_d9m.adapters.horovod_build import Target, build_environment, build_wheel, find_tools
+from lightning_d9m.adapters import install_horovod
+from lightning_d9m.adapters.horovod import build
+from lightning_d9m.adapters.horovod.build import Target, build_environment, build_wheel, find_tools
 from lightning_d9m.errors import CommandError
 
 TARGET = Target(torch="2.13.0+cpu", mpi=False, nccl=False)
@@ -45,7 +46,7 @@ def test_a_missing_tool_is_named_with_its_debian_package(tools, missing, package
 
 
 def test_missing_headers_are_named_with_their_debian_package(tools, monkeypatch, tmp_path):
-    monkeypatch.setattr(horovod_build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(CommandError, match="apt-get install python3-dev"):
         find_tools(TARGET, tools("c++", "make", "cmake"))
 
@@ -107,9 +108,9 @@ def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path)
 def test_the_last_line_of_a_log_skips_blank_ones(tmp_path):
     log = tmp_path / "log"
     log.write_text("one\n  two  \n\n\n")
-    assert horovod_build.last_line(log) == "two"
+    assert build.last_line(log) == "two"
     log.write_text("")
-    assert horovod_build.last_line(log) == ""
+    assert build.last_line(log) == ""
 
 
 def test_arguments_have_defaults():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_d9m.adapters import horovod_batchnorm, horovod_settings
-from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
-from lightning_d9m.adapters.horovod_launch import HorovodEnvironment, Layout, read_layout
-from lightning_d9m.adapters.horovod_settings import PINNED, check_ranks, describe_rank, switch_on
+from lightning_d9m.adapters.horovod import batchnorm, settings
+from lightning_d9m.adapters.horovod.launch import HorovodEnvironment, Layout, read_layout
+from lightning_d9m.adapters.horovod.settings import PINNED, check_ranks, describe_rank, switch_on
+from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 
 
@@ -20,7 +20,7 @@ def no_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(horovod_settings, "_switched_on", None)
+    monkeypatch.setattr(settings, "_switched_on", None)
 
 
 def test_variables_are_set_and_restored():
@@ -163,7 +163,7 @@ def test_batch_norm_over_one_rank_is_torchs_own(momentum):
     torch.manual_seed(0)
     own = nn.BatchNorm2d(3, momentum=momentum).double()
     ours = nn.BatchNorm2d(3, momentum=momentum).double()
-    horovod_batchnorm.synchronize(ours, lambda tensor: tensor[None])
+    batchnorm.synchronize(ours, lambda tensor: tensor[None])
     for _ in range(2):
         x = torch.randn(4, 3, 2, 2, dtype=torch.double, requires_grad=True)
         y = x.detach().clone().requires_grad_()
@@ -172,5 +172,5 @@ def test_batch_norm_over_one_rank_is_torchs_own(momentum):
         torch.testing.assert_close(y.grad, x.grad)
     for name, value in own.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value)
-    horovod_batchnorm.unsynchronize(ours)
+    batchnorm.unsynchronize(ours)
     assert "forward" not in vars(ours)

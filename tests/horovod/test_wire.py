@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from lightning_d9m.adapters.horovod_wire import Claim, Wire, compose_disagreement
+from lightning_d9m.adapters.horovod.wire import Claim, Wire, compose_disagreement
 from lightning_d9m.errors import RankLostError
 
 

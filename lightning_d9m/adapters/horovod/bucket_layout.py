@@ -10,6 +10,8 @@ from torch.nn import Parameter
 # A gradient at an odd address takes another path through vectorised reductions (its norm, when it
 # is clipped) than one that was allocated for itself.
 _ALIGNMENT_BYTES = 64
+# The first bucket is small, as DDP's is, so that something travels early.
+_FIRST_BYTES = 2**20
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Bucket:
         flat: The buffer; slots begin at multiples of 64 bytes, with zeros between.
         slots: The places of its parameters.
         fired: Positions of the slots whose gradients have arrived.
+        packed: Positions of those that lie in the buffer already.
         awaited: How many are to arrive before the bucket is on its way.
         launched: Whether it is on its way.
     """
@@ -40,6 +43,7 @@ class Bucket:
     flat: Tensor
     slots: list[Slot]
     fired: set[int] = field(default_factory=set)
+    packed: set[int] = field(default_factory=set)
     awaited: int = 0
     launched: bool = False
 
@@ -49,7 +53,8 @@ def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> l
 
     Args:
         parameters: Names and parameters in their order of registration.
-        bucket_bytes: A bucket is closed when it holds this many bytes; 0 gives each parameter one.
+        bucket_bytes: A bucket is closed when it holds this many bytes, the first of a kind at 1 MiB
+            already; 0 gives each parameter one.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
     for name, parameter in reversed(parameters):
@@ -64,15 +69,16 @@ def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> l
 def _chunks(
     members: Sequence[tuple[str, Parameter]], limit: int
 ) -> Iterator[list[tuple[str, Parameter]]]:
-    """Cut at the first parameter with which a bucket holds ``limit`` bytes or more."""
+    """Cut where a bucket holds ``limit`` bytes or more; the first where it holds _FIRST_BYTES."""
     chunk: list[tuple[str, Parameter]] = []
     held = 0
+    enough = min(limit, _FIRST_BYTES)
     for name, parameter in members:
         chunk.append((name, parameter))
         held += parameter.numel() * parameter.element_size()
-        if held >= limit:
+        if held >= enough:
             yield chunk
-            chunk, held = [], 0
+            chunk, held, enough = [], 0, limit
     if chunk:
         yield chunk
 

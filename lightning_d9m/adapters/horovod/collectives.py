@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_d9m.adapters.horovod_wire import Wire
+from lightning_d9m.adapters.horovod.wire import Wire
 from lightning_d9m.errors import SettingError
 
 

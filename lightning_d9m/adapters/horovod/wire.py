@@ -22,7 +22,10 @@ from torch import Tensor
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.0002
+# Look again after a twentieth of what the wait has taken so far, within these bounds: looking often
+# takes the core from a rank that computes, looking seldom leaves a result lying.
+_POLL_SECONDS = (0.0001, 0.002)
+_POLL_SHARE = 0.05
 _LIMIT_OF_NAMES = 8
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
@@ -75,12 +78,13 @@ class Wire:
             RankLostError: A rank ended, or Horovod refused what the ranks asked for.
             TimeoutError: It took longer than ``seconds``.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
+        began = time.monotonic()
         # hvd.synchronize() alone spins on yield(), and takes the core from a rank that computes.
         while not self._hvd.poll(handle):
-            if deadline is not None and time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if seconds is not None and waited > seconds:
                 raise TimeoutError(doing)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1]))
         try:
             return self._hvd.synchronize(handle)
         except RuntimeError as error:  # HorovodInternalError is one

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_d9m.adapters import horovod_batchnorm
-from lightning_d9m.adapters.buckets import MEBIBYTE, GradientBuckets, check_options
-from lightning_d9m.adapters.horovod_collectives import (
+from lightning_d9m.adapters.horovod import batchnorm
+from lightning_d9m.adapters.horovod.buckets import BUCKET_BYTES, GradientBuckets, check_options
+from lightning_d9m.adapters.horovod.collectives import (
     gather_with_gradients,
     reduce_over_ranks,
     refuse_group,
 )
-from lightning_d9m.adapters.horovod_launch import HorovodEnvironment
-from lightning_d9m.adapters.horovod_metrics import Metrics
-from lightning_d9m.adapters.horovod_settings import (
+from lightning_d9m.adapters.horovod.launch import HorovodEnvironment
+from lightning_d9m.adapters.horovod.metrics import Metrics
+from lightning_d9m.adapters.horovod.settings import (
     Switched,
     check_ranks,
     describe_rank,
     import_horovod,
     switch_on,
 )
-from lightning_d9m.adapters.horovod_wire import Claim, Wire
+from lightning_d9m.adapters.horovod.wire import Claim, Wire
 from lightning_d9m.adapters.lightning_package import combined_base, import_packages
 from lightning_d9m.errors import RankLostError, SettingError
 
@@ -48,7 +48,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
             ``"off"`` each by itself. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
-        bucket_bytes: Size at which a bucket is closed.
+        bucket_bytes: Size at which a bucket is closed; the first at 1 MiB, to start early.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they travel.
         sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
         broadcast_buffers: After each reduced backward pass, take rank 0's buffers (the running
@@ -71,7 +71,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         *,
         fusion: Literal["static", "off"] = "static",
         op: Literal["average", "sum"] = "average",
-        bucket_bytes: int = 4 * MEBIBYTE,
+        bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         sparse_as_dense: bool = False,
         broadcast_buffers: bool = True,
@@ -197,7 +197,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         if self._layer_sync is not None:
             if type(self._layer_sync).__name__ == "TorchSyncBatchNorm":
                 gather = partial(self.all_gather, sync_grads=True)
-                horovod_batchnorm.synchronize(model, gather)
+                batchnorm.synchronize(model, gather)
             else:
                 model = self._layer_sync.apply(model)
         return model
@@ -337,7 +337,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
             self._metrics.release()
             self._metrics = None
         if self._layer_sync is not None and self.model is not None:
-            horovod_batchnorm.unsynchronize(self.model)
+            batchnorm.unsynchronize(self.model)
             self.model = self._layer_sync.revert(self.model)
         self._buffers = []
         super().teardown()

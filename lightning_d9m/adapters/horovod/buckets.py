@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_d9m.adapters.bucket_layout import Bucket, Slot, lay_out
+from lightning_d9m.adapters.horovod.bucket_layout import Bucket, Slot, lay_out
 from lightning_d9m.errors import SettingError
 
 MEBIBYTE = 2**20
+BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores
+# A gradient of this size is packed as soon as it is there: it is still in the cache, and what it
+# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call.
+_LARGE_BYTES = 2**16
 
 
 class Reducer(Protocol):
@@ -69,8 +73,8 @@ class GradientBuckets:
         reducer: What crosses the ranks.
         op: ``"average"`` or ``"sum"``. The mean is taken as DDP does: every rank's gradient is
             multiplied by 1 / ranks, then summed, so that half precision does not overflow.
-        bucket_bytes: A bucket is closed when it holds this many bytes; 0 reduces each gradient
-            alone.
+        bucket_bytes: A bucket is closed when it holds this many bytes, the first at 1 MiB; 0
+            reduces each gradient alone.
         compression: ``"fp16"`` sends float32 and float64 gradients as float16. ``"bf16"`` rounds
             them to bfloat16, which Horovod 0.28.1 cannot sum, so that they travel as float32.
         sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
@@ -87,7 +91,7 @@ class GradientBuckets:
         reducer: Reducer,
         *,
         op: Literal["average", "sum"] = "average",
-        bucket_bytes: int = 4 * MEBIBYTE,
+        bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         sparse_as_dense: bool = False,
         on_stray: Callable[[str], None] | None = None,
@@ -152,6 +156,7 @@ class GradientBuckets:
             self._build()
         for bucket in self._buckets:
             bucket.fired.clear()
+            bucket.packed.clear()
             bucket.launched = False
             bucket.awaited = sum(slot.parameter.requires_grad for slot in bucket.slots)
         self._mode = _Mode.RUNNING
@@ -198,20 +203,22 @@ class GradientBuckets:
             if self._on_stray is not None:
                 self._on_stray(bucket.slots[position].name)
         elif position in bucket.fired:
-            self._check_second(bucket, bucket.slots[position])
+            self._check_second(bucket, position)
         else:
             bucket.fired.add(position)
+            if bucket.slots[position].view.nbytes >= _LARGE_BYTES:
+                self._pack(bucket, [position])
             if len(bucket.fired) == bucket.awaited:
                 self._launch(bucket)
 
     @staticmethod
-    def _check_second(bucket: Bucket, slot: Slot) -> None:
-        if bucket.launched:
+    def _check_second(bucket: Bucket, position: int) -> None:
+        if position in bucket.packed:
             raise SettingError(
-                f"The parameter {slot.name!r} got a second gradient in one backward pass, after "
-                "its first was already on its way to the other ranks. Reentrant activation "
-                "checkpointing of a shared parameter does that: pass use_reentrant=False to "
-                "torch.utils.checkpoint."
+                f"The parameter {bucket.slots[position].name!r} got a second gradient in one "
+                "backward pass, after its first was packed for the other ranks. Reentrant "
+                "activation checkpointing of a shared parameter does that: pass "
+                "use_reentrant=False to torch.utils.checkpoint."
             )
 
     @torch.no_grad()
@@ -225,35 +232,50 @@ class GradientBuckets:
         for _, group in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
             positions = [position for _, position in group]
             slots = bucket.slots[positions[0] : positions[-1] + 1]
-            self._pack(slots)
+            self._pack(bucket, positions)
             target = bucket.flat[slots[0].start : slots[-1].stop]
             if target.is_complex():
                 target = torch.view_as_real(target).view(-1)
-            wire = self._prepare(target)
+            wire = target if self._travels_as_it_is(bucket.flat) else self._prepare(target)
             name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
             self._flights.append(_Flight(self._reducer.start(wire, name), target, wire))
 
-    def _pack(self, slots: Sequence[Slot]) -> None:
+    @torch.no_grad()
+    def _pack(self, bucket: Bucket, positions: Sequence[int]) -> None:
+        """Bring gradients to their places, and scale them where they travel as they are."""
+        if self._reducer.size == 1:
+            return
+        scale = self._scale if self._travels_as_it_is(bucket.flat) else 1.0
         views: list[Tensor] = []
         gradients: list[Tensor] = []
-        for slot in slots:
-            gradient = slot.parameter.grad
-            if gradient is None:
-                raise SettingError(
-                    f"The gradient of {slot.name!r} was taken away before the ranks could reduce "
-                    "it. An optimizer that steps inside a backward hook works on one rank only: "
-                    "let Lightning step it."
-                )
-            gradient = self._densify(slot.name, gradient)
-            if gradient.data_ptr() != slot.view.data_ptr():
+        unscaled: list[Tensor] = []
+        for position in positions:
+            if position in bucket.packed:
+                continue
+            slot = bucket.slots[position]
+            gradient = self._densify(slot)
+            if gradient.data_ptr() == slot.view.data_ptr():
+                unscaled.append(slot.view)
+            elif slot.view.nbytes >= _LARGE_BYTES:
+                torch.mul(gradient, scale, out=slot.view)  # one pass, with any strides
+            else:
                 views.append(slot.view)
                 gradients.append(gradient)
             slot.parameter.grad = slot.view
+        bucket.packed.update(positions)
         if views:
-            # One call for a bucket: it takes any strides, and the optimizers use it as well.
             torch._foreach_copy_(views, gradients)
+        if scale != 1.0 and (unscaled or views):
+            torch._foreach_mul_(unscaled + views, scale)
 
-    def _densify(self, name: str, gradient: Tensor) -> Tensor:
+    def _densify(self, slot: Slot) -> Tensor:
+        name, gradient = slot.name, slot.parameter.grad
+        if gradient is None:
+            raise SettingError(
+                f"The gradient of {name!r} was taken away before the ranks could reduce it. An "
+                "optimizer that steps inside a backward hook works on one rank only: let Lightning "
+                "step it."
+            )
         if gradient.layout == torch.strided:
             return gradient
         if not self._sparse_as_dense:
@@ -265,8 +287,13 @@ class GradientBuckets:
         # coalesce() adds duplicates in sorted order; to_dense() alone adds them as they come.
         return gradient.coalesce().to_dense()
 
+    def _travels_as_it_is(self, flat: Tensor) -> bool:
+        if flat.is_complex() or flat.dtype is torch.bfloat16:
+            return False
+        return self._compression is None or flat.dtype is torch.float16
+
     def _prepare(self, target: Tensor) -> Tensor:
-        """Scale the gradients and bring them into the form in which they travel."""
+        """Bring packed gradients into the form in which they travel."""
         if target.dtype is torch.bfloat16:
             return target.float().mul_(self._scale)
         if self._compression is not None and target.dtype in (torch.float32, torch.float64):
