@@ -1,16 +1,17 @@
 """A Trainer's run under control: session, seeds by epoch, loaders, and validation set apart."""
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
 from lightning_d9m.adapters.autoload import has_default_seed
+from lightning_d9m.adapters.checkpoint_file import loads_checked
 from lightning_d9m.control.loaders import LoaderControl
 from lightning_d9m.control.seeding import RngState, capture_rng, derive_seed, restore_rng, seed_all
 from lightning_d9m.control.session import active_session, deterministic, next_fit
-from lightning_d9m.control.settings import Settings
+from lightning_d9m.control.settings import HIGHEST_SEED, Settings
 from lightning_d9m.errors import SettingError
 
 # Lightning's stage -> ours: sanity-check batches are validation batches.
@@ -21,7 +22,7 @@ def resolve_seed(seed: int | None) -> int:
     """Return the seed to use: the one given, the active session's, ``PL_GLOBAL_SEED``'s, or 0.
 
     Raises:
-        SettingError: When ``PL_GLOBAL_SEED`` is not a whole number.
+        SettingError: When ``PL_GLOBAL_SEED`` is no seed.
     """
     if seed is not None:
         return seed
@@ -30,12 +31,15 @@ def resolve_seed(seed: int | None) -> int:
         return session.settings.seed
     text = os.environ.get("PL_GLOBAL_SEED") or "0"
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
+        value = -1
+    if not 0 <= value <= HIGHEST_SEED:
         raise SettingError(
-            f"The variable PL_GLOBAL_SEED is {text!r}, which is not a whole number. Set it to one "
-            "from 0 to 4294967295, or give DeterminismCallback(seed=...)."
-        ) from None
+            f"The variable PL_GLOBAL_SEED is {text!r}, which is no seed. Set it to a whole number "
+            f"from 0 to {HIGHEST_SEED}, or give DeterminismCallback(seed=...)."
+        )
+    return value
 
 
 def inherit_settings(settings: Settings) -> Settings:
@@ -70,11 +74,13 @@ class Takeover:
 
     def __init__(self, trainer: Any, settings: Settings, stage: str) -> None:
         self.settings = settings
+        self.stage = stage
         self.fit = next_fit() if stage == "fit" else 0
         self._trainer = trainer
         self._rank = _data_rank(trainer)
-        self._validations = 0
+        self._evaluations = 0
         self._training_rng: RngState | None = None
+        self._place_loaders: Callable[[object], None] = _do_nothing
         with ExitStack() as stack:
             self._session = stack.enter_context(deterministic(settings))
             self._loaders = LoaderControl(
@@ -84,6 +90,7 @@ class Takeover:
                 per_sample_rng=settings.per_sample_rng,
             )
             stack.callback(self._loaders.release)
+            stack.enter_context(loads_checked(trainer.strategy))
             self._wrap_process_dataloader(stack)
             if stage == "fit":
                 self._set_validation_apart(stack)
@@ -94,6 +101,39 @@ class Takeover:
     def close(self) -> None:
         """Undo everything, in reverse."""
         self._stack.close()
+
+    def resume(
+        self, resumed: AbstractContextManager[object], place: Callable[[object], None]
+    ) -> None:
+        """Let a fit be resumed.
+
+        Args:
+            resumed: What is wrapped for it, until the run is closed.
+            place: Called with each loader of the training before it is started.
+        """
+        self._place_loaders = place
+        self._stack.enter_context(resumed)
+
+    def resume_fit(self, fit: int) -> None:
+        """Draw what another process's fit would have drawn."""
+        self.fit = fit
+        self._loaders.resume(fit)
+
+    def resume_loaders(
+        self,
+        epoch: int,
+        batches: int,
+        cycled: Callable[[], bool],
+        samplers: Mapping[str, Any],
+    ) -> None:
+        """Let the loaders of the training go on within an epoch, after some batches of it."""
+        self._loaders.resume_epoch(
+            "train", epoch, batches=batches, cycled=cycled, samplers=samplers
+        )
+
+    def capture_samplers(self, *, within: bool) -> dict[str, Any]:
+        """Return the generators of the user's samplers, for ``resume_loaders``."""
+        return self._loaders.capture_samplers("train", within=within)
 
     def verify(self) -> None:
         """Raise if somebody has switched off since what was switched on."""
@@ -107,19 +147,34 @@ class Takeover:
     def start_evaluation(self, stage: str) -> None:
         """Set aside the RNG of training and seed that of an evaluation."""
         self._training_rng = capture_rng()
-        seed_all(self._seed(stage, self._validations))
+        if self.stage == "fit":
+            self._loaders.restart(stage)
+            self._loaders.start_epoch(stage, self._evaluation)
+        seed_all(self._seed(stage, self._evaluation))
+
+    def capture_rng(self) -> RngState:
+        """Return the generators of training, also while an evaluation has set them aside."""
+        return self._training_rng or capture_rng()
 
     def end_evaluation(self, stage: str) -> None:
         """Give training its RNG back, as if there had been no evaluation."""
-        if self._trainer.sanity_checking:
-            # It counts for nothing: the first validation draws the same with and without it.
-            self._loaders.restart(stage)
-        else:
-            self._validations += 1
-        self._loaders.start_epoch(stage, self._validations)
+        self._evaluations += 1
+        if self.stage != "fit":
+            self._loaders.start_epoch(stage, self._evaluation)
         if self._training_rng is not None:
             restore_rng(self._training_rng)
             self._training_rng = None
+
+    @property
+    def _evaluation(self) -> int:
+        """What tells one evaluation from another.
+
+        Within a fit it is the number of batches that were trained: the same with and without a
+        sanity check before, and in a run that was resumed in between.
+        """
+        if self.stage != "fit":
+            return self._evaluations
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def _seed(self, purpose: str, epoch: int) -> int:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
@@ -154,9 +209,11 @@ class Takeover:
             stage = _STAGES.get(name, name)
             taken = self._loaders.take_over(processed, stage)
             if stage != "train":
-                self._loaders.start_epoch(stage, self._validations)
+                self._loaders.start_epoch(stage, self._evaluation)
                 return taken
-            epoch = self._trainer.current_epoch
+            self._place_loaders(taken)
+            # Not `current_epoch`: of a run that is resumed between epochs it is the one before.
+            epoch = self._trainer.fit_loop.epoch_progress.current.processed
             self._loaders.start_epoch(stage, epoch)
             # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
             # is seeded; without this all ranks would draw alike for it.
@@ -166,6 +223,10 @@ class Takeover:
         strategy.process_dataloader = process_dataloader
         # The wrapper shadows the class's method: without it, that is seen again.
         stack.callback(delattr, strategy, "process_dataloader")
+
+
+def _do_nothing(loader: object) -> None:
+    """Stand for what only a resumed fit does."""
 
 
 def _data_rank(trainer: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from lightning_d9m.control import variables
 from lightning_d9m.control.algorithms import capture_flags
 from lightning_d9m.control.seeding import describe_hash_seed_problem
+from lightning_d9m.control.settings import HIGHEST_SEED
 from lightning_d9m.control.threads import DYNAMIC, threads_vary
 
 OLDEST_TORCH = (2, 11)
@@ -83,6 +84,7 @@ def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str
 def _look() -> Iterator[Finding]:
     yield _look_at_torch_version()
     yield _look_at_hash_seed()
+    yield _look_at_seed()
     for name, (allowed, reason) in _VARIABLES.items():
         yield judge_variable(name, allowed, reason, unset="the callback sets it")
     yield _look_at_nccl()
@@ -123,6 +125,22 @@ def _look_at_hash_seed() -> Finding:
         "not fixed",
         "Sets of strings have another order in each run; Python reads it when it starts.",
         "Start programs with PYTHONHASHSEED=0 (`d9m repeat` does).",
+    )
+
+
+def _look_at_seed() -> Finding:
+    text = os.environ.get("PL_GLOBAL_SEED")
+    if not text:
+        return Finding("PL_GLOBAL_SEED", "ok", "not set; seed_everything sets it")
+    if text.isdecimal() and int(text) <= HIGHEST_SEED:
+        return Finding("PL_GLOBAL_SEED", "ok", text)
+    return Finding(
+        "PL_GLOBAL_SEED",
+        "problem",
+        text,
+        "It is no seed: the callback, which takes its own from it, refuses it, and seed_everything "
+        "takes another.",
+        f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
     )
 
 

@@ -5,18 +5,21 @@ is put back by ``release``.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9m.control.generators import capture_generators, restore_generators
+from lightning_d9m.control.position import Requests, is_foreign, unwrap
 from lightning_d9m.control.replacements import Replacements
 from lightning_d9m.control.samplers import copy_loader, find_samplers, is_rankless, make_generator
-from lightning_d9m.control.samples import SeededDataset, Stream, WorkerInit
-from lightning_d9m.control.workers import drain_workers
+from lightning_d9m.control.samples import Apart, SeededCollate, SeededDataset, WorkerInit
+from lightning_d9m.control.stream import Stream
 from lightning_d9m.errors import SettingError
 
 # torch adds the epoch to a DistributedSampler's seed; users' subclasses give the sum to generators
@@ -31,8 +34,8 @@ class LoaderControl:
         seed: The base seed.
         fit: Ordinal of the fit in its process.
         rank: The data-parallel rank: workers of other ranks draw other numbers.
-        per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that results
-            do not depend on the number of workers.
+        per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that what it
+            draws does not depend on the batch that it is in, nor on the rank.
     """
 
     def __init__(self, seed: int, *, fit: int, rank: int, per_sample_rng: bool) -> None:
@@ -42,6 +45,48 @@ class LoaderControl:
         self._per_sample_rng = per_sample_rng
         self._taken: list[_Taken] = []
         self._replacements = Replacements()
+        self._consumed: dict[str, _Consumed] = {}
+
+    def resume(self, fit: int) -> None:
+        """Draw what another process's fit would draw; before any loader is taken over."""
+        self._fit = fit
+
+    def resume_epoch(
+        self,
+        stage: str,
+        epoch: int,
+        *,
+        batches: int,
+        cycled: Callable[[], bool],
+        samplers: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Go on within an epoch, whose first batches were consumed; before it is started.
+
+        Args:
+            stage: Whose loaders.
+            epoch: The epoch.
+            batches: How many batches each loader has given.
+            cycled: Whether a loader that ends before the epoch does is iterated anew.
+            samplers: What ``capture_samplers`` gave.
+        """
+        self._consumed[stage] = _Consumed(epoch, batches, cycled, samplers or {})
+
+    def capture_samplers(self, stage: str, *, within: bool) -> dict[str, Any]:
+        """Return the states of the generators that samplers of the user's keep for themselves.
+
+        Args:
+            stage: Whose loaders.
+            within: Whether an epoch is under way. Its order is drawn from the states that it began
+                with, so these are what it is resumed from.
+
+        Returns:
+            Plain values.
+        """
+        return {
+            str(taken.number): taken.at_start if within else taken.capture_samplers()
+            for taken in self._taken
+            if taken.stage == stage and taken.at_start
+        }
 
     def take_over(self, loader: Any, stage: str) -> Any:
         """Let a loader draw from streams of its own; return what to iterate.
@@ -86,8 +131,8 @@ class LoaderControl:
             if taken.first_epoch is None:
                 # Counted among those that were loaded together, so that a loader which is loaded
                 # anew every epoch draws the same, whether or not the run was resumed before it.
-                taken.number(sum(other.first_epoch == epoch for other in present), epoch)
-            taken.start_epoch(epoch)
+                taken.enter(sum(other.first_epoch == epoch for other in present), epoch)
+            taken.start_epoch(epoch, self._consumed.get(stage))
 
     def restart(self, stage: str) -> None:
         """Let a stage's loaders start their epoch anew: what they drew in it counts for nothing."""
@@ -116,6 +161,16 @@ class LoaderControl:
         return loader
 
 
+@dataclass(frozen=True)
+class _Consumed:
+    """How far an epoch had got when its run was interrupted."""
+
+    epoch: int
+    batches: int
+    cycled: Callable[[], bool]
+    samplers: Mapping[str, Any]
+
+
 class _Taken:
     """One loader under control."""
 
@@ -128,12 +183,12 @@ class _Taken:
         self.first_epoch: int | None = None
         self._stream = stream
         self._replacements = replacements
-        iterable = isinstance(loader.dataset, IterableDataset)
+        self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
         if per_sample and iterable:
             raise SettingError(
                 f"per_sample_rng is on and {type(loader.dataset).__name__} is an IterableDataset: "
                 "its samples have no index to seed them by. Use a dataset with indices, or switch "
-                "per_sample_rng off; runs with one number of workers are exact without it."
+                "per_sample_rng off; runs are exact without it."
             )
         # The base seed of the workers is drawn from here, not from the generator of the training.
         self._generator = torch.Generator()
@@ -143,29 +198,54 @@ class _Taken:
         if loader.num_workers > 0:
             init = WorkerInit(stream, loader.worker_init_fn)
             replacements.replace(loader, "worker_init_fn", init)
-        lives_on = loader.num_workers > 0 and loader.persistent_workers
-        if lives_on:
-            stream.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
-            # Workers that live already know nothing of these streams: new ones are started.
-            replacements.replace(loader, "_iterator", None)
-        self._drained = lives_on and not iterable
+            if loader.persistent_workers:
+                # Workers that live already know nothing of these streams: new ones are started.
+                replacements.replace(loader, "_iterator", None)
+                if iterable:
+                    stream.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.at_start: dict[str, Any] = {}
+        self._foreign = is_foreign(find_samplers(loader))
+        users = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._requests = Requests(users, stream, foreign=self._foreign)
+        batching = loader.batch_sampler is not None
+        replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
+        if not iterable:
+            if hasattr(loader, "load_state_dict"):
+                # torchdata's: the place in the epoch is found here.
+                replacements.replace(loader, "load_state_dict", _ignore)
+            apart = Apart()
+            seeded = SeededDataset(loader.dataset, stream, per_sample, apart)
+            replacements.replace(loader, "dataset", seeded)
+            replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, apart))
         # torch itself seeds a data pipe anew in every epoch, and takes it apart to do so.
-        if per_sample or (lives_on and not isinstance(loader.dataset, IterDataPipe)):
-            seeded = SeededDataset(loader.dataset, stream, per_sample)
+        elif stream.shared is not None and not isinstance(loader.dataset, IterDataPipe):
+            seeded = SeededDataset(loader.dataset, stream, per_sample, Apart())
             replacements.replace(loader, "dataset", seeded)
 
-    def number(self, number: int, epoch: int) -> None:
+    @property
+    def number(self) -> int:
+        """Ordinal of the loader in its stage."""
+        return self._stream.number
+
+    def capture_samplers(self) -> dict[str, Any]:
+        """Return the states of the generators that samplers of the user's keep for themselves."""
+        return capture_generators(self._owners())
+
+    def _owners(self) -> dict[str, object]:
+        loader = self.loader()
+        samplers = [] if loader is None or not self._foreign else find_samplers(loader)
+        return {str(number): sampler for number, sampler in enumerate(samplers)}
+
+    def enter(self, number: int, epoch: int) -> None:
         """Number the loader among those whose first epoch is the same."""
         self.first_epoch = epoch
         self._stream.number = number
 
-    def start_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int, consumed: _Consumed | None) -> None:
         loader = self.loader()
         if loader is None or epoch == self.started:
             return
         self.started = epoch
-        if self._drained:
-            drain_workers(loader)
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)
@@ -173,7 +253,16 @@ class _Taken:
         drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         self._stream.workers = int(drawn)
         self._generator.manual_seed(seed)
+        resumed = consumed is not None and consumed.epoch == epoch
+        if consumed is not None and resumed:
+            restore_generators(self._owners(), consumed.samplers.get(str(self.number), {}))
         self._seed_samplers(loader, epoch)
+        self.at_start = self.capture_samplers()
+        # A loader of an iterable dataset finds its place by itself, or not at all.
+        if consumed is not None and resumed and not self._iterable:
+            self._requests.start_epoch(consumed.batches, consumed.cycled)
+        else:
+            self._requests.start_epoch()
 
     def _seed_samplers(self, loader: Any, epoch: int) -> None:
         for number, sampler in enumerate(find_samplers(loader)):
@@ -193,11 +282,15 @@ class _Taken:
             generator.manual_seed(self._stream.derive("order", worker=number, shared=shared))
         # Lightning says the epoch only after it has made the iterator, whose workers may have been
         # given the order of epoch 0 by then: so a resumed run would see that again.
-        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        for sampler in (unwrap(loader.sampler), getattr(loader.batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 if "epoch" in getattr(sampler, "__dict__", ()):
                     self._replacements.replace(sampler, "epoch", epoch)
                 set_epoch(epoch)
+
+
+def _ignore(state: object) -> None:
+    """Leave out what is known already."""
 
 
 def _copy_original(loader: Any) -> Any:
@@ -205,6 +298,8 @@ def _copy_original(loader: Any) -> Any:
     twin = copy_loader(loader)
     if isinstance(twin.worker_init_fn, WorkerInit):
         twin.worker_init_fn = twin.worker_init_fn.users
+    if type(twin.collate_fn) is SeededCollate:
+        twin.collate_fn = twin.collate_fn.users
     if type(twin.dataset) is SeededDataset:
         object.__setattr__(twin, "dataset", vars(twin.dataset)["_dataset"])
     return twin

@@ -14,6 +14,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9m.control.position import unwrap
+
 # A loader keeps both, a batch sampler the first. Lightning's distributed wrapper keeps a `dataset`
 # that keeps the user's sampler as `_sampler`.
 _LINKS = ("sampler", "batch_sampler", "_sampler", "dataset")
@@ -81,7 +83,7 @@ def _copy(holder: Any, copies: dict[int, Any]) -> Any:
 def _links(holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name of attribute, sampler) for each sampler that is kept in ``holder``."""
     for name in _LINKS:
-        kept = getattr(holder, name, None)
+        kept = unwrap(getattr(holder, name, None))
         if kept is None:
             continue
         # A dataset is no sampler, but that of Lightning's wrapper leads to one.

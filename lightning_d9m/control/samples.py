@@ -1,71 +1,22 @@
-"""Seeding inside loader workers, and for single samples.
+"""Seeding inside loader workers, and for single batches and samples.
 
 What is sent to a worker must survive pickling (``spawn``), so nothing here is a closure.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_d9m.control.seeding import capture_host_rng, derive_seed, restore_rng, seed_host
+from lightning_d9m.control.numpy_state import NumpyState
+from lightning_d9m.control.position import Request
+from lightning_d9m.control.seeding import seed_host
+from lightning_d9m.control.stream import Stream
 from lightning_d9m.errors import SettingError
-
-
-@dataclass
-class Stream:
-    """Which random streams a loader draws from. A worker gets a copy of its own when it starts.
-
-    Attributes:
-        seed: The base seed.
-        fit: Ordinal of the fit in its process.
-        rank: The data-parallel rank.
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        number: Ordinal of the loader in its stage.
-        epoch: The epoch that this process is in.
-        workers: What torch draws for the workers of the epoch's first iteration.
-        shared: The epoch that the main process is in, int64 of shape (1,), in shared memory: seen
-            by workers that live for several epochs. None where none do.
-    """
-
-    seed: int
-    fit: int
-    rank: int
-    stage: str
-    number: int = 0
-    epoch: int = 0
-    workers: int = 0
-    shared: torch.Tensor | None = None
-
-    def start_epoch(self, epoch: int) -> None:
-        """Enter an epoch, in the main process."""
-        self.epoch = epoch
-        if self.shared is not None:
-            self.shared.fill_(epoch)
-
-    def follow(self) -> bool:
-        """Enter the main process's epoch; return whether it is another one."""
-        before = self.epoch
-        if self.shared is not None:
-            self.epoch = int(self.shared)
-        return self.epoch != before
-
-    def derive(
-        self, purpose: str, *, worker: int = 0, index: int | str = 0, shared: bool = False
-    ) -> int:
-        """Return a seed of this stream in its epoch; ``shared`` by all ranks."""
-        return derive_seed(
-            self.seed,
-            f"{self.stage} {self.number} {purpose}",
-            fit=self.fit,
-            rank=0 if shared else self.rank,
-            worker=worker,
-            epoch=self.epoch,
-            index=index,
-        )
 
 
 @dataclass(frozen=True)
@@ -87,6 +38,49 @@ class WorkerInit:
             self.users(worker)
 
 
+class Apart:
+    """The generators of the process while a batch is loaded in it: seeded, and then given back.
+
+    In a worker there is nothing to give back.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, NumpyState, torch.Tensor] | None = None
+
+    def begin(self, seed: int) -> None:
+        """Seed the generators, and keep what they were."""
+        if get_worker_info() is None and self._kept is None:
+            self._kept = random.getstate(), NumpyState(), torch.get_rng_state()
+        seed_host(seed)
+
+    def end(self) -> None:
+        """Give the generators back; where nothing was begun, do nothing."""
+        if self._kept is not None:
+            (python, numpy, torch_cpu), self._kept = self._kept, None
+            random.setstate(python)
+            numpy.give_back()
+            torch.set_rng_state(torch_cpu)
+
+
+class SeededCollate:
+    """The user's ``collate_fn``, which draws on from where the samples of its batch left off."""
+
+    def __init__(self, users: Callable[[Any], Any], apart: Apart) -> None:
+        vars(self).update(users=users, _apart=apart)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "users" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.users, name)
+
+    def __call__(self, samples: Any) -> Any:
+        """Make a batch of samples."""
+        try:
+            return self.users(samples)
+        finally:
+            self._apart.end()
+
+
 class SeededDataset:
     """A dataset that seeds the generators before it hands out samples.
 
@@ -97,20 +91,23 @@ class SeededDataset:
     Args:
         dataset: The user's dataset.
         stream: The loader's random streams.
-        per_sample: Seed before each sample by (seed, epoch, index); otherwise only a worker that
-            lives for several epochs is seeded anew, when an epoch begins.
+        per_sample: Seed before each sample by (seed, epoch, index); otherwise before each batch, by
+            (seed, rank, epoch, number of the batch).
+        apart: What gives the generators back when the batch is made.
     """
 
-    def __init__(self, dataset: Any, stream: Stream, per_sample: bool) -> None:
+    def __init__(self, dataset: Any, stream: Stream, per_sample: bool, apart: Apart) -> None:
         # Not as attributes: those are the user's dataset's.
-        vars(self).update(_dataset=dataset, _stream=stream, _per_sample=per_sample, _iterated=False)
+        vars(self).update(
+            _dataset=dataset, _stream=stream, _per_sample=per_sample, _apart=apart, _iterated=False
+        )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeededDataset, (self._dataset, self._stream, self._per_sample)
+        return SeededDataset, (self._dataset, self._stream, self._per_sample, self._apart)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -128,42 +125,54 @@ class SeededDataset:
 
     def __iter__(self) -> Iterator[Any]:
         # Called in a worker, at its start (`WorkerInit` has seeded it) and when an epoch begins.
-        if self._iterated:
-            self._seed_epoch()
+        info = get_worker_info()
+        if self._iterated and info is not None and self._stream.follow():
+            seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
         return iter(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, asked: Any) -> Any:
+        # A sample on its own: of a loader that does not batch, or of code that is no loader.
+        if isinstance(asked, Request):
+            return self._fetch(asked, lambda: self._fetch_sample(asked.indices, asked.epoch))
         if not self._per_sample:
-            self._seed_epoch()
-            return self._dataset[index]
-        self._stream.follow()
-        seed = self._stream.derive("sample", index=_index_text(index), shared=True)
-        if get_worker_info() is not None:
-            seed_host(seed)
-            return self._dataset[index]
-        # In the main process the model draws from the same generators.
-        state = capture_host_rng()
+            return self._dataset[asked]
+        alone = Request(asked, 0, self._stream.epoch)
         try:
-            seed_host(seed)
-            return self._dataset[index]
+            return self[alone]
         finally:
-            restore_rng(state)
+            self._apart.end()
 
-    def __getitems__(self, indices: Sequence[Any]) -> Any:
-        """Fetch a batch at once, as torch's loader does where a dataset offers it."""
+    def __getitems__(self, asked: Any) -> Any:
+        """Fetch a batch at once, as torch's loader asks for it."""
+        if isinstance(asked, Request):
+            return self._fetch(asked, lambda: self._fetch_batch(asked.indices, asked.epoch))
+        if self._per_sample:
+            return [self[index] for index in asked]
+        return self._fetch_batch(asked, self._stream.epoch)
+
+    def _fetch(self, asked: Request, fetch: Callable[[], Any]) -> Any:
+        self._apart.begin(asked.seed)
+        try:
+            return fetch()
+        except BaseException:
+            self._apart.end()
+            raise
+
+    def _fetch_batch(self, indices: Any, epoch: int) -> Any:
         fetch = getattr(self._dataset, "__getitems__", None)
         # With a seed for each sample they are fetched one by one.
         if self._per_sample or fetch is None:
-            return [self[index] for index in indices]
-        self._seed_epoch()
+            return [self._fetch_sample(index, epoch) for index in indices]
         return fetch(indices)
 
-    def _seed_epoch(self) -> None:
-        """Seed a long-lived worker anew when it meets another epoch."""
-        info = get_worker_info()
-        if info is not None and self._stream.follow():
-            seed_host(self._stream.derive("worker", worker=info.id))
+    def _fetch_sample(self, index: Any, epoch: int) -> Any:
+        if self._per_sample:
+            stream = self._stream
+            if stream.epoch != epoch:  # in a worker that was started in another one
+                stream = replace(stream, epoch=epoch, shared=None)
+            seed_host(stream.derive("sample", index=_index_text(index), shared=True))
+        return self._dataset[index]
 
 
 def _index_text(index: Any) -> int | str:

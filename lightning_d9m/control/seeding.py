@@ -59,11 +59,11 @@ def seed_host(seed: int) -> None:
     """Seed the generators of this process on the CPU: Python's, NumPy's and torch's.
 
     For loader workers and single samples: it takes microseconds, for no device is looked at.
-    torch's CPU generator takes the lower 32 bits of the seed.
+    NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
     random.seed(seed)
-    # NumPy's takes words of 32 bits.
-    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))  # noqa: NPY002 - user code draws from it
+    # NumPy's takes 32 bits; two words of 32 would take six times as long.
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it
     torch.default_generator.manual_seed(seed)
 
 

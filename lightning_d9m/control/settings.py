@@ -17,7 +17,7 @@ class Settings:
     Attributes:
         seed: Base of every seed, from 0 to 4294967295.
         per_sample_rng: Seed the random generators for every sample by (seed, epoch, index), so
-            that results do not depend on the number of loader workers.
+            that what a sample draws does not depend on its batch; else for every batch.
         threads: Number of intra-op CPU threads to pin, from 1; None keeps what is set.
         fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
             memory is exact too; it changes no bit of a correct program.

@@ -1,0 +1,197 @@
+"""What exact resume costs: finding the place in an epoch, saving the state, seeding each batch.
+
+    python benchmarks/resume.py
+
+Medians of several repeats, on the CPU, in milliseconds or microseconds as named. Results go to
+``benchmarks/results/resume-cpu.json``.
+"""
+
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_d9m import DeterminismCallback
+from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.position import Request
+from lightning_d9m.control.samples import Apart, SeededDataset
+from lightning_d9m.control.stream import Stream
+
+RESULTS = Path(__file__).parent / "results"
+SAMPLES = 10_000_000
+BATCH = 256
+
+
+class Counted(Dataset[Tensor]):
+    """Samples that cost nothing, and are counted when they are loaded."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.loaded = 0
+        self.sample = torch.zeros(4)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded += 1
+        return self.sample
+
+
+def median_seconds(act: Callable[[], object], repeats: int) -> float:
+    """Return the median time of an action, after one that is not timed."""
+    act()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_position(*, shuffle: bool) -> dict[str, float]:
+    """Measure the time to the first batch of an epoch: at its begin, and near its end."""
+    batches = SAMPLES // BATCH
+
+    def first_batch(skip: int) -> int:
+        dataset = Counted(SAMPLES)
+        loader = DataLoader(dataset, batch_size=BATCH, shuffle=shuffle)
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+        control.take_over(loader, "train")
+        control.resume_epoch("train", 0, batches=skip, cycled=bool)
+        control.start_epoch("train", 0)
+        next(iter(loader))
+        control.release()
+        return dataset.loaded
+
+    straight = median_seconds(lambda: first_batch(0), 5)
+    resumed = median_seconds(lambda: first_batch(batches - 2), 5)
+    return {
+        "seconds_to_first_batch_from_start": straight,
+        "seconds_to_first_batch_after_skip": resumed,
+        "samples_skipped": (batches - 2) * BATCH,
+        "samples_loaded": first_batch(batches - 2),
+    }
+
+
+class Perceptron(L.LightningModule):
+    """A multilayer perceptron of about 100,000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        """Return a loss."""
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Use AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+
+class Saving(L.Callback):
+    """Times our hook that adds the state, in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 0.0
+        self.bytes = 0
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: object,  # noqa: ARG002 - the hook's signature
+        batch: object,  # noqa: ARG002
+        batch_idx: int,
+    ) -> None:
+        """Save at the fifth batch."""
+        if batch_idx != 4:
+            return
+        (callback,) = (c for c in trainer.callbacks if isinstance(c, DeterminismCallback))
+        checkpoint: dict[str, object] = {}
+        act = lambda: callback.on_save_checkpoint(trainer, pl_module, checkpoint)  # noqa: E731
+        self.milliseconds = 1e3 * median_seconds(act, 50)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(checkpoint, Path(folder, "state.pt"))
+            self.bytes = Path(folder, "state.pt").stat().st_size
+
+
+def measure_saving() -> dict[str, float]:
+    """Measure the time and the size of one rank's state."""
+    saving = Saving()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=[DeterminismCallback(seed=1), saving],
+        )
+        trainer.fit(Perceptron(), DataLoader(torch.randn(320, 256), 32))
+    return {"milliseconds_per_rank": saving.milliseconds, "bytes_per_rank": saving.bytes}
+
+
+def measure_seeding() -> dict[str, float]:
+    """Measure what seeding adds to a batch and to a sample, where they are loaded."""
+    found = {}
+    indices = list(range(BATCH))
+    for name, per_sample in (("batch", False), ("sample", True)):
+        apart = Apart()
+        stream = Stream(1, 0, 0, "train")
+        seeded = SeededDataset(Counted(SAMPLES), stream, per_sample, apart)
+        plain = Counted(SAMPLES)
+
+        def fetch(seeded: SeededDataset = seeded, apart: Apart = apart) -> None:
+            seeded.__getitems__(Request(indices, 12345, 0))
+            apart.end()
+
+        with_seed = median_seconds(fetch, 50)
+        without = median_seconds(lambda plain=plain: [plain[i] for i in indices], 50)
+        units = BATCH if per_sample else 1
+        found[f"microseconds_per_{name}"] = 1e6 * (with_seed - without) / units
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    results = {
+        "position, shuffled": measure_position(shuffle=True),
+        "position, in order": measure_position(shuffle=False),
+        "saving": measure_saving(),
+        "seeding": measure_seeding(),
+    }
+    report = {
+        "benchmark": "resume",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "python": platform.python_version(),
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "samples": SAMPLES,
+        "batch_size": BATCH,
+        "results": results,
+    }
+    print(json.dumps(report, indent=2))
+    (RESULTS / "resume-cpu.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

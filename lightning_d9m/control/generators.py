@@ -1,0 +1,159 @@
+"""Generators as plain values: what a checkpoint holds of them, without pickled objects.
+
+Everything here loads with ``torch.load(..., weights_only=True)``: tensors, numbers, texts, lists
+and dicts.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_d9m.control.seeding import RngState
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# What these packages keep is theirs; only what they are given as an owner is looked into.
+_FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
+_MODULE = frozenset(vars(torch.nn.Module()))
+# How deep objects are searched for generators: loader -> dataset -> transform -> its list -> item.
+_DEPTH = 4
+
+
+def encode_rng(state: RngState) -> dict[str, Any]:
+    """Return the state of all generators of a process as plain values."""
+    return {
+        "python": _encode_python(state.python),
+        "numpy": _encode_plain(state.numpy),
+        "torch": state.torch_cpu,
+        "devices": {name: list(states) for name, states in state.devices.items()},
+    }
+
+
+def decode_rng(encoded: Mapping[str, Any]) -> RngState:
+    """Return the state that ``encode_rng`` gave as plain values."""
+    return RngState(
+        python=_decode_python(encoded["python"]),
+        numpy=_decode_plain(encoded["numpy"]),
+        torch_cpu=encoded["torch"],
+        devices={name: list(states) for name, states in encoded["devices"].items()},
+    )
+
+
+def capture_generators(owners: Mapping[str, object]) -> dict[str, Any]:
+    """Return the state of every generator that the objects keep for themselves.
+
+    Args:
+        owners: Objects by name. Their attributes are searched, and those of what they hold.
+
+    Returns:
+        Plain values by the generator's path, such as ``"model.noise"``.
+    """
+    return {path: _encode(generator) for path, generator in find_generators(owners).items()}
+
+
+def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any]) -> list[str]:
+    """Put every generator back into its captured state.
+
+    Returns:
+        The paths of generators that were captured and are no more, or are there and were not
+        captured.
+    """
+    found = find_generators(owners)
+    for path in encoded.keys() & found.keys():
+        _restore(found[path], encoded[path])
+    return sorted(encoded.keys() ^ found.keys())
+
+
+def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
+    """Return the generators that objects keep in attributes, lists and dicts, by path."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    pending = [(name, owner, 0) for name, owner in owners.items()]
+    while pending:
+        path, value, depth = pending.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _KINDS):
+            found[path] = value
+        elif depth < _DEPTH:
+            pending += [(f"{path}.{name}", part, depth + 1) for name, part in _parts(value, depth)]
+    return found
+
+
+def _parts(value: Any, depth: int) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        items = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(number), part) for number, part in enumerate(value)]
+    elif isinstance(value, torch.nn.Module):
+        # Its parts are modules with attributes of their own; the caller lists them.
+        items = [entry for entry in vars(value).items() if entry[0] not in _MODULE]
+    elif isinstance(value, torch.Tensor | np.ndarray | type | str | bytes):
+        return []
+    elif depth and type(value).__module__.partition(".")[0] in _FOREIGN:
+        return []  # a Trainer, a loader under control
+    else:
+        items = list(getattr(value, "__dict__", {}).items())
+    # A long list holds data; one kind of data has no generators in it.
+    return [] if len(items) > 1000 else items  # noqa: PLR2004 - no list of transforms is that long
+
+
+def _encode(generator: Any) -> dict[str, Any]:
+    if isinstance(generator, torch.Generator):
+        return {"kind": "torch", "state": generator.get_state()}
+    if isinstance(generator, np.random.Generator):
+        return {"kind": "numpy", "state": _encode_plain(generator.bit_generator.state)}
+    if isinstance(generator, np.random.RandomState):
+        return {"kind": "legacy", "state": _encode_plain(generator.get_state(legacy=False))}
+    try:
+        return {"kind": "python", "state": _encode_python(generator.getstate())}
+    except NotImplementedError:  # the system's generator has none
+        return {"kind": "none", "state": None}
+
+
+def _restore(generator: Any, encoded: Mapping[str, Any]) -> None:
+    state = encoded["state"]
+    if encoded["kind"] == "torch":
+        generator.set_state(state)
+    elif encoded["kind"] == "numpy":
+        generator.bit_generator.state = _decode_plain(state)
+    elif encoded["kind"] == "legacy":
+        generator.set_state(_decode_plain(state))
+    elif encoded["kind"] == "python":
+        generator.setstate(_decode_python(state))
+
+
+def _encode_python(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def _decode_python(encoded: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (encoded["version"], tuple(encoded["words"].tolist()), encoded["gauss"])
+
+
+def _encode_plain(value: Any) -> Any:
+    """Return NumPy's nested state with arrays as tensors, and long numbers as texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _encode_plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "bytes": torch.tensor(list(value.tobytes())).byte()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, int) and value.bit_length() > 63:  # noqa: PLR2004 - PCG64's have 128 bits
+        return {"number": str(value)}
+    return value
+
+
+def _decode_plain(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"number"}:
+        return int(value["number"])
+    if value.keys() == {"dtype", "bytes"}:
+        return np.frombuffer(value["bytes"].numpy().tobytes(), dtype=value["dtype"]).copy()
+    return {key: _decode_plain(part) for key, part in value.items()}

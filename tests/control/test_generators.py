@@ -1,0 +1,83 @@
+"""Generators are captured as plain values, wherever they are kept, and restored to the bit."""
+
+import io
+import random
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.control.generators import (
+    capture_generators,
+    decode_rng,
+    encode_rng,
+    find_generators,
+    restore_generators,
+)
+from lightning_d9m.control.seeding import capture_rng, restore_rng, rng_restored, seed_all
+
+
+def through_a_file(value):
+    """Return what a checkpoint gives back of a value."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def draw():
+    return (random.gauss(), random.random(), np.random.randn(), torch.randn(3).tolist())
+
+
+@given(seed=st.integers(0, 2**64 - 1), drawn=st.integers(0, 5))
+def test_the_generators_of_the_process_go_through_a_file(seed, drawn):
+    with rng_restored():
+        seed_all(seed)
+        for _ in range(drawn):
+            draw()
+        state = through_a_file(encode_rng(capture_rng()))
+        expected = draw()
+        seed_all(seed ^ 1)
+        restore_rng(decode_rng(state))
+        assert draw() == expected
+
+
+class Owner:
+    """Keeps a generator of every kind, here and there."""
+
+    def __init__(self, seed):
+        self.own = random.Random(seed)
+        self.parts = [np.random.default_rng(seed), {"key": np.random.RandomState(seed)}]
+        self.inner = lambda: None
+        self.inner.generator = torch.Generator().manual_seed(seed)
+        self.other = np.random.Generator(np.random.Philox(seed))
+        self.system = random.SystemRandom()
+        self.again = self.own
+        self.me = self
+
+    def draw(self):
+        found = [self.own.gauss(0, 1), self.parts[0].normal(), self.parts[1]["key"].randn()]
+        return [*found, torch.rand(2, generator=self.inner.generator).tolist(), self.other.random()]
+
+
+@given(seed=st.integers(0, 2**32 - 1), drawn=st.integers(0, 3))
+def test_generators_that_objects_keep_go_through_a_file(seed, drawn):
+    owner = Owner(seed)
+    for _ in range(drawn):
+        owner.draw()
+    state = through_a_file(capture_generators({"model": owner}))
+    assert len(state) == 6  # each once
+    expected = owner.draw()
+    other = Owner(1)
+    assert restore_generators({"model": other}, state) == []
+    assert other.draw() == expected
+
+
+def test_what_was_captured_and_is_not_there_is_told():
+    state = capture_generators({"a": [random.Random(1)]})
+    assert restore_generators({"b": [random.Random(1)]}, state) == ["a.0", "b.0"]
+
+
+def test_long_lists_of_data_are_not_searched():
+    assert find_generators({"data": [random.Random(1)] * 2000}) == {}
+    assert find_generators({"data": [[1, 2]], "none": None, "text": "text"}) == {}

@@ -1,0 +1,95 @@
+"""One process of a training that is interrupted and resumed; see adapters/test_resume_processes.py.
+
+Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "interrupted" (saved in
+the middle of an epoch, between two micro-batches, and ended there), "killed" (by the system, some
+batches after the checkpoint), "terminated" (asked to end by a signal) or "resumed".
+"""
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback
+from lightning_d9m.control import session
+
+folder, strategy, *whats = sys.argv[1:]
+checkpoint = Path(folder, "interrupted.ckpt")
+world = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+
+
+class Ended(Exception):  # noqa: N818 - no error
+    """Ends a run before its time."""
+
+
+class Ending(L.Callback):
+    """Saves a checkpoint in the middle of an epoch, and ends the run in some way."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2:
+            if self.how == "terminated":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            trainer.save_checkpoint(checkpoint)
+            if self.how == "interrupted":
+                raise Ended
+        if trainer.current_epoch == 1 and batch_idx == 4 and self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(what):
+    """Train as a run of its own would."""
+    session._fits = 0
+    callbacks = [DeterminismCallback(seed=5, ledger_dir=Path(folder, what))]
+    words = dict(QUIET)
+    if what not in {"straight", "resumed"}:
+        callbacks.append(Ending(what))
+    if what == "terminated":
+        saver = ModelCheckpoint(folder, filename=checkpoint.stem, save_on_exception=True)
+        callbacks.append(saver)
+        words["enable_checkpointing"] = True
+    trainer = L.Trainer(
+        **words,
+        max_epochs=2,
+        strategy=strategy,
+        devices=world if strategy == "ddp" else 1,
+        accumulate_grad_batches=2,
+        callbacks=callbacks,
+        default_root_dir=folder,
+    )
+    size = 96 * world
+    trainer.fit(
+        make_model(),
+        make_loader(size=size),
+        make_loader(size=size, shuffle=False),
+        ckpt_path=checkpoint if what == "resumed" else None,
+    )
+    return trainer
+
+
+def main():
+    """Train in turn."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for what in whats:
+        try:
+            trainer = fit(what)
+        except Ended:
+            continue
+    if trainer.is_global_zero:
+        # A script that saves on one rank at its end: whatever is ours waits for nobody.
+        saved = trainer._checkpoint_connector.dump_checkpoint()
+        assert len(saved["lightning_d9m"]["ranks"]) == world
+
+
+if __name__ == "__main__":
+    main()
