@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_d9m.adapters.bit_exact import assert_bit_exact
     from lightning_d9m.adapters.callback import DeterminismCallback
-    from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
+    from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
     from lightning_d9m.control.session import Session, deterministic, enable
     from lightning_d9m.control.settings import Settings
     from lightning_d9m.errors import (
+        CheckpointError,
         D9mError,
         DigestError,
         DriftError,
+        InexactResumeError,
         LedgerError,
         NotBitExactError,
         RankLostError,
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CheckpointError": "errors",
     "D9mError": "errors",
     "DeterminismCallback": "adapters.callback",
     "DigestError": "errors",
     "DriftError": "errors",
-    "HorovodDeterministicStrategy": "adapters.horovod",
+    "HorovodDeterministicStrategy": "adapters.horovod.strategy",
+    "InexactResumeError": "errors",
     "LedgerError": "errors",
     "NotBitExactError": "errors",
     "RankLostError": "errors",
@@ -53,11 +57,13 @@ _HOME = {
 }
 
 __all__ = [
+    "CheckpointError",
     "D9mError",
     "DeterminismCallback",
     "DigestError",
     "DriftError",
     "HorovodDeterministicStrategy",
+    "InexactResumeError",
     "LedgerError",
     "NotBitExactError",
     "RankLostError",
@@ -77,6 +83,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
+    if name == "probe":  # the module itself: lightning_d9m.probe.monitor(x, "name")
+        return import_module(f"{__name__}.probe")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

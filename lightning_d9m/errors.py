@@ -131,3 +131,27 @@ class RankLostError(D9mError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.doing = doing
+
+
+class InexactResumeError(D9mError, RuntimeError):
+    """A run that is resumed cannot end at the bits of the uninterrupted one.
+
+    Attributes:
+        reasons: Why, one sentence each.
+    """
+
+    def __init__(self, message: str, *, reasons: Sequence[str]) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
+class CheckpointError(D9mError, RuntimeError):
+    """A checkpoint is damaged, or is not the one that it says it is.
+
+    Attributes:
+        names: The tensors that hold other bytes than were saved; empty where none can be told.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)

@@ -123,7 +123,7 @@ def _serve(package: str) -> None:
 
 
 def _make_strategy() -> Any:
-    from lightning_d9m.adapters.horovod import HorovodDeterministicStrategy
+    from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 
     return HorovodDeterministicStrategy()
 

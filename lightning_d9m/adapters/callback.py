@@ -5,6 +5,7 @@ The hooks are thin: what they do lives in :mod:`lightning_d9m.control` and
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -13,15 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_d9m.adapters import horovod as _horovod  # noqa: F401 - makes its name known
+from lightning_d9m.adapters.horovod import strategy as _strategy  # noqa: F401 - makes its name known
+from lightning_d9m.adapters.interruption import steer
 from lightning_d9m.adapters.lightning_package import combined_base, loaded_packages
+from lightning_d9m.adapters.probing.probing import Probing
 from lightning_d9m.adapters.process_group import close_group_at_exit
+from lightning_d9m.adapters.resumption import Resumption
 from lightning_d9m.adapters.takeover import Takeover, inherit_settings, resolve_seed
 from lightning_d9m.adapters.testimony import Testimony, ranks_of
 from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.control.variables import EarlyVariables
 from lightning_d9m.errors import SettingError
+from lightning_d9m.evidence.probe_settings import make_settings
 from lightning_d9m.evidence.recorder import Policy
 
 if TYPE_CHECKING:
@@ -47,8 +52,8 @@ class DeterminismCallback(_Callback):
         ledger_dir: Folder in which each fit makes a new folder for its ledger. None takes ``d9m``
             under the Trainer's log directory. The variable ``LIGHTNING_D9M_LEDGER_DIR``, which
             ``d9m repeat`` sets, goes before both.
-        per_sample_rng: Seed the random generators for every sample, so that random augmentation
-            does not depend on the number of loader workers.
+        per_sample_rng: Seed the random generators for every sample, so that what it draws
+            does not depend on the batch that it is in; else they are seeded for every batch.
         threads: Number of intra-op CPU threads to pin; None keeps what is set. CPU results differ
             between numbers of threads.
         fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
@@ -58,6 +63,15 @@ class DeterminismCallback(_Callback):
         unpatched_ops: Names of operations to leave to torch all the same.
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged scalars that are not
             recorded, because they differ by nature: measured times, say.
+        on_inexact_resume: What to do when a fit goes on from a checkpoint and cannot end at the
+            bits of an uninterrupted one: ``"raise"``, or ``"warn"``, and record the break.
+        probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
+            ``"loss"`` or ``"output"``; ``"all"`` for all of them.
+        probe_modules: Patterns of the names of modules that are probed.
+        probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
+        probe_ranks: Ranks that record probes; None means all.
+        replay_every: Run the forward and backward pass of every N-th batch a second time and
+            compare all values; 0 for never.
 
     What is left at its default is taken from an active ``lightning_d9m.enable``.
 
@@ -82,8 +96,15 @@ class DeterminismCallback(_Callback):
         patch_ops: bool = False,
         unpatched_ops: Sequence[str] = (),
         ignored_metrics: Sequence[str] = (),
+        on_inexact_resume: Literal["raise", "warn"] = "raise",
+        probes: str | Sequence[str] = (),
+        probe_modules: str | Sequence[str] = "*",
+        probe_steps: str | None = None,
+        probe_ranks: int | Sequence[int] | None = None,
+        replay_every: int = 0,
     ) -> None:
         super().__init__()
+        _check_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn"))
         _check_choice("on_drift", on_drift, ("raise", "warn"))
         _check_choice("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore"))
         self._seed = seed
@@ -95,7 +116,7 @@ class DeterminismCallback(_Callback):
             patch_ops=patch_ops,
             unpatched_ops=_listed(unpatched_ops),
         )
-        policy = Policy(
+        self._policy = policy = Policy(
             reference=None if reference is None else Path(reference),
             on_drift=on_drift,
             on_stack_difference=on_stack_difference,
@@ -103,6 +124,15 @@ class DeterminismCallback(_Callback):
         self._testimony = Testimony(
             policy, None if ledger_dir is None else Path(ledger_dir), _listed(ignored_metrics)
         )
+        self._resumption = Resumption(on_inexact_resume)
+        probe_settings = make_settings(
+            probes=probes,
+            probe_modules=probe_modules,
+            probe_steps=probe_steps,
+            probe_ranks=probe_ranks,
+            replay_every=replay_every,
+        )
+        self._probing = Probing(probe_settings, _listed(ignored_metrics))
         self._takeover: Takeover | None = None
         # The launcher and NCCL start before `setup` is called: what they read is set here, and
         # restored when a run ends.
@@ -126,11 +156,32 @@ class DeterminismCallback(_Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say in the ledger that the run failed, and give everything back."""
+        if self._takeover is not None:
+            with suppress(Exception):  # the error that is being raised is the one to be seen
+                self._probing.flush()
+                self._resumption.keep(trainer, self._run, self._testimony, ended=False)
         self._close("failed", f"{type(exception).__name__}: {exception}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that the switches still stand, open the ledger and record the initial weights."""
+        self._resumption.begin(trainer, self._testimony)
+        self._testimony.further_settings = self._probing.as_record()
         self._testimony.begin(trainer, pl_module, self._run)
+        self._probing.begin(trainer, pl_module, self._testimony, self._policy.on_drift)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take what the batch starts from."""
+        self._probing.start_batch(trainer, pl_module, batch, batch_idx)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Take the loss."""
+        self._probing.take_loss(loss)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Take the gradients."""
+        self._probing.take_gradients(pl_module, optimizer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Seed the epoch."""
@@ -141,6 +192,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Keep the loss, without waiting for the device."""
         self._testimony.keep_loss(outputs)
+        self._probing.end_batch(trainer, outputs)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the epoch and hold it against the reference and the other ranks."""
@@ -148,7 +200,18 @@ class DeterminismCallback(_Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the final weights: by now averaging callbacks have rewritten them."""
+        self._probing.end()
         self._testimony.record(trainer, pl_module, self._run, "final")
+        self._resumption.keep(trainer, self._run, self._testimony, ended=True)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what an exact resume needs; also when the fit is over."""
+        self._probing.flush()
+        self._resumption.save(trainer, self._takeover, self._testimony, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take over from the run that saved it."""
+        self._resumption.load(trainer, self._run, checkpoint)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the RNG aside; within a fit this is done around the whole validation."""
@@ -208,9 +271,12 @@ class DeterminismCallback(_Callback):
         self._early.set()
         settings = inherit_settings(replace(self._settings, seed=resolve_seed(self._seed)))
         self._takeover = Takeover(trainer, settings, stage)
+        self._resumption.attach(trainer, self._takeover)
+        steer(trainer, stage)
         if trainer.is_global_zero:
             _report_hash_seed()
         if stage == "fit":
+            self._probing.read_variables()
             self._testimony.check_reference()
 
     def _check_trainer(self, trainer: Any) -> None:
@@ -231,6 +297,7 @@ class DeterminismCallback(_Callback):
 
     def _close(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
         try:
+            self._probing.end()
             self._testimony.end(status, error)
         finally:
             takeover, self._takeover = self._takeover, None

@@ -5,18 +5,25 @@ Exit status of every command: 0 equal or in order, 1 different or something foun
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
 from lightning_d9m import __version__
 from lightning_d9m.errors import D9mError
 
+_WIDEST = 100
 _COMMANDS = {
     "repeat": "run a command several times and say whether the runs agree bit for bit",
     "compare": "compare two ledgers and name the first divergence",
+    "report": "write how two ledgers compare as one HTML file",
+    "locate": "find the step, rank, module and operation at which a command's runs diverge",
+    "verify": "check that a checkpoint is whole, and find the epoch that it holds",
     "doctor": "what on this machine would make a run nondeterministic, and the fix",
     "ops": "the operations that torch leaves nondeterministic, and what is done about each",
+    "scan": "list what in a program's source would make its runs differ",
     "audit": "measure how nondeterministic ops, trainings and inference are here",
     "install-horovod": "build Horovod for the torch that is installed",
 }
@@ -54,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         # Here, where a reader that has gone can be dealt with, not when the interpreter ends.
         sys.stdout.flush()
     except D9mError as error:
-        print(f"d9m: error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     except KeyboardInterrupt:
         print("d9m: interrupted.", file=sys.stderr)
@@ -63,4 +70,41 @@ def main(words: Sequence[str] | None = None) -> int:
         # The reader of a pipe has gone (`d9m compare ... | head`): no error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        # Not 1, which says that runs differ. `python -X dev -m lightning_d9m` shows where.
+        if sys.flags.dev_mode:
+            raise
+        _print_error(_describe(error))
+        _drop_output()
+        return 2
     return status
+
+
+def _print_error(text: str) -> None:
+    """Print an error, on a terminal without words that are cut at its edge."""
+    lines = f"d9m: error: {text}".splitlines()
+    if sys.stderr.isatty():
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        words = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        # What is indented is laid out already: the end of a log, two values to be compared.
+        lines = [part for ln in lines for part in ([ln] if ln[:1] in ("", " ") else words.wrap(ln))]
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _describe(error: Exception) -> str:
+    """Return one line on an error that nobody foresaw."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        return f"{text}. Check the disk and the permissions."
+    return (
+        f"{type(error).__name__}: {text}. This is an error of d9m itself: please report it, with "
+        "what `python -X dev -m lightning_d9m ...` prints."
+    )
+
+
+def _drop_output() -> None:
+    """Give up what cannot be printed (a full disk, say), before the interpreter tries again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -85,7 +85,7 @@ def format_comparison(comparison: Comparison) -> list[str]:
             lines.append(f"Only the {name} run has a file of {_name_ranks(ranks)}.")
     for rank in comparison.ranks if not comparison.refusals else ():
         lines += _format_rank(rank)
-    return [*lines, *_wrap(_state_verdict(comparison))]
+    return [*lines, *_wrap(state_verdict(comparison))]
 
 
 def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
@@ -106,14 +106,40 @@ def _format_rank(rank: RankComparison) -> Iterator[str]:
     """Yield what differs on one rank, and what was left out; nothing for a rank in order."""
     if rank.first is not None:
         yield from _format_divergence(rank, rank.first)
-    for name, found, complete, truncated in (
-        ("expected", rank.only_expected, rank.expected_complete, rank.expected_truncated),
-        ("actual", rank.only_actual, rank.actual_complete, rank.actual_truncated),
+    for name, found, places, breaks, complete, truncated in (
+        (
+            "expected",
+            rank.only_expected,
+            rank.only_expected_places,
+            rank.expected_breaks,
+            rank.expected_complete,
+            rank.expected_truncated,
+        ),
+        (
+            "actual",
+            rank.only_actual,
+            rank.only_actual_places,
+            rank.actual_breaks,
+            rank.actual_complete,
+            rank.actual_truncated,
+        ),
     ):
         if found.count:
             records = counted(found.count, "record")
             yield from _wrap(
                 f"Rank {rank.rank}: only the {name} run has {records}, the first {found.first}."
+            )
+        if places.count:
+            number = counted(places.count, "probe")
+            yield from _wrap(
+                f"Rank {rank.rank}: only the {name} run has {number} in batches of both, the first "
+                f"{places.first}."
+            )
+        for found_break in breaks:
+            yield from _wrap(
+                f"Rank {rank.rank}: the {name} run was interrupted and resumed at epoch "
+                f"{found_break.epoch}, batch {found_break.batch} (step {found_break.step})"
+                + (f"; {plain(found_break.problem)}." if found_break.problem else ".")
             )
         if not complete:
             torn = "; its torn last record was left out" if truncated else ""
@@ -137,11 +163,19 @@ def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]
             "seed_everything at the top of the program).",
             "  ",
         )
-    yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
+    if rank.differing or not rank.places:
+        yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
+    if rank.places:
+        yield f"  Probes that differ: {rank.differing_places:,} of {rank.places:,},"
+        yield f"  in {rank.differing_batches:,} of {counted(rank.batches, 'batch', 'batches')}."
 
 
-def _state_verdict(comparison: Comparison) -> str:
+def state_verdict(comparison: Comparison) -> str:
+    """Return the verdict in a sentence, with what it rests on."""
     records = counted(sum(rank.records for rank in comparison.ranks), "record")
+    if places := sum(rank.places for rank in comparison.ranks):
+        batches = counted(sum(rank.batches for rank in comparison.ranks), "batch", "batches")
+        records += f" and {counted(places, 'probe')} of {batches}"
     if comparison.verdict == "equal":
         digests = sum(rank.digests for rank in comparison.ranks)
         epochs = counted(max(rank.epochs for rank in comparison.ranks), "epoch")

@@ -21,14 +21,18 @@ _NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a te
 _NOT_BY_VARIABLE = "nothing: it is given in the program"
 # Read by the part that each steers, whoever built the callback; not all of them are its settings.
 STEERING = (
+    "LIGHTNING_D9M_CHECKPOINT_DIR",
     "LIGHTNING_D9M_CONTROL",
     "LIGHTNING_D9M_DUMP",
+    "LIGHTNING_D9M_INTERRUPT",
+    "LIGHTNING_D9M_KEEP_WEIGHTS",
     "LIGHTNING_D9M_LEDGER_DIR",
     "LIGHTNING_D9M_PROBES",
     "LIGHTNING_D9M_PROBE_MODULES",
     "LIGHTNING_D9M_PROBE_RANKS",
     "LIGHTNING_D9M_PROBE_STEPS",
     "LIGHTNING_D9M_REPLAY_EVERY",
+    "LIGHTNING_D9M_RESUME",
 )
 
 

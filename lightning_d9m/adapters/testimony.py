@@ -1,8 +1,9 @@
 """What a Trainer's fit says about itself: read off the Trainer, handed to the recorder."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -50,6 +51,8 @@ class Testimony:
         self._recorder: Recorder | None = None
         self._outputs: OutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
+        self._resumed: dict[str, Json] | None = None
+        self.further_settings: dict[str, str | int] = {}
         self._loss: torch.Tensor | None = None
         self._epoch = 0
 
@@ -67,8 +70,9 @@ class Testimony:
         Raises:
             SettingError: When a switch no longer stands.
         """
-        self._loss = None
-        self._evaluations.clear()
+        if self._resumed is None:
+            self._loss = None
+            self._evaluations.clear()
         self._epoch = trainer.current_epoch
         self._ranks = ranks_of(trainer)
         header, facts, replicated = self._ranks.together(
@@ -80,13 +84,38 @@ class Testimony:
         )
         self._recorder = Recorder(
             self._make_folder(trainer, "fit"),
-            header,
+            replace(header, settings={**header.settings, **self.further_settings}),
             policy=self._policy,
             ranks=self._ranks,
             replicated=replicated,
         )
-        self._recorder.begin(facts)
-        self.record(trainer, module, run, "initial")
+        resumed, self._resumed = self._resumed, None
+        self._recorder.begin(facts, resumed)
+        if resumed is None:
+            self.record(trainer, module, run, "initial")
+
+    @property
+    def standing(self) -> dict[str, str] | None:
+        """The ledger's folder, and the check of this rank's last record; None without one."""
+        return None if self._recorder is None else self._recorder.standing
+
+    @property
+    def pending(self) -> dict[str, Any]:
+        """What is kept for the next record, as plain values."""
+        return {"loss": self._loss_text(), "evaluations": list(self._evaluations)}
+
+    def resume(self, record: Mapping[str, Json], pending: Mapping[str, Any]) -> None:
+        """Continue another ledger with the one that ``begin`` opens next.
+
+        Args:
+            record: Fields of the record that says so.
+            pending: What was pending in the run that wrote the other one.
+        """
+        self._resumed = {"kind": "resume", **record}
+        loss = pending.get("loss")
+        number = None if loss is None else float.fromhex(loss)
+        self._loss = None if number is None else torch.tensor(number, dtype=torch.float64)
+        self._evaluations[:] = pending.get("evaluations", [])
 
     def keep_loss(self, outputs: object) -> None:
         """Keep the loss of a step as it is, on its device."""
@@ -117,6 +146,11 @@ class Testimony:
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
         if self._recorder.compares:
             log_drift(trainer.loggers, differing, trainer.global_step)
+
+    def append(self, record: Mapping[str, Json]) -> None:
+        """Write a record of another part, if a ledger is open."""
+        if self._recorder is not None:
+            self._recorder.append(record)
 
     def begin_evaluation(self, trainer: Any, module: Any, run: Takeover, stage: str) -> None:
         """Begin to digest what an evaluation returns; one that is no part of a fit gets a ledger.
@@ -165,7 +199,7 @@ class Testimony:
             self._append_model(trainer, module, "final")
 
     def _append_evaluations(self) -> None:
-        """Write evaluations after the digests of their epoch: where both differ, weights come first.
+        """Write evaluations after the digests of their epoch: if both differ, weights come first.
 
         An evaluation differs because the weights do, far more often than by itself.
         """
@@ -207,9 +241,12 @@ class Testimony:
             step=trainer.global_step,
             totals=snapshot.totals,
             groups=snapshot.groups,
-            loss=None if self._loss is None else float(self._loss).hex(),
+            loss=self._loss_text(),
             scalars={} if moment == "initial" else self._scalars_of(trainer),
         )
+
+    def _loss_text(self) -> str | None:
+        return None if self._loss is None else float(self._loss).hex()
 
     def _scalars_of(self, trainer: Any) -> dict[str, str]:
         """Return what was logged; a vector is left out: what training depends on is digested."""
@@ -246,7 +283,7 @@ def _header_of(trainer: Any, run: Takeover) -> Header:
         world_size=trainer.world_size,
         fit=run.fit,
         seed=run.settings.seed,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         settings=run.settings.as_record() | ({} if control_is_on() else {"control": "off"}),
         stack=capture_stack(_layout(trainer)),
         package=__version__,

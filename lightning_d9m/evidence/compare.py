@@ -3,127 +3,77 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import TypeAlias
 
-from lightning_d9m.evidence.alignment import align_records, describe_record
+from lightning_d9m.evidence.alignment import Item, align_records, describe_record
+from lightning_d9m.evidence.batches import (
+    Batch,
+    BatchComparison,
+    compare_batches,
+)
+from lightning_d9m.evidence.comparison import (
+    NONE,
+    PLACES_KEPT,
+    Comparison,
+    Divergence,
+    OneSided,
+    RankComparison,
+)
 from lightning_d9m.evidence.difference import (
     Difference,
     FieldDifference,
+    batch_difference,
     header_refusals,
+    name_call,
     record_difference,
     run_refusals,
     setting_differences,
 )
+from lightning_d9m.evidence.display import plain
 from lightning_d9m.evidence.ledger import Ledger
+from lightning_d9m.evidence.lineage import LineageReader
 from lightning_d9m.evidence.rank_file import RankReader
-from lightning_d9m.evidence.records import Digests, End, Header, Record, RunFacts
+from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
 from lightning_d9m.evidence.stack import stack_differences
 
-_TICK_MASK = 2**16 - 1
+__all__ = [
+    "Comparison",
+    "Divergence",
+    "OneSided",
+    "RankComparison",
+    "Watch",
+    "compare_ledgers",
+    "first_divergences",
+]
+
+_TICK = 2**16
 
 
-@dataclass(frozen=True, slots=True)
-class OneSided:
-    """Records that only one of two runs has.
+Watch: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
 
-    Attributes:
-        count: Their number.
-        first: The first of them, in words; empty when there is none.
+
+def first_divergences(expected: Ledger, actual: Ledger) -> list[Divergence]:
+    """Return the first divergence of each rank that has one, the earliest first.
+
+    The order of execution decides within a rank: that of the records in the file, and within a
+    batch that of the places in the earlier run. A place that only one run has is no divergence; it
+    is counted in ``RankComparison``, and listed in ``Divergence.one_sided``.
+
+    An empty list does not say that the runs are equal: they may be incomparable, or one may end
+    early. ``compare_ledgers(...).verdict`` says that; it also has these divergences.
+
+    Raises:
+        LedgerError: When a record of either is malformed or was edited.
     """
-
-    count: int
-    first: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankComparison:
-    """How one rank's files compare.
-
-    Attributes:
-        rank: The rank.
-        records: Number of pairs of records that were compared.
-        digests: How many of these hold digests of the training's state.
-        epochs: How many of these are the end of an epoch.
-        differing: How many pairs differ.
-        first: The first divergence; None when all pairs agree.
-        only_expected: Records that only the earlier run has.
-        only_actual: Records that only the later run has.
-        expected_complete: Whether the earlier run wrote its last record; a killed one does not.
-        actual_complete: Whether the later run did.
-        expected_truncated: Whether the earlier run's last record is torn, and was left out.
-        actual_truncated: Whether the later run's is.
-    """
-
-    rank: int
-    records: int
-    digests: int
-    epochs: int
-    differing: int
-    first: Difference | None
-    only_expected: OneSided
-    only_actual: OneSided
-    expected_complete: bool
-    actual_complete: bool
-    expected_truncated: bool
-    actual_truncated: bool
-
-    @property
-    def equal(self) -> bool:
-        """Whether both files hold the same evidence."""
-        return not (self.differing or self.only_expected.count or self.only_actual.count)
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How two ledgers compare.
-
-    Attributes:
-        expected: The earlier run's ledger.
-        actual: The later run's ledger.
-        stack: Fields in which the stacks differ.
-        settings: Settings that differ and leave the runs comparable.
-        refusals: What makes the runs incomparable: another seed, model, dataset, world size, ...
-        ranks: One entry for each rank that both ledgers have; empty when there are refusals that
-            the headers show.
-        ranks_only_expected: Ranks that only the earlier ledger has.
-        ranks_only_actual: Ranks that only the later ledger has.
-    """
-
-    expected: Path
-    actual: Path
-    stack: tuple[FieldDifference, ...]
-    settings: tuple[FieldDifference, ...]
-    refusals: tuple[FieldDifference, ...]
-    ranks: tuple[RankComparison, ...]
-    ranks_only_expected: tuple[int, ...]
-    ranks_only_actual: tuple[int, ...]
-
-    @property
-    def verdict(self) -> Literal["equal", "different", "not comparable"]:
-        """``"equal"`` only when something was compared and no record differs or is missing."""
-        if self.refusals or not self.ranks:
-            return "not comparable"
-        whole = not (self.ranks_only_expected or self.ranks_only_actual)
-        if not whole or not all(rank.equal for rank in self.ranks):
-            return "different"
-        # Where nothing differs because no digest was there to compare, nothing is proven.
-        return "equal" if all(rank.digests for rank in self.ranks) else "not comparable"
-
-    @property
-    def equal(self) -> bool:
-        """Whether the runs are proven to agree bit for bit."""
-        return self.verdict == "equal"
-
-    @property
-    def first(self) -> tuple[int, Difference] | None:
-        """The rank that diverges first, and how; of several in one step, the lowest."""
-        found = [(rank.rank, rank.first) for rank in self.ranks if rank.first is not None]
-        return min(found, key=lambda entry: (entry[1].epoch, entry[1].step), default=None)
+    return compare_ledgers(expected, actual).divergences
 
 
 def compare_ledgers(
-    expected: Ledger, actual: Ledger, *, progress: Callable[[int], None] | None = None
+    expected: Ledger,
+    actual: Ledger,
+    *,
+    progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
 ) -> Comparison:
     """Compare two ledgers rank by rank.
 
@@ -133,7 +83,10 @@ def compare_ledgers(
     Args:
         expected: The earlier run.
         actual: The later run.
-        progress: Called now and then with the number of records that were compared so far.
+        progress: Called now and then with the number of records and places compared so far.
+        watch: Called for each pair with (rank, record, its counterpart, how the probes of the batch
+            compare); a record that one run has alone has the counterpart None, equal records are
+            one object, and unknown kinds with equal bytes are two times None.
 
     Raises:
         LedgerError: When a record of either is malformed or was edited.
@@ -151,10 +104,11 @@ def compare_ledgers(
         refusals += _on_ranks(header_refusals(one, other), where)
     ranks: list[RankComparison] = []
     for rank in common if not refusals else ():
-        done = sum(entry.records for entry in ranks)
+        done = sum(entry.records + entry.places for entry in ranks)
         with expected.open(rank) as one_file, actual.open(rank) as other_file:
             tick = partial(_report, progress, done)
-            comparison, found_in_run = _compare_rank(rank, one_file, other_file, tick)
+            files = (one_file, other_file)
+            comparison, found_in_run = _compare_rank(rank, files, tick, watch)
         ranks.append(comparison)
         refusals += _on_ranks(found_in_run, (rank,))
     return Comparison(
@@ -192,51 +146,150 @@ def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
 class _Tally:
     """What the comparison of one rank's files has found so far."""
 
+    rank: int
+    watched: bool
     records: int = 0
     digests: int = 0
     epochs: int = 0
     differing: int = 0
     first: Difference | None = None
+    divergence: Divergence | None = None
     refusals: list[FieldDifference] = field(default_factory=list)
+    batches: int = 0
+    differing_batches: int = 0
+    places: int = 0
+    differing_places: int = 0
+    only: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
+    only_places: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
+    # The batch that was counted last, and the last that was counted as differing.
+    batch: tuple[int, int] = (-1, -1)
+    differing_batch: tuple[int, int] = (-1, -1)
 
-    def count(self, one: Record, other: Record) -> None:
+    def count(self, one: Item, other: Item) -> BatchComparison | None:
         """Count two counterparts, and how they differ."""
+        if isinstance(one, Batch) and isinstance(other, Batch):
+            return self._count_batch(one, other)
         self.records += 1
         if isinstance(one, Digests):
             self.digests += 1
             self.epochs += one.moment == "epoch"
-        if one is other:
-            return
+        if one is other or isinstance(one, Batch) or isinstance(other, Batch):
+            return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
         elif self.first is None or isinstance(one, End):
             difference = record_difference(one, other)
             self.differing += difference is not None
-            self.first = self.first or difference
+            if difference is not None and self.first is None:
+                self.first = difference
+                self.divergence = _at_record(self.rank, difference)
         else:
             # Only the first is described: after it most records differ, and that takes time.
             self.differing += one != other
+        return None
+
+    def count_alone(self, side: int, record: Item) -> None:
+        """Count a record that only the earlier (0) or the later run (1) has."""
+        found = self.only[side]
+        self.only[side] = OneSided(found.count + 1, found.first or describe_record(record))
+
+    def _count_batch(self, one: Batch, other: Batch) -> BatchComparison | None:
+        number = (one.epoch, one.batch)
+        self.batches += number != self.batch
+        self.batch = number
+        if one is other:
+            self.places += one.size
+            return None
+        # Once the first is known, places are listed for who watches only.
+        listed = self.watched or self.first is None
+        found = compare_batches(one, other, listed=listed)
+        self.places += found.places
+        where = describe_record(other)
+        for side, places in enumerate((found.only_expected, found.only_actual)):
+            if places:
+                known = self.only_places[side]
+                name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
+                first = known.first or f"{plain(name)} in {where}"
+                self.only_places[side] = OneSided(known.count + len(places), first)
+        if found.count:
+            self.differing_batches += number != self.differing_batch
+            self.differing_batch = number
+            self.differing_places += found.count
+            if self.first is None:
+                self.first = batch_difference(found, where)
+                self.divergence = _at_place(self.rank, found)
+        return found
+
+
+def _at_place(rank: int, found: BatchComparison) -> Divergence:
+    first = found.differing[0]
+    alone = (*found.only_expected[:PLACES_KEPT], *found.only_actual[:PLACES_KEPT])
+    return Divergence(
+        rank=rank,
+        moment="batch",
+        epoch=found.epoch,
+        step=found.step,
+        batch=found.batch,
+        kind=first.kind,
+        name=first.name,
+        call=first.call,
+        position=first.position,
+        expected=str(first.expected),
+        actual=str(first.actual),
+        places=tuple(found.differing[:PLACES_KEPT]),
+        count=found.count,
+        compared=found.places,
+        one_sided=alone,
+    )
+
+
+def _at_record(rank: int, found: Difference) -> Divergence:
+    return Divergence(
+        rank=rank,
+        moment=found.moment,
+        epoch=found.epoch,
+        step=found.step,
+        batch=None,
+        kind=found.group,
+        name=found.names[0],
+        call=0,
+        position=0,
+        expected=found.expected,
+        actual=found.actual,
+        places=(),
+        count=found.count,
+        compared=found.total,
+    )
 
 
 def _compare_rank(
-    rank: int, expected: RankReader, actual: RankReader, progress: Callable[[int], None]
+    rank: int,
+    files: tuple[RankReader, RankReader],
+    progress: Callable[[int], None],
+    watch: Watch | None,
 ) -> tuple[RankComparison, list[FieldDifference]]:
     """Compare two files; stop where they turn out to be incomparable."""
-    tally = _Tally()
-    only_expected, only_actual = OneSided(0, ""), OneSided(0, "")
-    for one, other in align_records(expected, actual):
+    tally = _Tally(rank, watched=watch is not None)
+    ticked = 0
+    for one, other in align_records(*files):
+        found = None
         if one is not None and other is not None:
-            tally.count(one, other)
+            found = tally.count(one, other)
             if tally.refusals:
                 break
         elif one is not None:
-            only_expected = _add(only_expected, one)
+            tally.count_alone(0, one)
         elif other is not None:
-            only_actual = _add(only_actual, other)
+            tally.count_alone(1, other)
         else:
             tally.records += 1
-        if not tally.records & _TICK_MASK:
-            progress(tally.records)
+        if watch is not None:
+            watch(rank, one, other, found)
+        done = tally.records + tally.places
+        if done - ticked > _TICK:
+            ticked = done
+            progress(done)
+    expected, actual = files
     comparison = RankComparison(
         rank=rank,
         records=tally.records,
@@ -244,15 +297,20 @@ def _compare_rank(
         epochs=tally.epochs,
         differing=tally.differing,
         first=tally.first,
-        only_expected=only_expected,
-        only_actual=only_actual,
+        only_expected=tally.only[0],
+        only_actual=tally.only[1],
         expected_complete=expected.complete,
         actual_complete=actual.complete,
         expected_truncated=expected.truncated,
         actual_truncated=actual.truncated,
+        batches=tally.batches,
+        differing_batches=tally.differing_batches,
+        places=tally.places,
+        differing_places=tally.differing_places,
+        only_expected_places=tally.only_places[0],
+        only_actual_places=tally.only_places[1],
+        divergence=tally.divergence,
+        expected_breaks=expected.breaks if isinstance(expected, LineageReader) else (),
+        actual_breaks=actual.breaks if isinstance(actual, LineageReader) else (),
     )
     return comparison, tally.refusals
-
-
-def _add(found: OneSided, record: Record) -> OneSided:
-    return OneSided(found.count + 1, found.first or describe_record(record))

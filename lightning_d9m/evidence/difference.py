@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.evidence.alignment import describe_record
+from lightning_d9m.evidence.batches import BatchComparison
 from lightning_d9m.evidence.records import (
     Digests,
     End,
@@ -173,6 +174,37 @@ def record_difference(expected: Record, actual: Record) -> Difference | None:
         return _digests_difference(expected, actual)
     fields = [_comparable_fields(record) for record in (expected, actual)]
     return _build("", actual, {str(fields[0]["kind"]): (fields[0], fields[1])})
+
+
+def batch_difference(found: BatchComparison, where: str) -> Difference | None:
+    """Return how the probes of a batch differ, or None when those in common agree."""
+    if not found.differing:
+        return None
+    first = found.differing[0]
+    same_kind = [entry for entry in found.differing if entry.kind == first.kind]
+    return Difference(
+        kind="probes",
+        where=where,
+        moment="",
+        epoch=found.epoch,
+        step=found.step,
+        group=first.kind,
+        names=tuple(name_call(entry.name, entry.call) for entry in same_kind[:NAMES_KEPT]),
+        count=found.count,
+        total=found.places,
+        expected=str(first.expected),
+        actual=str(first.actual),
+        by_group=found.by_kind,
+    )
+
+
+def name_call(name: str, call: int) -> str:
+    """Return the name of a place, with the number of the call where it is not the first.
+
+    >>> name_call("encoder", 0), name_call("encoder", 2)
+    ('encoder', 'encoder (call 2)')
+    """
+    return f"{name} (call {call})" if call else name
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:

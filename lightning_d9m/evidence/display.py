@@ -70,10 +70,10 @@ def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun.
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun; the plural is formed with an s unless it is given.
 
     >>> counted(1, "record"), counted(2500, "record")
     ('1 record', '2,500 records')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.display import plain, shown
+from lightning_d9m.evidence.lineage import open_lineage
 from lightning_d9m.evidence.rank_file import (
     CHAIN_START,
     MAX_HEADER,
@@ -107,6 +108,11 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             self._file: int | None = os.open(path, flags, 0o666)
         except (OSError, ValueError) as error:
             raise LedgerError(f"The ledger {path} cannot be made: {explain(error)}") from error
+
+    @property
+    def check(self) -> str:
+        """The check of the last record: 16 hex digits."""
+        return self._check.decode()
 
     def write(self, record: Mapping[str, Json]) -> None:
         """Append one record.
@@ -225,7 +231,7 @@ class Ledger:
         return next(iter(self.headers.values()))
 
     def open(self, rank: int) -> RankReader:
-        """Open one rank's file.
+        """Open one rank's file, with those of the runs that it continues, if it was resumed.
 
         Raises:
             LedgerError: When the ledger has no file of this rank.
@@ -233,7 +239,7 @@ class Ledger:
         if rank not in self.files:
             there = ", ".join(str(number) for number in list(self.files)[:8])
             raise LedgerError(f"{self.path} has no file of rank {rank}; it has rank {there}.")
-        return RankReader(self.files[rank])
+        return open_lineage(self.files[rank])
 
     def records(self, rank: int) -> Iterator[Record]:
         """Yield the records of one rank after the header, as a stream."""

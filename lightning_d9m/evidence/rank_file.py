@@ -18,7 +18,16 @@ from typing import BinaryIO
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.display import shown
-from lightning_d9m.evidence.records import SCHEMA, Digests, Header, Record
+from lightning_d9m.evidence.layouts import Layouts
+from lightning_d9m.evidence.records import (
+    DIGEST_DIGITS,
+    SCHEMA,
+    Digests,
+    Header,
+    Layout,
+    Probes,
+    Record,
+)
 from lightning_d9m.evidence.schema import FieldError, decode_record
 
 CHAIN_START = b"0" * 16
@@ -48,6 +57,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         truncated: Whether the last line was found to be torn, as a killed run leaves it. Known when
             the file has been read to its end.
         complete: Whether the last record is an ``End``. Known at the end, too.
+        layouts: The layouts among the records that were parsed.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
@@ -59,6 +69,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.line = 0
         self.truncated = False
         self.complete = False
+        self.layouts = Layouts()
         self._check = CHAIN_START
         self._stream = _open_regular(path)
         try:
@@ -66,6 +77,11 @@ class RankReader(AbstractContextManager["RankReader"]):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def check(self) -> str:
+        """The check of the record that was read last: 16 hex digits."""
+        return self._check.decode()
 
     def bodies(self) -> Iterator[bytes]:
         """Yield the JSON text of each record after the header, verified but not parsed."""
@@ -80,7 +96,7 @@ class RankReader(AbstractContextManager["RankReader"]):
             check = blake2b(previous + head, digest_size=8).hexdigest().encode()
             if line[-_TAIL:] != b',"check":"%b"}\n' % check:
                 raise self._broken(line)
-            previous = check
+            previous = self._check = check
             yield head + b"}"
         self.complete = head.startswith(b'{"kind":"end"')
 
@@ -93,10 +109,15 @@ class RankReader(AbstractContextManager["RankReader"]):
         """Parse the record that ``bodies`` yielded last.
 
         Raises:
-            LedgerError: With file, line and field, when the record breaks the schema.
+            LedgerError: With file, line and field, when the record breaks the schema, or needs a
+                layout that was not parsed before it.
         """
         try:
             record = decode_record(body)
+            if isinstance(record, Layout):
+                self.layouts.add(record)
+            elif isinstance(record, Probes):
+                self.layouts.check_size(record.layout, len(record.digests) // DIGEST_DIGITS)
         except FieldError as error:
             raise self._malformed(error) from error
         if isinstance(record, Header):

@@ -4,6 +4,7 @@ Framework-free: ranks talk through ``Ranks``, so that what crosses them is teste
 any.
 """
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -77,15 +78,26 @@ class Recorder:
         """Whether there is anything that this run is held against."""
         return self._reference is not None or (self._gather is not None and bool(self._replicated))
 
-    def begin(self, facts: RunFacts) -> None:
+    @property
+    def standing(self) -> dict[str, str] | None:
+        """The folder, and the check of the last record that was written; None once it is closed."""
+        if self._writer is None:
+            return None
+        return {"folder": str(self.folder.absolute()), "check": self._writer.check}
+
+    def begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None = None) -> None:
         """Write the header and the facts of the run, and accept or refuse the reference.
+
+        Args:
+            facts: What is trained.
+            resumed: The record that says which ledger this one continues; None for none.
 
         Raises:
             LedgerError: When the ledger cannot be written or the reference not be read.
             StackDifferenceError: When the reference's stack differs, unless the policy allows it.
             ReferenceRefusedError: When the reference comes from another experiment.
         """
-        self._ranks.together(lambda: self._begin(facts))
+        self._ranks.together(lambda: self._begin(facts, resumed))
 
     def record(self, digests: Digests) -> int:
         """Write one moment's digests, and compare them.
@@ -138,9 +150,11 @@ class Recorder:
         if unchecked is not None:
             warnings.warn(unchecked, stacklevel=2)
 
-    def _begin(self, facts: RunFacts) -> None:
+    def _begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None) -> None:
         self._writer = LedgerWriter(rank_path(self.folder, self._header.rank))
         self._writer.write(self._header.as_record())
+        if resumed is not None:
+            self._writer.write(self._relative(resumed))
         self._writer.write(facts.as_record())
         if self._policy.reference is None:
             return
@@ -153,6 +167,16 @@ class Recorder:
             warnings.warn(warning, stacklevel=2)
         reference.check_header(self._header)
         reference.check_run(facts)
+        if resumed is not None:
+            reference.pass_over(resumed["epoch"])
+
+    def _relative(self, resumed: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Name the parent as seen from this folder, so that both may be moved together."""
+        parent = resumed.get("parent")
+        with suppress(ValueError):  # on Windows, another drive
+            if parent:
+                return {**resumed, "parent": os.path.relpath(parent, self.folder)}
+        return resumed
 
     def _record(self, digests: Digests) -> list[DriftError]:
         assert self._writer is not None, "begin() comes first"

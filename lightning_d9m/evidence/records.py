@@ -10,9 +10,14 @@ from typing import Any, TypeAlias
 
 Scalar: TypeAlias = str | int | float | bool | None
 Json: TypeAlias = Any
+# Kind, name, call: where a value was met within a batch.
+Place: TypeAlias = tuple[str, str, int]
 
 SCHEMA = 1
 MAX_NAME = 4096
+# The most places of one layout, so that a record of probes has at most 512 KiB.
+MAX_PLACES = 16_384
+DIGEST_DIGITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +168,91 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of probes, which later records refer to by number.
+
+    Attributes:
+        id: Its number; from here on the number means these places.
+        places: (kind, name, call) in order of execution; call = how often this kind and name
+            occurred before within the batch.
+    """
+
+    id: int
+    places: tuple[Place, ...]
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        places = [list(place) for place in self.places]
+        return {"kind": "layout", "id": self.id, "places": places}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """Digests at the places of one batch, or of a part of it.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step when the batch began.
+        batch: Index of the batch within the epoch.
+        layout: Number of the ``Layout`` that names the places.
+        digests: 32 hex digits for each place, concatenated.
+        extra: Fields that this version does not know.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    layout: int
+    digests: str
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "probes",
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.batch,
+            "layout": self.layout,
+            "digests": self.digests,
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What a run continues that was resumed from a checkpoint.
+
+    Attributes:
+        parent: The folder that is continued, as it was named.
+        parent_check: The check of its last record when the checkpoint was saved.
+        epoch: The epoch that was next or under way.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        extra: Fields that this version does not know.
+    """
+
+    parent: str
+    parent_check: str
+    epoch: int
+    step: int
+    batch: int
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "resume",
+            "parent": self.parent,
+            "parent_check": self.parent_check,
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.batch,
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Opaque:
     """A record of a kind that this version does not know: kept and compared field by field."""
 
@@ -174,4 +264,4 @@ class Opaque:
         return {"kind": self.kind, **self.fields}
 
 
-Record: TypeAlias = Header | RunFacts | Digests | End | Opaque
+Record: TypeAlias = Header | RunFacts | Digests | Layout | Probes | Resume | End | Opaque

@@ -7,18 +7,25 @@ nesting have been checked. Nothing is unpickled, nothing is executed.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 from lightning_d9m.evidence.display import shown
 from lightning_d9m.evidence.records import (
+    DIGEST_DIGITS,
     MAX_NAME,
+    MAX_PLACES,
     Digests,
     End,
     Header,
     Json,
+    Layout,
     LoaderFacts,
     Opaque,
+    Place,
+    Probes,
     Record,
+    Resume,
     RunFacts,
     Scalar,
 )
@@ -30,6 +37,8 @@ MAX_DEPTH = 16
 MAX_ITEMS = 1_000_000
 
 _HEX_32 = re.compile(r"[0-9a-f]{32}")
+_CHECK = re.compile(r"[0-9a-f]{16}")
+_HEX = b"0123456789abcdef"
 
 
 class FieldError(ValueError):
@@ -81,10 +90,10 @@ class _Fields:
         value = self.take(name)
         if not isinstance(value, dict):
             raise FieldError(self.path + name, f"must be an object, and is {shown(value)}")
-        for key in value:
-            if len(key) > MAX_NAME:
-                allowed = f"must have names of at most {MAX_NAME} characters"
-                raise FieldError(self.path + name, f"{allowed}, and has {shown(key)}")
+        if max(map(len, value), default=0) > MAX_NAME:
+            long = max(value, key=len)
+            allowed = f"must have names of at most {MAX_NAME} characters"
+            raise FieldError(self.path + name, f"{allowed}, and has {shown(long)}")
         return value
 
     def scalars(self, name: str) -> dict[str, Scalar]:
@@ -102,9 +111,19 @@ class _Fields:
 
     def digests(self, name: str) -> dict[str, str]:
         table = self.table(name)
-        for key, value in table.items():
-            _digest(f"{self.path}{name}.{key}", value)
+        if not _are_digests(table.values()):
+            for key, value in table.items():
+                _digest(f"{self.path}{name}.{key}", value)
         return table
+
+
+def _are_digests(values: Collection[Json]) -> bool:
+    """Whether all are digests: together, because one by one takes most of the reading's time."""
+    try:
+        digits = "".join(values).encode()
+    except (TypeError, UnicodeEncodeError):
+        return False
+    return set(map(len, values)) <= {DIGEST_DIGITS} and not digits.translate(None, _HEX)
 
 
 def _digest(path: str, value: Json) -> str:
@@ -182,6 +201,61 @@ def _parse_digests(fields: _Fields) -> Digests:
     )
 
 
+def _parse_layout(fields: _Fields) -> Layout:
+    number, listed = fields.whole("id"), fields.take("places")
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_PLACES:
+        found = f"has {len(listed)}" if isinstance(listed, list) else f"is {shown(listed)}"
+        raise FieldError("places", f"must be a list of 1 to {MAX_PLACES} places, and {found}")
+    places = tuple(_parse_place(index, entry) for index, entry in enumerate(listed))
+    if len(set(places)) < len(places):
+        (twice, _), *_ = Counter(places).most_common(1)
+        raise FieldError("places", f"names a place twice: {shown(twice)}")
+    if fields.rest:
+        # Two layouts mean the same exactly when their places are equal.
+        raise FieldError(next(iter(fields.rest)), "is not a field of a layout")
+    return Layout(number, places)
+
+
+def _parse_place(index: int, entry: Json) -> Place:
+    if isinstance(entry, list) and len(entry) == 3:  # noqa: PLR2004 - kind, name, call
+        kind, name, call = entry
+        texts = isinstance(kind, str) and isinstance(name, str)
+        if texts and len(kind) + len(name) <= MAX_NAME and type(call) is int and call >= 0:
+            return kind, name, call
+    allowed = f"must be [kind, name, call], texts of at most {MAX_NAME} characters and a number"
+    raise FieldError(f"places.{index}", f"{allowed}, and is {shown(entry)}")
+
+
+def _parse_probes(fields: _Fields) -> Probes:
+    digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_PLACES)
+    if not digests or len(digests) % DIGEST_DIGITS or digests.encode().translate(None, _HEX):
+        allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
+        raise FieldError("digests", f"{allowed}, and has {len(digests)} characters")
+    return Probes(
+        epoch=fields.whole("epoch"),
+        step=fields.whole("step"),
+        batch=fields.whole("batch"),
+        layout=fields.whole("layout"),
+        digests=digests,
+        extra=fields.rest,
+    )
+
+
+def _parse_resume(fields: _Fields) -> Resume:
+    check = fields.text("parent_check")
+    if check and _CHECK.fullmatch(check) is None:
+        allowed = "must be 16 lowercase hex digits, or empty where there is no ledger"
+        raise FieldError("parent_check", f"{allowed}, and is {shown(check)}")
+    return Resume(
+        parent=fields.text("parent"),
+        parent_check=check,
+        epoch=fields.whole("epoch"),
+        step=fields.whole("step"),
+        batch=fields.whole("batch"),
+        extra=fields.rest,
+    )
+
+
 def _parse_end(fields: _Fields) -> End:
     status = fields.text("status")
     if status not in ("finished", "failed"):
@@ -195,6 +269,9 @@ _PARSERS: dict[str, Callable[[_Fields], Record]] = {
     "header": _parse_header,
     "run": _parse_run,
     "digests": _parse_digests,
+    "layout": _parse_layout,
+    "probes": _parse_probes,
+    "resume": _parse_resume,
     "end": _parse_end,
 }
 KNOWN_KINDS = tuple(_PARSERS)
@@ -247,6 +324,27 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 _decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant).decode
 
 
+_NUMBER = rb"(0|[1-9][0-9]{0,17})"
+_PROBES_HEAD = re.compile(
+    rb'{"kind":"probes","epoch":%b,"step":%b,"batch":%b,"layout":%b,"digests":"' % ((_NUMBER,) * 4)
+)
+
+
+def _decode_probes(body: bytes) -> Probes | None:
+    """Read probes as lightning_d9m writes them, ten times faster than as any JSON."""
+    head = _PROBES_HEAD.match(body)
+    if head is None or not body.endswith(b'"}'):
+        return None
+    digests = body[head.end() : -2]
+    size = len(digests)
+    whole = 0 < size <= DIGEST_DIGITS * MAX_PLACES and not size % DIGEST_DIGITS
+    if not whole or digests.translate(None, _HEX):
+        return None
+    epoch, step, batch, layout = map(int, head.groups())
+    text = digests.decode("ascii")
+    return Probes(epoch=epoch, step=step, batch=batch, layout=layout, digests=text)
+
+
 def decode_record(body: bytes) -> Record:
     """Parse the JSON text of one record, without its check.
 
@@ -255,6 +353,8 @@ def decode_record(body: bytes) -> Record:
     """
     if len(body) > MAX_ITEMS and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_ITEMS:
         raise FieldError("record", f"holds more than {MAX_ITEMS} values")
+    if (record := _decode_probes(body)) is not None:
+        return record
     fields: Json
     try:
         fields = _decode(body.decode("utf-8"))

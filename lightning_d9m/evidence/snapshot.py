@@ -75,13 +75,13 @@ def take_snapshot(
             else:
                 tensors[group, plain_name(name)] = tensor
     for number, optimizer in enumerate(optimizers):
-        for name, value in _optimizer_state(optimizer, names):
+        for name, value in optimizer_state(optimizer, names):
             if isinstance(value, Tensor):
                 tensors["optimizers", f"{number}.{name}"] = value
             else:
-                groups["optimizers"][f"{number}.{name}"] = digest_value(_digestible(value))
+                groups["optimizers"][f"{number}.{name}"] = _digest_state(value)
     for number, scheduler in enumerate(schedulers):
-        groups["schedulers"][str(number)] = digest_value(_digestible(scheduler.state_dict()))
+        groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     for (group, name), value in zip(tensors, digest_many(list(tensors.values())), strict=True):
         groups[group][name] = value
     return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
@@ -92,8 +92,15 @@ def _is_lazy(tensor: Tensor) -> bool:
     return bool(is_lazy(tensor))
 
 
-def _digestible(value: Any) -> Any:
-    """Return the value with its type in the place of whatever in it has no defined bytes."""
+def _digest_state(value: object) -> str:
+    """Digest a value, with its type in the place of whatever in it has no defined bytes."""
+    try:
+        return digest_value(value)
+    except DigestError:
+        return digest_value(_digestible(value))
+
+
+def _digestible(value: object) -> object:
     try:
         encode(value)
     except DigestError:
@@ -110,7 +117,7 @@ def _sum_up(entries: Mapping[str, str]) -> str:
     return xxh3_128_hexdigest(json.dumps(sorted(entries.items()), separators=(",", ":")).encode())
 
 
-def _optimizer_state(
+def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterable[tuple[str, object]]:
     """Yield (name, value) for the settings of each parameter group and the state of each."""

@@ -230,7 +230,7 @@ def test_not_a_ledger_is_an_error(tmp_path):
 
 def test_progress_is_shown_to_a_person_only(tmp_path, capsys, monkeypatch):
     """On the error stream, and wiped away at the end."""
-    monkeypatch.setattr("lightning_d9m.evidence.compare._TICK_MASK", 0)
+    monkeypatch.setattr("lightning_d9m.evidence.compare._TICK", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     one, other = write(tmp_path), write(tmp_path)
     assert run(parse(one, other)) == 0
@@ -265,3 +265,48 @@ def test_misuse_has_status_2(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"d9m: error: {tmp_path} holds no ledger")
     assert "Traceback" not in done.stderr
+
+
+def write_trace(parent, *, drift=None, places=4, batches=3):
+    """Write a run with probes; from batch ``drift`` on, the last two places differ."""
+    folder = create_ledger_folder(parent)
+    names = [["output", f"encoder.layers.{number}", 0] for number in range(places)]
+    header = Header(
+        rank=0, world_size=1, fit=0, seed=0, created="", settings={}, stack={}, package="0"
+    )
+    with LedgerWriter(rank_path(folder, 0)) as writer:
+        writer.write(header.as_record())
+        writer.write({"kind": "layout", "id": 0, "places": names})
+        for batch in range(batches):
+            differs = 2 if drift is not None and batch >= drift else 0
+            digests = "0" * 32 * (places - differs) + "f" * 32 * differs
+            record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
+            writer.write(record | {"digests": digests})
+        writer.write(End(status="finished").as_record())
+    return folder
+
+
+def test_probes_that_are_equal(tmp_path, capsys):
+    """How many, of how many batches."""
+    status, output = compare(capsys, write_trace(tmp_path), write_trace(tmp_path))
+    assert status == 0
+    assert narrow(output).startswith("\nequal: 1 record and 12 probes of 3 batches bit for bit")
+
+
+def test_probes_that_differ(tmp_path, capsys):
+    """The first in order of execution, and what only one run has."""
+    one, other = write_trace(tmp_path), write_trace(tmp_path, drift=1, places=5)
+    status, output = compare(capsys, one, other)
+    assert status == 1
+    assert narrow(output) == (
+        "\nRank 0 diverges first in batch 1 of epoch 0 (step 1):\n"
+        "  output: 1 of 4 differ\n"
+        "  first output: encoder.layers.3\n"
+        f"    expected: {'0' * 32}\n"
+        f"    actual:   {'f' * 32}\n"
+        "  Probes that differ: 2 of 12,\n"
+        "  in 2 of 3 batches.\n"
+        "Rank 0: only the actual run has 3 probes in batches of both, the first output\n"
+        "encoder.layers.4 in batch 0 of epoch 0 (step 0).\n"
+        "different: 1 record and 12 probes of 3 batches compared."
+    )

@@ -78,7 +78,7 @@ class TestEqual:
 
     def test_progress_is_reported(self, runs, monkeypatch):
         """Long work says how far it is."""
-        monkeypatch.setattr("lightning_d9m.evidence.compare._TICK_MASK", 0)
+        monkeypatch.setattr("lightning_d9m.evidence.compare._TICK", 0)
         seen = []
         compare(runs.write(world_size=2), runs.write(world_size=2), progress=seen.append)
         assert seen == [*range(1, 8), *range(8, 15)]

@@ -1,0 +1,213 @@
+"""How fast and in how much memory ``d9m compare`` holds two ledgers against each other.
+
+    python benchmarks/compare.py -o benchmarks/results/compare.json
+
+Each case is a synthetic pair that is compared by a process of its own, so that its peak of resident
+memory is that of the case alone. Times are the best of several and include reading, the check of
+every line and the parsing of what must be parsed; the files are in the page cache.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from lightning_d9m.evidence.compare import compare_ledgers
+from lightning_d9m.evidence.ledger import LedgerWriter, read_ledger
+from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+
+# Places a batch, for the modules of a small network and of a large one; share of all places.
+SHAPES = {"small batches (64 places)": (64, 0.2), "large batches (2,048)": (2_048, 1.0)}
+WEIGHTS = 16
+
+
+def write_trace(path, places, batches, *, turned=False, other_from=None, others=None):
+    """Write a trace; from a batch on, ``others`` of the places have other digests.
+
+    Args:
+        path: The file.
+        places: Places in each batch.
+        batches: Number of batches.
+        turned: Whether the places come in another order.
+        other_from: The first batch that differs; None for none.
+        others: How many places differ from there on.
+    """
+    names = [["output", f"encoder.layers.{n // 8}.block.{n % 8}", 0] for n in range(places)]
+    order = list(range(places))
+    if turned:
+        order[0::2], order[1::2] = order[1::2], order[0::2]
+    draw = random.Random(0)  # noqa: S311 - any digits do
+    pool = [[f"{draw.getrandbits(128):032x}" for _ in range(places)] for _ in range(7)]
+    with LedgerWriter(path) as writer:
+        begin(writer)
+        writer.write({"kind": "layout", "id": 0, "places": [names[n] for n in order]})
+        for batch in range(batches):
+            digests = [pool[batch % 7][n] for n in order]
+            if other_from is not None and batch >= other_from:
+                digests[-others:] = ["f" * 32] * others
+            record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
+            writer.write(record | {"digests": "".join(digests)})
+        writer.write(End(status="finished").as_record())
+
+
+def write_epochs(path, epochs, *, other_from=None):
+    """Write the digests of many epochs of a model with a few weights."""
+    with LedgerWriter(path) as writer:
+        begin(writer)
+        for epoch in range(epochs):
+            other = other_from is not None and epoch >= other_from
+            weights = {f"layers.{n}.weight": f"{epoch * 31 + n:032x}" for n in range(WEIGHTS)}
+            if other:
+                weights["layers.3.weight"] = "f" * 32
+            digests = Digests(
+                moment="epoch", epoch=epoch, step=epoch, totals={}, groups={"weights": weights}
+            )
+            writer.write(digests.as_record())
+        writer.write(End(status="finished").as_record())
+
+
+def write_small_records(path, count):
+    """Write records of a kind that this version does not know, of one digest each."""
+    with LedgerWriter(path) as writer:
+        begin(writer)
+        for step in range(count):
+            record = {"kind": "probe", "epoch": 0, "step": step, "name": "layers.0.weight"}
+            writer.write(record | {"digest": f"{step:032x}"})
+        writer.write(End(status="finished").as_record())
+
+
+def begin(writer):
+    """Write what every ledger begins with."""
+    created = str(time.time_ns())  # as in real runs, no two headers are equal
+    header = Header(
+        rank=0, world_size=1, fit=0, seed=0, created=created, settings={}, stack={}, package="0"
+    )
+    writer.write(header.as_record())
+    writer.write(RunFacts(model="m", parameters=1, train=()).as_record())
+
+
+def measure_here(paths, repeats):
+    """Compare two files in this process; return seconds, verdict, counts and peak memory."""
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        comparison = compare_ledgers(*(read_ledger(path) for path in paths))
+        seconds.append(time.perf_counter() - begun)
+    (rank,) = comparison.ranks
+    return {
+        "verdict": comparison.verdict,
+        "records": rank.records,
+        "places": rank.places,
+        "differing": rank.differing + rank.differing_places,
+        "seconds": min(seconds),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def measure(name, write, other, count, repeats):
+    """Write a pair, compare it in a process of its own, and say the rate."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / "expected.jsonl", Path(folder) / "actual.jsonl"]
+        write(paths[0])
+        (other or write)(paths[1])
+        command = [sys.executable, __file__, "--pair", *map(str, paths), "-r", str(repeats)]
+        result = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        result |= {
+            "case": name,
+            "per_second": round(count / result["seconds"]),
+            "bytes_per_record": round(paths[0].stat().st_size / count, 1),
+        }
+    print(
+        f"{name:<52} {result['per_second']:>12,}/s {result['peak_rss_mb']:6.0f} MB "
+        f"{result['bytes_per_record']:6.1f} B  {result['verdict']}",
+        flush=True,
+    )
+    return result
+
+
+def run_cases(places, epochs, repeats):
+    """Measure every case."""
+    cases = []
+    for shape, (size, share) in SHAPES.items():
+        batches = int(places * share) // size
+        half = batches // 2
+        pairs = {
+            "equal": {},
+            "one place differs from the middle on": {"other_from": half, "others": 1},
+            "all places differ from the first on": {"other_from": 0, "others": size},
+            "another order of places": {"turned": True},
+        }
+        for name, change in pairs.items():
+            cases.append(
+                measure(
+                    f"{shape}: {name}",
+                    lambda path, size=size, batches=batches: write_trace(path, size, batches),
+                    lambda path, size=size, batches=batches, change=change: write_trace(
+                        path, size, batches, **change
+                    ),
+                    batches * size,
+                    repeats,
+                )
+            )
+    cases.append(
+        measure(
+            "epoch digests (16 weights): equal",
+            lambda path: write_epochs(path, epochs),
+            None,
+            epochs,
+            repeats,
+        )
+    )
+    cases.append(
+        measure(
+            "epoch digests (16 weights): half differ",
+            lambda path: write_epochs(path, epochs),
+            lambda path: write_epochs(path, epochs, other_from=epochs // 2),
+            epochs,
+            repeats,
+        )
+    )
+    small = 5 * epochs
+    cases.append(
+        measure(
+            "records of one digest each: equal",
+            lambda path: write_small_records(path, small),
+            None,
+            small,
+            repeats,
+        )
+    )
+    return cases
+
+
+def main():
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-n", "--places", type=int, default=10_000_000)
+    parser.add_argument("-e", "--epochs", type=int, default=100_000)
+    parser.add_argument("-r", "--repeats", type=int, default=2)
+    parser.add_argument("--pair", nargs=2, type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.pair:
+        print(json.dumps(measure_here(arguments.pair, arguments.repeats)))
+        return
+    cases = run_cases(arguments.places, arguments.epochs, arguments.repeats)
+    facts = {
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "places": arguments.places,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

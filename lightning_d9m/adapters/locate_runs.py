@@ -1,0 +1,93 @@
+"""Pairs of runs of one command, steered by variables, and how they compare."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from lightning_d9m.adapters.repeat_run import make_run_folder, read_fits, run_once
+from lightning_d9m.errors import CommandError
+from lightning_d9m.evidence.compare import Comparison, compare_ledgers
+from lightning_d9m.evidence.ledger import Ledger
+from lightning_d9m.evidence.records import Digests
+
+_DUMP = "LIGHTNING_D9M_DUMP"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs and how they compare.
+
+    Attributes:
+        fit: Name of the first fit that differs; of the last when none does.
+        comparison: How that fit compares.
+        expected: Its ledger in the first run.
+        dumps: The folders of dumps of the two runs, if any were asked for.
+    """
+
+    fit: str
+    comparison: Comparison
+    expected: Ledger
+    dumps: tuple[Path, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs."""
+        return not self.comparison.equal
+
+    def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
+        """Return the global steps of an epoch, from the first up to but without the last."""
+        ends = {-1: 0}
+        for record in self.expected.records(min(self.expected.files)):
+            if isinstance(record, Digests) and record.moment == "epoch":
+                ends[record.epoch] = record.step
+        return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
+
+
+@dataclass
+class Runner:
+    """Runs the command in pairs, each run in a folder of its own.
+
+    Attributes:
+        words: The command.
+        output: Folder for all runs.
+        timeout: Seconds after which a run counts as hanging.
+        steering: Variables of every run.
+    """
+
+    words: list[str]
+    output: Path
+    timeout: float | None
+    steering: Mapping[str, str]
+    tell: Callable[[str], None]
+    _numbers: "count[int]" = field(default_factory=lambda: count(1))
+
+    def run_pair(self, stage: str, *, dump: bool = False, **probes: str) -> Pair:
+        """Run twice and compare; the names of ``probes`` are those of the settings.
+
+        Raises:
+            CommandError: When a run fails, or the two leave different ledgers.
+        """
+        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
+        found: list[dict[str, Ledger]] = []
+        dumps: list[Path] = []
+        for _ in range(2):
+            number = next(self._numbers)
+            folder = make_run_folder(self.output, f"run-{number:03d}")
+            if dump:
+                dumps.append(folder / "dump")
+                variables[_DUMP] = str(dumps[-1])
+            title = f"run {number}, {stage}"
+            steering = {**self.steering, **variables}
+            run_once(self.words, folder, title=title, timeout=self.timeout, steering=steering)
+            found.append(read_fits(folder, self.words))
+        if found[0].keys() != found[1].keys():
+            raise CommandError(
+                f"The two runs left other ledgers: {', '.join(found[0])} and "
+                f"{', '.join(found[1])}. Each run must fit the same models in the same order."
+            )
+        pairs = [
+            Pair(name, compare_ledgers(ledger, found[1][name]), ledger, tuple(dumps))
+            for name, ledger in found[0].items()
+        ]
+        return next((pair for pair in pairs if pair.differs), pairs[-1])

@@ -1,0 +1,136 @@
+"""Places at which a fit can be interrupted: their names, and the choice among them.
+
+Nothing here imports torch.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_d9m.errors import SettingError
+
+INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
+FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
+RESUME = "LIGHTNING_D9M_RESUME"
+# In that folder: what a survey found, the checkpoint, and the mark that the place was reached.
+SURVEY = "survey"
+CHECKPOINT = "interrupted.ckpt"
+MARK = "killed"
+
+Kind = Literal["epoch", "batch", "validation", "validated"]
+_PLACE = re.compile(rf"({'|'.join(get_args(Kind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place within a fit.
+
+    Attributes:
+        kind: ``"epoch"`` at the end of an epoch, ``"batch"`` after a batch of training,
+            ``"validation"`` after a batch of a validation, ``"validated"`` at a validation's end.
+        epoch: The epoch, counted from 0.
+        number: How many batches of the epoch's training or validations are done; 0 at an end.
+        later: How many more batches are trained before the process is killed.
+    """
+
+    kind: Kind
+    epoch: int
+    number: int = 0
+    later: int = 0
+
+    def __str__(self) -> str:
+        number = f":{self.number}" if self.number else ""
+        return f"{self.kind}:{self.epoch}{number}" + (f"+{self.later}" if self.later else "")
+
+
+@dataclass(frozen=True)
+class EpochShape:
+    """What an epoch consists of.
+
+    Attributes:
+        epoch: Its number, counted from 0.
+        batches: How many batches were trained.
+        accumulated: How many of them share one step of the optimizer.
+        validation: How many batches were validated within it.
+    """
+
+    epoch: int
+    batches: int
+    accumulated: int
+    validation: int
+
+    def has_accumulation(self) -> bool:
+        """Whether there is a place between two batches of one step."""
+        return self.accumulated > 1 and self.batches > 1
+
+
+def parse_place(text: str) -> Place:
+    """Read a place from its text.
+
+    Raises:
+        SettingError: When it is none.
+
+    >>> parse_place("batch:1:7+3")
+    Place(kind='batch', epoch=1, number=7, later=3)
+    """
+    match = _PLACE.fullmatch(text)
+    if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
+        raise SettingError(
+            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, epoch:E, validated:E, "
+            "batch:E:N or validation:E:N, with whole numbers, and +N after it for N batches more."
+        )
+    kind: Kind = match[1]  # type: ignore[assignment]
+    return Place(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
+
+
+def choose_places(epochs: Sequence[EpochShape]) -> list[tuple[Place, str]]:
+    """Choose one place of each kind that a fit has, near its middle, and say what happens there.
+
+    Args:
+        epochs: The epochs of the fit.
+    """
+    return list(_choose(epochs))
+
+
+def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[Place, str]]:
+    middle = len(epochs) // 2
+    if middle > 0:
+        number = epochs[middle - 1].epoch
+        yield Place("epoch", number), f"killed at the end of epoch {number}"
+    if shape := _nearest(epochs, lambda shape: shape.batches > shape.accumulated):
+        # At a step of the optimizer, with training that went on after the checkpoint.
+        step = shape.accumulated
+        done = max(step, shape.batches // 2 // step * step)
+        later = shape.batches - done + 1 if shape is not epochs[-1] else 0
+        yield (
+            Place("batch", shape.epoch, done, later),
+            f"saved after batch {done} of {shape.batches} of epoch {shape.epoch}, killed "
+            + (f"{later} batches later" if later else "there"),
+        )
+    if shape := _nearest(epochs, EpochShape.has_accumulation):
+        within = [n for n in range(1, shape.batches) if n % shape.accumulated]
+        done = within[len(within) // 2]
+        yield (
+            Place("batch", shape.epoch, done),
+            f"killed after batch {done} of epoch {shape.epoch}, between accumulated batches",
+        )
+    if shape := _nearest(epochs, lambda shape: shape.validation > 0):
+        done = max(1, shape.validation // 2)
+        yield (
+            Place("validation", shape.epoch, done),
+            f"killed in epoch {shape.epoch}'s validation, after batch {done} of {shape.validation}",
+        )
+        yield (
+            Place("validated", shape.epoch),
+            f"killed at the end of epoch {shape.epoch}'s validation",
+        )
+
+
+def _nearest(
+    epochs: Sequence[EpochShape], suits: Callable[[EpochShape], bool]
+) -> EpochShape | None:
+    """Return the epoch nearest to the middle that suits, if there is one."""
+    middle = len(epochs) // 2
+    found = [(abs(n - middle), n) for n, shape in enumerate(epochs) if suits(shape)]
+    return epochs[min(found)[1]] if found else None

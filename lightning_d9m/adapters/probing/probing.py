@@ -1,0 +1,176 @@
+"""The probes of one Trainer's fits: hooks go on for the batches that are probed, and come off."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from lightning_d9m.adapters.probing.module_hooks import hook_model
+from lightning_d9m.adapters.probing.op_mode import OpMode
+from lightning_d9m.adapters.probing.replay import Replay
+from lightning_d9m.adapters.probing.states import take_states
+from lightning_d9m.adapters.probing.wrapping import put_around
+from lightning_d9m.adapters.testimony import Testimony
+from lightning_d9m.evidence.dumps import Dump
+from lightning_d9m.evidence.monitors import monitors_heard
+from lightning_d9m.evidence.probe_settings import ProbeSettings
+from lightning_d9m.evidence.probes import Moment, Probes
+from lightning_d9m.evidence.snapshot import plain_name
+
+# What belongs to one fit.
+_OWN = ("_probes", "_hooks", "_ops", "_replay", "_replayed")
+
+
+class Probing:
+    """Takes the probes that the settings name.
+
+    Args:
+        settings: Which, where and when; variables go before them.
+        ignored_metrics: Names or patterns of logged scalars that are not recorded.
+    """
+
+    def __init__(self, settings: ProbeSettings, ignored_metrics: Sequence[str] = ()) -> None:
+        self._given = settings
+        self._ignored_metrics = tuple(ignored_metrics)
+        self._settings = settings
+        self._kinds: frozenset[str] = frozenset()
+        self._probes: Probes | None = None
+        self._hooks: ExitStack | None = None
+        self._ops: OpMode | None = None
+        self._replay: Replay | None = None
+        self._replayed: ExitStack | None = None
+        self._took_loss = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {**dict.fromkeys(_OWN)}
+
+    def read_variables(self) -> None:
+        """Let variables go before the settings.
+
+        Raises:
+            SettingError: When a variable's value is not allowed.
+        """
+        self._settings = self._given.overridden(os.environ)
+
+    def as_record(self) -> dict[str, str | int]:
+        """Return the settings as the ledger's header keeps them."""
+        return self._settings.as_record()
+
+    def begin(self, trainer: Any, module: Any, testimony: Testimony, on_drift: str) -> None:
+        """Begin a fit, whose ledger is open."""
+        if self._settings.replay_every:
+            self._replay = Replay(trainer, module, testimony, on_drift)
+        self._kinds = self._settings.kinds
+        if self._kinds and self._settings.takes_rank(trainer.global_rank):
+            folder = self._settings.dump
+            dump = None if folder is None else Dump(folder, trainer.global_rank)
+            self._probes = Probes(testimony.append, None if dump is None else dump.save)
+
+    def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Take what the batch starts from, and hook the model if the batch is probed."""
+        self._end_replay()
+        if self._probes is not None:
+            self._start_probes(trainer, module, self._probes, batch, batch_idx)
+        # Last, because it comes off first.
+        if self._replay is not None:
+            self._start_replay(trainer, self._replay, batch_idx)
+
+    def _start_probes(
+        self, trainer: Any, module: Any, probes: Probes, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._settings.takes_step(trainer.global_step):
+            self._unhook()
+            return
+        probes.begin(Moment(trainer.current_epoch, trainer.global_step, batch_idx))
+        self._took_loss = False
+        take_states(module, trainer.optimizers, self._settings, probes)
+        if "batch" in self._kinds:
+            probes.add("batch", "batch", batch)
+        if self._hooks is None:
+            self._hooks = self._hook(trainer.strategy, module, probes)
+        if self._ops is not None:
+            self._ops.begin()
+
+    def take_loss(self, loss: Tensor) -> None:
+        """Take the loss that is about to be differentiated."""
+        if self._probes is not None and "loss" in self._kinds:
+            self._took_loss = True
+            self._probes.add("loss", "loss", loss)
+
+    def take_gradients(self, module: Any, optimizer: Any) -> None:
+        """Take the gradients that an optimizer is about to use."""
+        if self._probes is None or "gradient" not in self._kinds:
+            return
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            plain_name(name): parameter.grad
+            for name, parameter in module.named_parameters()
+            if id(parameter) in own
+            and parameter.grad is not None
+            and self._settings.takes_parameter(plain_name(name))
+        }
+        self._probes.add_tensors("gradient", gradients)
+
+    def end_batch(self, trainer: Any, outputs: Any) -> None:
+        """Take what the batch left behind, and write it."""
+        self._end_replay()
+        if self._probes is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None and not self._took_loss:
+            self.take_loss(loss)
+        if "scalar" in self._kinds:
+            for name, value in sorted(trainer.callback_metrics.items()):
+                if not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics):
+                    self._probes.add("scalar", name, value)
+        self._probes.end()
+
+    def flush(self) -> None:
+        """Write what is still under way."""
+        if self._probes is not None:
+            self._probes.close()
+
+    def end(self) -> None:
+        """End the fit: write what is under way, and remove every hook."""
+        try:
+            self.flush()
+        finally:
+            self._probes = self._replay = None
+            self._end_replay()
+            self._unhook()
+
+    def _hook(self, strategy: Any, module: Any, probes: Probes) -> ExitStack:
+        with ExitStack() as stack:
+            if "op" in self._kinds:
+                self._ops = ops = OpMode(self._settings, probes)
+                stack.enter_context(ops.attach(module))
+                for name in ("training_step", "backward"):
+                    put_around(stack, strategy, name, ops.entered)
+            stack.enter_context(hook_model(module, self._settings, self._kinds, probes))
+            if "monitor" in self._kinds:
+                stack.enter_context(monitors_heard(_take_monitor(probes)))
+            return stack.pop_all()
+
+    def _start_replay(self, trainer: Any, replay: Replay, batch_idx: int) -> None:
+        if trainer.fit_loop.total_batch_idx % self._settings.replay_every == 0:
+            moment = Moment(trainer.current_epoch, trainer.global_step, batch_idx)
+            silenced = nullcontext if self._probes is None else self._probes.paused
+            self._replayed = replay.attach(moment, silenced)
+
+    def _end_replay(self) -> None:
+        replayed, self._replayed = self._replayed, None
+        if replayed is not None:
+            replayed.close()
+
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        self._ops = None
+        if hooks is not None:
+            hooks.close()
+
+
+def _take_monitor(probes: Probes) -> Callable[[str, object], None]:
+    return lambda name, value: probes.add("monitor", name, value)

@@ -1,0 +1,113 @@
+# ruff: noqa: SLF001 - Lightning's loops have no public word for their progress
+"""How far a Trainer's fit has got, and how a resumed one goes on from there.
+
+Lightning saves at moments after which something is left to do: the validation that follows a batch,
+the end of the epoch. Of its own it leaves that out when it resumes; see ``settle``.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Moment = Literal["epoch", "batch", "validation", "within"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a fit is.
+
+    Attributes:
+        epoch: The epoch that is next or under way.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        moment: ``"epoch"`` between two epochs, ``"batch"`` between two batches, ``"validation"``
+            in a validation that is not over, ``"within"`` while a batch is trained.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    moment: Moment
+
+
+def find_place(trainer: Any) -> Place:
+    """Return where the fit is; of a Trainer that has loaded a checkpoint, where that one was."""
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    batches = loop.epoch_loop.batch_progress.current
+    step = trainer.global_step
+    if epochs.started == epochs.processed:
+        return Place(epochs.processed, step, 0, "epoch")
+    moment: Moment = "batch"
+    if batches.ready != batches.processed:
+        moment = "within"
+    elif trainer.validating and not _validated(loop.epoch_loop.val_loop):
+        moment = "validation"
+    return Place(epochs.processed, step, batches.processed, moment)
+
+
+def _validated(loop: Any) -> bool:
+    progress = loop.batch_progress
+    return bool(progress.is_last_batch and progress.current.completed == progress.current.ready)
+
+
+def settle(trainer: Any, place: Place) -> bool:
+    """Let a fit that has loaded a checkpoint do what was left to do when that was saved.
+
+    Called when the loaders are known, before Lightning looks at what it has loaded.
+
+    Args:
+        trainer: The Trainer.
+        place: Where the checkpoint was saved.
+
+    Returns:
+        Whether nothing is left of the epoch but its end: then call ``skip_to_end`` when the loop
+        over its batches is about to start.
+    """
+    fit = trainer.fit_loop
+    if place.moment == "epoch":
+        _begin_epoch(fit)
+        return False
+    loop = fit.epoch_loop
+    progress = loop.batch_progress
+    if place.moment == "within":
+        return False
+    saved_in_hook = progress.current.completed < progress.current.processed
+    due = loop._should_check_val_fx(fit._data_fetcher)
+    if place.moment == "validation" or (saved_in_hook and due):
+        # As if the validation had been interrupted in its first batch: it is run as a whole.
+        _complete(progress)
+        _begin_validation(loop.val_loop.batch_progress)
+    elif saved_in_hook and progress.is_last_batch:
+        _complete(progress)
+        if not loop._should_accumulate():
+            loop._batches_that_stepped += 1
+        return True
+    return False
+
+
+def skip_to_end(trainer: Any) -> None:
+    """Let the loop over an epoch's batches end at once; before it starts."""
+    trainer.fit_loop.epoch_loop._restarting = False
+
+
+def _begin_epoch(fit: Any) -> None:
+    if fit.epoch_progress.current.completed < fit.epoch_progress.current.processed:
+        # Saved in the hooks of an epoch's end, after which these schedulers take their step.
+        fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    for progress in (fit.epoch_progress.total, fit.epoch_progress.current):
+        progress.ready = progress.started = progress.completed = progress.processed
+    # It is no restart: what an epoch begins with is done.
+    loops = [fit, fit.epoch_loop, fit.epoch_loop.val_loop]
+    loops += [fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization]
+    for loop in loops:
+        loop._restarting = False
+
+
+def _complete(progress: Any) -> None:
+    for part in (progress.total, progress.current):
+        part.completed = part.processed
+
+
+def _begin_validation(progress: Any) -> None:
+    progress.reset()
+    progress.total.ready = progress.total.started = 1

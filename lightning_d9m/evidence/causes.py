@@ -1,0 +1,231 @@
+"""From the first place at which two runs disagree to what kind of cause it has.
+
+Nothing here imports torch. What a batch starts from is probed before what it computes, so the
+first place that differs is the one nearest to the cause; the kinds that are equal before it rule
+the others out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_d9m.evidence.compare import Comparison, Divergence
+from lightning_d9m.evidence.probe_settings import KINDS, ROOT
+
+# Operations that draw: other outputs for equal inputs are other draws, not another arithmetic.
+_DRAWING = (
+    *("bernoulli", "dropout", "rand", "normal", "uniform", "multinomial", "poisson"),
+    *("exponential", "geometric", "cauchy", "random", "rrelu"),
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What kind of cause a divergence has.
+
+    Attributes:
+        kind: ``"stack"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
+            ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
+            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"module"``, ``"logged value"``,
+            ``"after training"``, ``"incomparable"`` or ``"unknown"``.
+        text: One sentence: what differs, and what was equal before it.
+        advice: What to do about it.
+        narrows: Whether a narrower look, at modules or operations, can say more.
+    """
+
+    kind: str
+    text: str
+    advice: str
+    narrows: bool = False
+
+
+_CAUSES = {
+    "stack": Cause(
+        "stack",
+        "The two runs saw different stacks.",
+        "Make the fields that differ equal, and locate again.",
+    ),
+    "initial weights": Cause(
+        "initial weights",
+        "The weights differ before the first step.",
+        "Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of "
+        "the program; weights from a private generator, numpy.random.default_rng() say, need a "
+        "seed of their own; weights that are loaded come from another file.",
+    ),
+    "rng": Cause(
+        "random numbers",
+        "A generator stands elsewhere when the batch begins, so numbers were drawn that the other "
+        "run did not draw.",
+        "Look for draws whose number depends on the clock, on the network, or on another thread.",
+    ),
+    "batch": Cause(
+        "data",
+        "The batch differs, while the generators and the weights were equal.",
+        "Look at the dataset: a private generator without a seed, os.urandom, the clock, the order "
+        "of a set or of the files in a folder. `d9m scan` looks for these in the source.",
+    ),
+    "optimizer settings": Cause(
+        "optimizer settings",
+        "The optimizer's settings differ, while the gradients before were equal.",
+        "Look at what sets the learning rate and the other settings: a schedule by the clock, say.",
+    ),
+    "optimizer": Cause(
+        "optimizer state",
+        "The optimizer's state differs, while the weights and the gradients before were equal.",
+        "Look at the optimizer's own arithmetic, and at what else writes to its state.",
+    ),
+    "weight": Cause(
+        "weights",
+        "Weights differ when the batch begins, while the batch before had equal gradients and the "
+        "optimizer equal settings.",
+        "Something else wrote to the weights: another thread, a callback, or the optimizer's own "
+        "step.",
+    ),
+    "buffer": Cause(
+        "buffers",
+        "Buffers differ when the batch begins, while the batch before computed the same.",
+        "Look at what writes to the buffers between two batches: a callback or another thread.",
+    ),
+    "gradient": Cause(
+        "gradients",
+        "Gradients differ when the optimizer uses them, and were equal when the backward pass had "
+        "computed them.",
+        "Look at what writes to gradients between the two: a hook, a callback, another thread. If "
+        "nothing does, suspect the memory of that machine.",
+    ),
+    "all-reduce": Cause(
+        "all-reduce",
+        "Gradients differ after the ranks have exchanged them, and were equal before.",
+        "With Horovod use the strategy 'horovod_d9m'; with NCCL keep NCCL_ALGO, and let no "
+        "communication hook of your own reorder the sum.",
+    ),
+    "scalar": Cause(
+        "logged value",
+        "Only a logged value differs; what was computed is equal.",
+        "Leave it out with ignored_metrics if it differs by nature, as measured times do.",
+    ),
+    "monitor": Cause(
+        "module",
+        "A monitored value differs, and nothing that was recorded before it.",
+        "Look at the code between the last place that is equal and the monitor.",
+    ),
+    "draw": Cause(
+        "random numbers",
+        "An operation that draws gave other numbers for equal inputs, while the generators of "
+        "Python, NumPy and torch were equal when the batch began.",
+        "It draws from a generator of its own, or something drew within the batch: seed it.",
+    ),
+    "op": Cause(
+        "op",
+        "An operation gave other outputs, and everything recorded before it is equal.",
+        "",
+        narrows=True,
+    ),
+    "module": Cause(
+        "module",
+        "What a module computes differs, and everything recorded before it is equal.",
+        "",
+        narrows=True,
+    ),
+    "after training": Cause(
+        "after training",
+        "All epochs agree, and the final state differs.",
+        "Look at what rewrites the weights when the training ends.",
+    ),
+    "incomparable": Cause(
+        "incomparable",
+        "The two runs are not the same experiment.",
+        "Make the fields that differ equal; a seed or a size that changes by itself is the cause.",
+    ),
+    "unknown": Cause("unknown", "The runs differ.", "", narrows=True),
+}
+# By the group of the digests that the training starts from.
+_INITIAL = {
+    "weights": "initial weights",
+    "buffers": "buffer",
+    "optimizers": "optimizer settings",
+    "schedulers": "optimizer settings",
+}
+_INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
+
+
+def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
+    """Return the divergences of the ranks that diverge first.
+
+    Of several in one batch, those of the earliest kind: what one rank computes differently reaches
+    the others with the gradients.
+    """
+    found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
+    first = min(map(_moment, found), default=None)
+    return tuple(entry for entry in found if _moment(entry) == first)
+
+
+def _moment(found: Divergence) -> tuple[int, ...]:
+    phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(found.moment, 1)
+    kind = KINDS.index(found.kind) if found.kind in KINDS else 0
+    return (found.epoch, phase, found.step, found.batch or 0, kind)
+
+
+def find_cause(comparison: Comparison) -> Cause:
+    """Say what kind of cause the first divergence of a comparison has."""
+    if comparison.refusals:
+        return _CAUSES["incomparable"]
+    if comparison.stack:
+        return _CAUSES["stack"]
+    found = first_divergences(comparison)
+    return _CAUSES["unknown"] if not found else _cause_of(found, len(comparison.ranks))
+
+
+def _cause_of(found: Sequence[Divergence], ranks: int) -> Cause:
+    first = found[0]
+    if first.moment == "initial":
+        return _CAUSES[_INITIAL.get(first.kind, "unknown")]
+    if first.moment == "final":
+        return _CAUSES["after training"]
+    if first.moment != "batch":
+        return _CAUSES["unknown"]
+    return _CAUSES[_rule(first, found, everywhere=len(found) == ranks > 1)]
+
+
+def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -> str:
+    if first.kind == "weight" and first.step == 0 and first.batch == 0:
+        return "initial weights"
+    state = first.kind in ("weight", "buffer", "optimizer")
+    if state and any(_is_setting(place.kind, place.name) for f in found for place in f.places):
+        return "optimizer settings"
+    if first.kind == "op":
+        op = first.name.rpartition("::")[2]
+        return "draw" if any(word in op for word in _DRAWING) else "op"
+    if first.kind in _INSIDE:
+        return "module"
+    if first.kind == "gradient":
+        return "all-reduce" if everywhere else "gradient"
+    return first.kind if first.kind in _CAUSES else "unknown"
+
+
+def _is_setting(kind: str, name: str) -> bool:
+    """Whether a place is a setting of a parameter group, such as ``0.group.0:lr``."""
+    return kind == "optimizer" and name.partition(".")[2].startswith("group.")
+
+
+def name_module(found: Divergence) -> str:
+    """Return the name of the module whose operations may have made a place differ.
+
+    What goes into a module was computed by the module around it, and so was the gradient of what
+    comes out.
+
+    >>> from types import SimpleNamespace as Place
+    >>> name_module(Place(kind="output", name="encoder.0:hidden.1"))
+    'encoder.0'
+    >>> name_module(Place(kind="input", name="encoder.0"))
+    'encoder'
+    >>> name_module(Place(kind="local_gradient", name="encoder.0.weight"))
+    'encoder.0'
+    >>> name_module(Place(kind="op", name="encoder.0::aten.max.dim:1"))
+    'encoder.0'
+    """
+    name = found.name.partition("::")[0].partition(":")[0]
+    if found.kind in ("input", "grad_output", "local_gradient"):
+        name = name.rpartition(".")[0]
+    elif found.kind not in ("op", "output"):
+        name = ""
+    return name or ROOT

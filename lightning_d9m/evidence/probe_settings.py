@@ -1,0 +1,200 @@
+"""Where probes are taken, and when: validated settings. This module needs no torch."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lightning_d9m.errors import SettingError
+
+# In the order in which a batch meets them.
+KINDS = (
+    "rng",
+    "weight",
+    "buffer",
+    "optimizer",
+    "batch",
+    "input",
+    "output",
+    "op",
+    "monitor",
+    "loss",
+    "grad_output",
+    "local_gradient",
+    "gradient",
+    "scalar",
+)
+ALL = "all"
+# What the module that holds everything is called; its own name is empty.
+ROOT = "(model)"
+
+_PREFIX = "LIGHTNING_D9M_"
+DUMP_VARIABLE = f"{_PREFIX}DUMP"
+_STEPS = re.compile(r"([0-9]*):([0-9]*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """The settings of probes.
+
+    Attributes:
+        probes: Kinds to record; ``("all",)`` for all of them, empty for none.
+        probe_modules: Patterns such as ``"encoder.*"``; a place belongs to the module that makes
+            the value or holds the parameter. The whole model is called ``(model)``.
+        probe_steps: Global steps, ``"a:b"`` from a up to but without b; either may be left out.
+            Empty means all.
+        probe_ranks: Ranks that record; empty means all.
+        replay_every: Run the forward and backward pass of every N-th batch twice; 0 for never.
+        dump: Folder into which the tensors at the places are saved; None for none.
+
+    Raises:
+        SettingError: When a value is not allowed.
+    """
+
+    probes: tuple[str, ...] = ()
+    probe_modules: tuple[str, ...] = ("*",)
+    probe_steps: str = ""
+    probe_ranks: tuple[int, ...] = ()
+    replay_every: int = 0
+    dump: Path | None = None
+
+    def __post_init__(self) -> None:
+        for kind in self.probes:
+            _check_kind(kind)
+        if not self.probe_modules or "" in self.probe_modules:
+            raise SettingError(
+                f"probe_modules is {list(self.probe_modules)}; allowed: one or more patterns of "
+                'module names, such as "encoder.layers.0" or "encoder.*".'
+            )
+        _parse_steps(self.probe_steps)
+        for rank in self.probe_ranks:
+            if type(rank) is not int or rank < 0:
+                raise SettingError(
+                    f"probe_ranks is {list(self.probe_ranks)}; allowed: ranks, whole numbers from "
+                    "0, or nothing for all."
+                )
+        if type(self.replay_every) is not int or self.replay_every < 0:
+            raise SettingError(
+                f"replay_every is {self.replay_every!r}; allowed: a whole number, 1 or more, for "
+                "every N-th batch, or 0 for never."
+            )
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that are recorded."""
+        return frozenset(KINDS if ALL in self.probes else self.probes)
+
+    def takes_step(self, step: int) -> bool:
+        """Return whether a global step is among those probed."""
+        low, high = _parse_steps(self.probe_steps)
+        return low <= step and (high is None or step < high)
+
+    def takes_rank(self, rank: int) -> bool:
+        """Return whether a rank records."""
+        return not self.probe_ranks or rank in self.probe_ranks
+
+    def takes_module(self, name: str) -> bool:
+        """Return whether a module's places are recorded; the whole model's name is empty."""
+        return any(fnmatchcase(name or ROOT, pattern) for pattern in self.probe_modules)
+
+    def takes_parameter(self, name: str) -> bool:
+        """Return whether a parameter or buffer is recorded: by its module's name or its own."""
+        return self.takes_module(name.rpartition(".")[0]) or self.takes_module(name)
+
+    def overridden(self, environment: Mapping[str, str]) -> "ProbeSettings":
+        """Return the settings in which those that variables give take their values.
+
+        Raises:
+            SettingError: When a variable's value is not allowed.
+        """
+        given: dict[str, object] = {}
+        for field in fields(self):
+            variable = _PREFIX + field.name.upper()
+            text = environment.get(variable, "").strip()
+            if text:
+                given[field.name] = _read(field.name, variable, text)
+        return replace(self, **given)  # type: ignore[arg-type]
+
+    def as_record(self) -> dict[str, str | int]:
+        """Return the settings as the ledger's header keeps them; nothing where none is on."""
+        record: dict[str, str | int] = {}
+        if self.kinds:
+            record["probes"] = " ".join(kind for kind in KINDS if kind in self.kinds)
+            record["probe_modules"] = " ".join(self.probe_modules)
+            record["probe_steps"] = self.probe_steps
+            record["probe_ranks"] = " ".join(map(str, self.probe_ranks))
+        if self.replay_every:
+            record["replay_every"] = self.replay_every
+        return record
+
+
+def make_settings(
+    *,
+    probes: str | Sequence[str] = (),
+    probe_modules: str | Sequence[str] = "*",
+    probe_steps: str | None = None,
+    probe_ranks: int | Sequence[int] | None = None,
+    replay_every: int = 0,
+) -> ProbeSettings:
+    """Return settings as a callback's arguments give them: one value need not be in a list.
+
+    Raises:
+        SettingError: When a value is not allowed.
+    """
+    ranks = (probe_ranks,) if isinstance(probe_ranks, int) else probe_ranks or ()
+    return ProbeSettings(
+        probes=_split(probes),
+        probe_modules=_split(probe_modules),
+        probe_steps=probe_steps or "",
+        probe_ranks=tuple(ranks),
+        replay_every=replay_every,
+    )
+
+
+def _split(names: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        return tuple(name.strip() for name in names.split(",") if name.strip())
+    return tuple(names)
+
+
+def _check_kind(kind: object) -> None:
+    if kind == ALL or kind in KINDS:
+        return
+    near = get_close_matches(str(kind), KINDS, n=1)
+    raise SettingError(
+        f"probes has {kind!r}, which is no kind. "
+        + (f"Did you mean {near[0]!r}? " if near else "")
+        + f"The kinds are {', '.join(KINDS)}, or {ALL!r}."
+    )
+
+
+def _parse_steps(text: str) -> tuple[int, int | None]:
+    if not text:
+        return 0, None
+    match = _STEPS.fullmatch(text)
+    low, high = (int(match[1] or 0), int(match[2]) if match[2] else None) if match else (1, 0)
+    if high is not None and low >= high:
+        raise SettingError(
+            f'probe_steps is {text!r}; allowed: "a:b", global steps from a up to but without b, '
+            'a below b. "12:13" is step 12 alone, "100:" all from 100.'
+        )
+    return low, high
+
+
+def _read(name: str, variable: str, text: str) -> object:
+    if name in ("probes", "probe_modules"):
+        return _split(text)
+    if name == "dump":
+        return Path(text)
+    if name == "probe_steps":
+        return text
+    try:
+        numbers = tuple(int(part) for part in _split(text))
+    except ValueError:
+        numbers = ()
+    if not numbers or (name == "replay_every" and len(numbers) != 1):
+        allowed = "a whole number" if name == "replay_every" else "ranks separated by commas"
+        raise SettingError(f"The variable {variable} is {text!r}; allowed: {allowed}.")
+    return numbers[0] if name == "replay_every" else numbers

@@ -1,0 +1,113 @@
+"""``d9m locate``: the looks, what each asks for, and what is said when nothing comes back."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_d9m.adapters.cli import main
+from lightning_d9m.adapters.locate import Search
+from lightning_d9m.adapters.locate_op import find_patch
+from lightning_d9m.adapters.locate_report import describe
+
+
+def pair(kind=None, name="a", *, step=0, moment="batch"):
+    """Return a pair of runs that diverge at a place, or agree."""
+    place = SimpleNamespace(kind=kind, name=name)
+    found = SimpleNamespace(
+        rank=0, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name,
+        call=0, count=1, compared=9, places=[place],
+    )  # fmt: skip
+    ranks = [SimpleNamespace(divergence=None if kind is None else found)]
+    return SimpleNamespace(
+        differs=kind is not None,
+        comparison=SimpleNamespace(ranks=ranks, refusals=(), stack=()),
+        steps_of_epoch=lambda epoch: (0, 10),
+        fit="fit-000",
+        dumps=(),
+    )
+
+
+def search(*pairs, tries=1):
+    """Search among given pairs; return what was found and what the looks asked for."""
+    asked = []
+    remaining = iter(pairs)
+
+    def run_pair(stage, **words):
+        asked.append((stage, words))
+        return next(remaining)
+
+    return Search(SimpleNamespace(run_pair=run_pair), tries).locate(), asked
+
+
+EPOCH = {"kind": "weights", "moment": "epoch", "step": 10}
+
+
+def test_runs_that_agree():
+    found, asked = search(pair(), pair(), tries=2)
+    assert found.cause is None
+    assert len(asked) == 2
+    assert "equal: no two runs differ." in "\n".join(describe(found, recipe=True))
+
+
+def test_what_narrows_no_further_ends_the_search():
+    found, asked = search(pair(**EPOCH), pair("batch", "batch:0", step=4))
+    assert found.cause.kind == "data"
+    assert [words.get("probe_steps") for _, words in asked] == [None, "0:10"]
+
+
+def test_from_the_epoch_to_the_operations_of_a_module():
+    found, asked = search(
+        pair(**EPOCH),
+        pair("loss", "loss", step=4),
+        pair("output", "layers[0]", step=4),
+        pair("op", "layers[0]::aten.index_put_.default", step=4),
+    )
+    assert found.cause.kind == "op"
+    assert [words.get("probe_steps") for _, words in asked] == [None, "0:10", "0:5", "4:5"]
+    assert asked[-1][1]["probe_modules"] == "layers[[]0]"
+    assert asked[-1][1]["dump"]
+
+
+def test_a_divergence_that_does_not_come_back_is_told_as_far_as_it_was_seen():
+    found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), pair(), pair(), tries=1)
+    text = "\n".join(describe(found, recipe=True))
+    assert found.cause.kind == "module"
+    assert "modules of the step: the divergence did not come back in 2 runs" in text
+    assert "where: epoch 0, step 4, batch 4: loss loss" in text
+
+
+def test_state_that_differs_where_the_probes_begin_was_not_caught():
+    """The cause lies before the steps that were probed: nothing is to be invented from that."""
+    found, _ = search(
+        pair(**EPOCH),
+        pair("loss", "loss", step=4),
+        pair("output", "layers", step=4),
+        pair("weight", "layers.weight", step=4),
+    )
+    assert found.cause.kind == "module"
+    assert found.looks[-1].endswith("the divergence did not come back in 2 runs")
+
+
+def test_initial_weights_need_one_look():
+    found, asked = search(pair("weights", moment="initial"))
+    assert found.cause.kind == "initial weights"
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("op", "name"), [("aten.put_.default", "put_"), ("aten.mm.default", None)])
+def test_the_catalogue_is_asked(op, name):
+    found = find_patch(op)
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--"], "no command to run"),
+        (["--tries", "0", "--", "true"], "--tries is 0; allowed"),
+        (["--timeout", "0", "--", "true"], "--timeout is 0; allowed"),
+    ],
+)
+def test_misuse(words, message, capsys):
+    assert main(["locate", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""``d9m report``: one file without network, with every fact, and nothing of a ledger unescaped."""
+
+import argparse
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_d9m.adapters.report import add_arguments, run
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.evidence.course import MAX_STEPS, Course, Growth
+from lightning_d9m.evidence.ledger import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "\"&'",
+    "x" * 3000,
+    "\u202egnp.exe",
+    "\u05d0\u05d1.weight",
+    "</style><img src=x onerror=alert(1)>",
+    "javascript:alert(1)",
+    "\x1b[31m\x00",
+]
+MODULES = ["encoder.layers.0.norm", "encoder.layers.0.linear", "encoder.layers.1.linear", "head"]
+VOID = {"meta", "br", "img", "input", "circle", "line", "polyline"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def write(parent, *, steps=12, drift=None, names=MODULES, stack="560.35", **changes):
+    """Write a run with probes; from step ``drift`` on, more and more places differ."""
+    folder = create_ledger_folder(parent)
+    fields = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now"}
+    fields |= {"stack": {"device.driver": stack}, "settings": {}, "package": "0.1.0"} | changes
+    places = [["batch", "0", 0]] + [["output", name, 0] for name in names] + [["loss", "loss", 0]]
+    places += [["gradient", f"{name}.weight", 0] for name in reversed(names)]
+    with LedgerWriter(rank_path(folder, fields["rank"])) as writer:
+        writer.write(Header(**fields).as_record())
+        writer.write(RunFacts(model="m", parameters=12, train=()).as_record())
+        writer.write({"kind": "layout", "id": 0, "places": places})
+        for step in range(steps):
+            other = 0 if drift is None or step < drift else (step - drift + 1) * 2
+            digests = ["0" * 32] * max(0, len(places) - other) + ["f" * 32] * other
+            record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
+            writer.write(record | {"digests": "".join(digests[: len(places)])})
+        weight = "0" if drift is None or drift >= steps else "f"
+        weights = {f"{name}.weight": weight * 32 for name in names}
+        digests = Digests(
+            moment="epoch", epoch=0, step=steps, totals={}, groups={"weights": weights}
+        )
+        writer.write(digests.as_record())
+        writer.write(End(status="finished").as_record())
+    return folder
+
+
+def parse(*words):
+    """Parse the words of the command."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects tags, attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        """Remember a tag."""
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """Remember a tag that closes itself."""
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        """Check that it closes the last that was opened."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        """Remember text outside of style and script."""
+        if self.open and self.open[-1] not in {"style", "script"}:
+            self.text.append(data)
+
+    @property
+    def words(self):
+        """The text that a reader sees."""
+        return " ".join(" ".join(self.text).split())
+
+
+def report(tmp_path, *words, status=1):
+    """Write a report and return its text."""
+    path = tmp_path / "report.html"
+    assert run(parse(*words, "-o", path)) == status
+    return path.read_text()
+
+
+def test_different_runs(tmp_path, capsys):
+    """Verdict, stack, first divergence, plot, tree, timeline, table."""
+    one, other = write(tmp_path), write(tmp_path, drift=8, stack="570.1")
+    text = report(tmp_path, one, other)
+    words = Page(text).words
+    assert "Different" in words
+    assert "First divergence: rank 0, epoch 0, step 8, batch 8 , gradient" in words
+    assert "device.driver 560.35 570.1" in words
+    assert "weights 4 of 4" in words
+    assert text.count("<svg") == 1
+    assert '<li class="differs first"' in text
+    assert capsys.readouterr().out.startswith("different: the report is")
+
+
+def test_equal_runs(tmp_path):
+    """There is nothing to list, and that is said."""
+    words = Page(report(tmp_path, write(tmp_path), write(tmp_path), status=0)).words
+    assert "Equal" in words
+    assert "No module differs." in words
+    assert "Stack differences None." in words
+
+
+def test_runs_of_other_world_sizes(tmp_path):
+    """They are refused, and the page says why."""
+    words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
+    assert "Not comparable" in words
+    assert "world_size 1 2" in words
+
+
+def test_a_ledger_held_against_itself(tmp_path):
+    """It agrees, which shows nothing."""
+    one = write(tmp_path)
+    assert "Both are one ledger" in report(tmp_path, one, one, status=0)
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path):
+    """No address, no link; and the browser is told so."""
+    page = Page(report(tmp_path, write(tmp_path), write(tmp_path, drift=2)))
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "action"} & {name for name, _ in page.attributes}
+    assert any("default-src 'none'" in str(value) for _, value in page.attributes)
+
+
+def test_names_are_escaped(tmp_path):
+    """Whatever they hold, the page has the tags and the attributes of a harmless one."""
+    tame = [
+        "".join(c if c in ".:/" else "abcdefgh"[number] for c in name)
+        for number, name in enumerate(EVIL)
+    ]
+    pages = []
+    for names in (tame, EVIL):
+        one = write(tmp_path, names=names)
+        other = write(tmp_path, names=names, drift=2, stack=names[0])
+        pages.append(Page(report(tmp_path, one, other)))
+    tame_page, evil_page = pages
+    assert sorted(evil_page.tags) == sorted(tame_page.tags)
+    assert {name for name, _ in evil_page.attributes} == {n for n, _ in tame_page.attributes}
+    assert "<script>alert(1)</script>" in evil_page.words
+    text = (tmp_path / "report.html").read_text()
+    assert not {"\u202e", "\x1b", "\x00"} & set(text)
+    assert "x" * 500 not in text
+
+
+def test_the_size_is_bounded(tmp_path):
+    """What is left out is counted."""
+    names = [f"layers.{number}.{'n' * 100}" for number in range(3000)]
+    one, other = (write(tmp_path, names=names, steps=1, drift=d) for d in (None, 0))
+    path = rank_path(other, 0)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    other = create_ledger_folder(tmp_path)
+    with LedgerWriter(rank_path(other, 0)) as writer:
+        for record in records:
+            record.pop("check")
+            if record["kind"] == "probes":
+                record["digests"] = "f" * len(record["digests"])
+            writer.write(record)
+    text = report(tmp_path, one, other)
+    assert len(text) < 2_000_000
+    assert "5,502 more are left out." in text
+    assert "The model has more modules" in text
+
+
+def test_json_has_the_facts(tmp_path, capsys):
+    """And writes no file."""
+    one, other = write(tmp_path), write(tmp_path, drift=8)
+    assert run(parse(one, other, "--json", "-o", tmp_path / "none" / "x.html")) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["verdict"] == "different"
+    assert facts["growth"]["places"][8] == [8, 8, 10, 2]
+    assert facts["modules"]["head"]["differing"] > 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_that_is_no_report_is_kept(tmp_path, force):
+    """Unless it is said otherwise; an earlier report is replaced."""
+    one, path = write(tmp_path), tmp_path / "report.html"
+    path.write_text("my thesis")
+    if force:
+        assert run(parse(one, one, "-o", path, "--force")) == 0
+        assert run(parse(one, one, "-o", path)) == 0
+    else:
+        with pytest.raises(LedgerError, match=r"is no report of lightning_d9m.*--force"):
+            run(parse(one, one, "-o", path))
+        assert path.read_text() == "my thesis"
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    """They are named before the work begins."""
+    with pytest.raises(LedgerError, match="in a folder that does not exist"):
+        run(parse("a", "b", "-o", tmp_path / "no" / "report.html"))
+    with pytest.raises(LedgerError, match="is a folder"):
+        run(parse("a", "b", "-o", tmp_path))
+
+
+def test_what_is_no_ledger(tmp_path):
+    """Nothing is written."""
+    (tmp_path / "text").write_text("x")
+    with pytest.raises(LedgerError, match="is not a ledger"):
+        run(parse(tmp_path / "text", write(tmp_path), "-o", tmp_path / "report.html"))
+    with pytest.raises(LedgerError, match="There is no ledger"):
+        run(parse(tmp_path / "gone", write(tmp_path), "-o", tmp_path / "report.html"))
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_many_steps_are_merged():
+    """Nothing that was counted is lost."""
+    growth = Growth()
+    for step in range(10 * MAX_STEPS):
+        growth.add(step, 3, step % 2)
+    steps = growth.ordered()
+    assert len(steps) <= MAX_STEPS
+    assert sum(step.compared for step in steps) == 30 * MAX_STEPS
+    assert sum(step.differing for step in steps) == 5 * MAX_STEPS
+    assert (steps[0].first, steps[-1].last) == (0, 10 * MAX_STEPS - 1)
+
+
+def test_an_empty_course_is_drawn():
+    """Two runs that were killed before their first digest."""
+    assert Course().places.ordered() == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (the command chromium)")
+def test_in_a_browser(tmp_path):
+    """The script fills the filters, and no name of a ledger runs as one."""
+    names = [*MODULES, *EVIL]
+    one, other = write(tmp_path, names=names), write(tmp_path, names=names, drift=2)
+    text = report(tmp_path, one, other)
+    marked = text.replace("alert(1)", "document.title='broken'")
+    (tmp_path / "report.html").write_text(marked)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/report.html"]
+    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "<title>d9m: different</title>" in dom
+    assert '<option value="gradient">gradient</option>' in dom
+    assert "2 of 2 shown" in dom

@@ -1,0 +1,207 @@
+"""Probes: places in order of execution, digests of what was there at that moment, few records."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.errors import DigestError
+from lightning_d9m.evidence.digest import digest, digest_many, digest_value
+from lightning_d9m.evidence.digest_queue import DigestQueue
+from lightning_d9m.evidence.leaves import list_leaves
+from lightning_d9m.evidence.monitors import monitor, monitors_heard
+from lightning_d9m.evidence.probes import MOST_PLACES, Moment, Probes, Trace, find_difference
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
+
+
+@dataclass
+class Sample:
+    image: object
+    label: object
+
+
+def write_batches(*batches):
+    """Return the records of batches, each a list of (kind, name, value)."""
+    records = []
+    probes = Probes(records.append)
+    for number, values in enumerate(batches):
+        probes.begin(Moment(0, number, number))
+        for kind, name, value in values:
+            probes.add(kind, name, value)
+        probes.end()
+    probes.close()
+    return records
+
+
+def paths(value):
+    return [path for path, _ in list_leaves(value)]
+
+
+def test_every_kind_of_container_has_leaves():
+    x = torch.ones(2)
+    assert paths(x) == [""]
+    assert paths({"a": x, "b": {"c": [x, (x, 1)]}}) == ["a", "b.c.0", "b.c.1.0", "b.c.1.1"]
+    assert paths(Pair(x, 2)) == ["left", "right"]
+    assert paths(Sample(x, [x])) == ["image", "label.0"]
+    assert paths(OrderedDict(z=x)) == ["z"]
+
+
+@pytest.mark.parametrize(
+    "value", ["text", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b""]
+)
+def test_what_holds_only_plain_values_is_one_leaf(value):
+    assert list_leaves(value) == [("", value)]
+
+
+def test_a_value_that_holds_itself_ends():
+    value = [torch.ones(1)]
+    value.append(value)
+    assert len(list_leaves(value)) < 100
+
+
+def test_calls_of_a_place_are_counted_within_a_batch():
+    x = torch.ones(2)
+    records = write_batches([("output", "a", x), ("output", "b", x), ("output", "a", x)])
+    assert records[0]["places"] == [["output", "a", 0], ["output", "b", 0], ["output", "a", 1]]
+
+
+def test_a_layout_is_written_once():
+    x = torch.ones(2)
+    first, other = [("output", "a", x)], [("output", "b", x)]
+    records = write_batches(first, first, other, first)
+    assert [r["kind"] for r in records] == [
+        "layout", "probes", "probes", "layout", "probes", "probes",
+    ]  # fmt: skip
+    assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 0, 1, 0]
+
+
+def test_digests_are_those_of_the_moment():
+    x = torch.zeros(3)
+    probes, records = None, []
+    probes = Probes(records.append)
+    probes.begin(Moment(1, 2, 3))
+    probes.add("input", "a", x)
+    before = digest(x)
+    x.add_(1)
+    probes.add("output", "a", x)
+    probes.end()
+    assert records[1]["digests"] == before + digest(x)
+    assert (records[1]["epoch"], records[1]["step"], records[1]["batch"]) == (1, 2, 3)
+
+
+def test_values_that_are_no_tensors_have_digests():
+    records = write_batches([("batch", "batch", {"x": torch.ones(1), "text": "a", "no": None})])
+    assert [place[1] for place in records[0]["places"]] == ["batch:x", "batch:text", "batch:no"]
+    assert records[1]["digests"].endswith(digest_value("a") + digest_value(None))
+
+
+def test_what_has_no_digest_counts_by_its_type():
+    meta = torch.ones(2, device="meta")
+    records = write_batches([("output", "a", [meta, object()])])
+    assert records[1]["digests"] == digest_value(torch.Tensor) + digest_value(object)
+
+
+def test_tensors_together_survive_one_without_a_digest():
+    records = []
+    probes = Probes(records.append)
+    probes.begin(Moment(0, 0, 0))
+    x = torch.ones(2)
+    probes.add_tensors("weight", {"a": x, "b": torch.ones(1, device="meta")})
+    probes.end()
+    assert records[1]["digests"] == digest(x) + digest_value(torch.Tensor)
+
+
+def test_a_batch_with_many_places_is_written_in_parts():
+    x = torch.ones(1)
+    records = write_batches([("op", "a", x)] * (MOST_PLACES + 10))
+    sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
+    assert sizes == [MOST_PLACES, 10]
+    assert records[2]["places"][0] == ["op", "a", MOST_PLACES]
+
+
+def test_tensors_beyond_the_limit_are_written_in_parts():
+    records = []
+    probes = Probes(records.append)
+    probes.begin(Moment(0, 0, 0))
+    x = torch.ones(1)
+    probes.add_tensors("weight", {str(n): x for n in range(2 * MOST_PLACES + 1)})
+    probes.close()
+    sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
+    assert sizes == [MOST_PLACES, MOST_PLACES, 1]
+
+
+def test_outside_batches_and_when_paused_nothing_is_taken():
+    records = []
+    probes = Probes(records.append)
+    probes.add("output", "a", torch.ones(1))
+    probes.begin(Moment(0, 0, 0))
+    with probes.paused():
+        probes.add("output", "a", torch.ones(1))
+        probes.add_tensors("weight", {"a": torch.ones(1)})
+    probes.close()
+    assert records == []
+
+
+def test_a_queue_gives_what_digest_gives():
+    x = torch.randn(3, 4)
+    tensors = [x, x.t(), x.to(torch.complex64).conj(), x.to_sparse(), torch.empty(0), x[1]]
+    queue = DigestQueue()
+    for tensor in tensors:
+        queue.add([tensor])
+    queue.add_digest("f" * 32)
+    queue.add(tensors)
+    assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
+    assert queue.is_here
+
+
+def test_a_queue_takes_none_of_the_tensors_if_one_has_no_digest():
+    queue = DigestQueue()
+    with pytest.raises(DigestError):
+        queue.add([torch.ones(1), torch.ones(1, device="meta")])
+    queue.add([torch.ones(1)])
+    assert queue.fetch() == [digest(torch.ones(1))]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.data())
+def test_the_first_difference_of_traces_is_found(values, data):
+    place = data.draw(st.integers(0, len(values) - 1))
+    expected, actual = Trace(), Trace()
+    for number, value in enumerate(values):
+        expected.add("output", f"m{value}", torch.tensor([number]))
+        actual.add("output", f"m{value}", torch.tensor([-1 if number == place else number]))
+    difference = find_difference(expected, actual)
+    assert difference is not None
+    assert difference.place == expected.places[place]
+    assert difference.differing == 1
+    assert find_difference(expected, expected) is None
+
+
+def test_a_place_that_only_one_trace_has_is_a_difference():
+    expected, actual = Trace(), Trace()
+    actual.add("output", "a", 1)
+    difference = find_difference(expected, actual)
+    assert difference == (("output", "a", 0), None, digest_value(1), 1)
+
+
+def test_a_monitor_returns_what_it_is_given_and_tells_who_listens():
+    heard = []
+    x = torch.ones(2, requires_grad=True)
+    with monitors_heard(lambda name, value: heard.append((name, value))):
+        assert monitor(x, "x") is x
+        monitor(x * 2, "twice").sum().backward()
+        assert monitor(None, "nothing") is None
+    monitor(1, "after")
+    assert [name for name, _ in heard] == ["x", "twice", "nothing"]
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_a_monitor_is_public():
+    import lightning_d9m
+    from lightning_d9m import probe
+
+    assert lightning_d9m.probe is probe
+    assert lightning_d9m.probe.monitor("text", "name") == "text"
