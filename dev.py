@@ -16,10 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / "bin" / "python"
-# Resolved first and by its exact version, so that a machine without a GPU takes the small CPU build
-# rather than gigabytes of CUDA libraries. An installed torch >= 2.11 is kept.
+# Resolved first and by its exact version: pip takes a CPU build of it (2.13.0+cpu) where one of its
+# indexes has one. Where none has, as PyPI alone, torch brings gigabytes of CUDA libraries; then
+# PIP_EXTRA_INDEX_URL can name an index of CPU builds. An installed torch >= 2.11 is kept.
 TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 10)
+# What `pip install` runs: an interrupted upgrade of pip leaves parts of it.
+PIP = "pip._internal.commands.install"
+# There while the environment is being made.
+UNFINISHED = ENVIRONMENT / "unfinished"
 
 
 def say(text: str) -> None:
@@ -37,16 +42,46 @@ def run(*words: object, **environment: str) -> None:
 
 
 def make_environment() -> None:
-    """Make ``.venv``; on Debian, ``venv`` is a package of its own."""
-    if PYTHON.exists():
+    """Make ``.venv``, or mend it: what made it may have been interrupted, or have left pip out."""
+    if ENVIRONMENT.exists() and (UNFINISHED.exists() or not works("sys")):
+        remove_environment()
+    if works(PIP):
         return
     say(f"making {ENVIRONMENT.relative_to(ROOT)}")
+    make_by_venv()  # over one that exists and has no pip, this adds it
+    if not works(PIP):
+        remove_environment()
+        make_by_venv()
+
+
+def remove_environment() -> None:
+    """Remove an environment that cannot be used."""
+    say(f"{ENVIRONMENT.relative_to(ROOT)} is not whole: it is made anew")
+    shutil.rmtree(ENVIRONMENT)
+
+
+def make_by_venv() -> None:
+    """Run ``venv``, which on Debian is a package of its own."""
+    if not ENVIRONMENT.exists():
+        ENVIRONMENT.mkdir()
+        UNFINISHED.touch()
     command = [sys.executable, "-m", "venv", str(ENVIRONMENT)]
-    if subprocess.run(command, check=False, capture_output=True).returncode == 0:
-        return
-    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    install_debian("python3-venv")
-    subprocess.run(command, check=True)
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        install_debian("python3-venv")
+        status = subprocess.run(command, check=False).returncode
+        if status != 0:
+            sys.exit(f"dev.py: {' '.join(command)} ended with exit status {status}.")
+    UNFINISHED.unlink(missing_ok=True)
+
+
+def works(module: str) -> bool:
+    """Return whether the environment's Python runs, is the environment's, and imports a module."""
+    if not PYTHON.exists():
+        return False
+    code = f"import sys, {module}; sys.exit(sys.prefix == sys.base_prefix)"
+    return (
+        subprocess.run([PYTHON, "-I", "-c", code], check=False, capture_output=True).returncode == 0
+    )
 
 
 def install_debian(*packages: str) -> None:
@@ -72,7 +107,7 @@ def install(*groups: str, extra: str = "") -> None:
     say(f"installing into {ENVIRONMENT.relative_to(ROOT)} (some minutes the first time)")
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
     run(*pip, "--upgrade", "pip>=25.1")  # the first with --group
-    if subprocess.run([PYTHON, "-c", "import torch"], check=False, capture_output=True).returncode:
+    if not works("torch"):
         run(*pip, TORCH)
     run(
         *pip,

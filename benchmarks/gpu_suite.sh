@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA machine, in one command: bash benchmarks/gpu_suite.sh FOLDER
-# Runs the tests marked cuda, the benchmarks of patches and digest, and the segmentation example thrice;
+# Runs the tests marked cuda, the benchmarks of patches and digest, the audit of ops and the paper's
+# experiments, and the segmentation example thrice;
 # leaves JUnit, JSON and Markdown in FOLDER. Every part runs, whatever the others say; the status is
 # 0 only if all are fine.
 set -uo pipefail
@@ -22,6 +23,14 @@ tail -n 80 "$folder/patches.log"
 "$python" benchmarks/digest.py --device cuda --output "$folder" \
   >"$folder/digest.log" 2>&1 || status=1
 tail -n 20 "$folder/digest.log"
+"$python" -m lightning_d9m audit ops --device cuda --runs 30 -o "$folder/audit" \
+  >"$folder/audit.log" 2>&1 || status=1
+tail -n 40 "$folder/audit.log"
+for experiment in paper_ops graphsage; do
+  "$python" "benchmarks/$experiment.py" --device cuda --output "$folder" \
+    >"$folder/$experiment.log" 2>&1 || status=1
+  tail -n 40 "$folder/$experiment.log"
+done
 "$python" -m lightning_d9m repeat -n 3 -o "$folder/segmentation" --json \
   -- "$python" examples/segmentation.py --accelerator gpu >"$folder/segmentation.json" || status=1
 tail -n 5 "$folder/segmentation.json"

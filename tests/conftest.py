@@ -13,7 +13,7 @@ import pytorch_lightning  # noqa: F401
 import sklearn  # noqa: F401
 import torch
 
-collect_ignore = ["ddp_training.py"]  # run by ranks
+collect_ignore = ["ddp_probing.py", "ddp_training.py", "resume_training.py"]  # run by ranks
 
 # Lightning and torch write these for their own use; they are not ours to restore.
 _FOREIGN_VARIABLES = (

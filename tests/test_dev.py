@@ -1,9 +1,12 @@
 """``dev.py`` runs before anything is installed, so it must need nothing but Python."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "dev.py"
 
@@ -29,3 +32,85 @@ def test_an_unknown_command_is_misuse():
     )
     assert done.returncode == 2
     assert "digits" in done.stderr
+
+
+@pytest.fixture
+def dev(tmp_path, monkeypatch):
+    """Return ``dev.py`` as a module whose environment is elsewhere."""
+    spec = importlib.util.spec_from_file_location("dev_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    environment = tmp_path / ".venv"
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "ENVIRONMENT", environment)
+    monkeypatch.setattr(module, "PYTHON", environment / "bin" / "python")
+    monkeypatch.setattr(module, "UNFINISHED", environment / "unfinished")
+    return module
+
+
+@pytest.fixture
+def made(dev, monkeypatch):
+    """Let ``venv`` be quick: it makes an environment with a pip of one empty module."""
+    calls = []
+    monkeypatch.setattr(dev, "PIP", "pip")
+
+    def run_venv(command, **_):
+        calls.append(dev.UNFINISHED.exists())
+        environment = Path(command[-1])
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        (site,) = environment.glob("lib/python*/site-packages")
+        (site / "pip.py").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    original = subprocess.run
+    monkeypatch.setattr(
+        dev.subprocess,
+        "run",
+        lambda command, **words: (
+            run_venv(command, **words)
+            if command[1:3] == ["-m", "venv"] and len(command) == 4
+            else original(command, **words)
+        ),
+    )
+    return calls
+
+
+def test_an_environment_is_made_once(dev, made):
+    dev.make_environment()
+    dev.make_environment()
+    assert made == [True]
+    assert dev.works("pip")
+    assert not dev.UNFINISHED.exists()
+
+
+def interrupted(environment):
+    """Leave what ``venv`` leaves when it is interrupted before pip is there."""
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+
+
+def with_part_of_pip(environment):
+    interrupted(environment)
+    (environment / "unfinished").touch()
+
+
+def without_python(environment):
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to("/no/such/python")
+
+
+@pytest.mark.parametrize("leave", [interrupted, with_part_of_pip, without_python])
+def test_an_environment_that_is_not_whole_heals(dev, made, leave):
+    leave(dev.ENVIRONMENT)
+    dev.make_environment()
+    assert len(made) == 1
+    assert dev.works("pip")
+    assert not dev.UNFINISHED.exists()
+
+
+def test_an_environment_without_pip_keeps_what_is_in_it(dev, made):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", dev.ENVIRONMENT], check=True)
+    (dev.ENVIRONMENT / "mine").touch()
+    dev.make_environment()
+    assert dev.works("pip")
+    assert (dev.ENVIRONMENT / "mine").exists()

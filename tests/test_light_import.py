@@ -25,7 +25,7 @@ LIGHT = {
     "help": "from lightning_d9m.adapters.cli import build_parser; build_parser().format_help()",
     **{
         command: f"from lightning_d9m.adapters.cli import build_parser; build_parser({command!r})"
-        for command in ("repeat", "compare", "doctor", "ops", "install-horovod")
+        for command in ("repeat", "compare", "doctor", "ops", "audit", "install-horovod")
     },
     "ledger": "import lightning_d9m.evidence.ledger, lightning_d9m.evidence.compare",
 }

@@ -156,9 +156,10 @@ class TestSeed:
     def test_zero_where_nobody_chose(self, fit):
         assert fit(seed=None).header.seed == 0
 
-    def test_a_malformed_variable_is_named(self, fit, monkeypatch):
-        monkeypatch.setenv("PL_GLOBAL_SEED", "twelve")
-        with pytest.raises(SettingError, match=r"PL_GLOBAL_SEED is 'twelve'.*0 to 4294967295"):
+    @pytest.mark.parametrize("text", ["twelve", "-1", "4294967296", "1.5"])
+    def test_a_variable_that_is_no_seed_is_named(self, fit, monkeypatch, text):
+        monkeypatch.setenv("PL_GLOBAL_SEED", text)
+        with pytest.raises(SettingError, match=f"PL_GLOBAL_SEED is '{text}'.*0 to 4294967295"):
             fit(seed=None)
 
     @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", True])
@@ -322,13 +323,19 @@ class TestReference:
             fit(reference=reference, model=make_model(on_train_batch_start=on_train_batch_start))
         assert (caught.value.moment, caught.value.epoch) == ("epoch", 0)
 
-    def test_an_unseeded_worker_is_found(self, fit):
+    def test_an_unseeded_worker_is_seeded_and_an_unseeded_sample_is_found(self, fit):
         def unseeded(worker):
             np.random.seed(int.from_bytes(os.urandom(4), "little"))
 
+        class Unseeded(NoisyDigits):
+            def __getitem__(self, index):
+                unseeded(0)
+                return super().__getitem__(index)
+
         reference = fit(loader=make_loader(num_workers=1)).path
+        fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=unseeded))
         with pytest.raises(DriftError):
-            fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=unseeded))
+            fit(reference=reference, loader=DataLoader(Unseeded(), 16, shuffle=True))
 
     def test_other_initial_weights_are_named_as_such(self, fit):
         reference = fit().path

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_d9m import __version__
 from lightning_d9m.adapters.cli import build_parser, main
+from lightning_d9m.errors import D9mError
 
 
 def test_help_names_every_command_at_80_columns(monkeypatch):
@@ -48,6 +50,22 @@ def test_an_error_of_ours_is_one_line_and_2(capsys):
     assert "Traceback" not in captured.err
 
 
+def test_an_error_on_a_terminal_cuts_no_word_and_keeps_what_is_laid_out(monkeypatch, capsys):
+    laid_out = "  | " + "a log " * 20
+
+    def fail(path):
+        raise D9mError("word " * 40 + "\n" + laid_out)
+
+    monkeypatch.setattr("lightning_d9m.adapters.compare.read_ledger", fail)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["compare", "a", "b"])
+    *wrapped, last = capsys.readouterr().err.splitlines()
+    assert last == laid_out
+    assert len(wrapped) == 3
+    assert {word for line in wrapped for word in line.split()} == {"d9m:", "error:", "word"}
+
+
 def test_interrupting_is_no_traceback(monkeypatch, capsys):
     def interrupt(path):
         raise KeyboardInterrupt
@@ -55,6 +73,34 @@ def test_interrupting_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr("lightning_d9m.adapters.compare.read_ledger", interrupt)
     assert main(["compare", "a", "b"]) == 130
     assert capsys.readouterr().err == "d9m: interrupted.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device", "x"), "[Errno 28] No space left on device: 'x'."),
+        (KeyError("name"), "KeyError: 'name'. This is an error of d9m itself: please report it"),
+    ],
+)
+def test_an_error_that_nobody_foresaw_is_one_line_and_2(monkeypatch, capsys, error, message):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr("lightning_d9m.adapters.compare.read_ledger", fail)
+    assert main(["compare", "a", "b"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"d9m: error: {message}")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_an_error():
+    command = f"{sys.executable} -m lightning_d9m ops > /dev/full"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in line
 
 
 def test_a_reader_that_leaves_early_is_no_traceback():

@@ -13,7 +13,7 @@ from lightning_d9m import SettingError
 from lightning_d9m.adapters import installation
 from lightning_d9m.adapters.cli import main
 from lightning_d9m.adapters.doctor import format_finding
-from lightning_d9m.adapters.horovod_settings import PINNED
+from lightning_d9m.adapters.horovod.settings import PINNED
 from lightning_d9m.control import diagnosis, variables
 from lightning_d9m.control.diagnosis import Finding
 
@@ -22,7 +22,7 @@ from lightning_d9m.control.diagnosis import Finding
 def healthy(monkeypatch):
     """An environment in which there is nothing to mend, with Horovod installed."""
     names = [*diagnosis._VARIABLES, *PINNED, "HOROVOD_ELASTIC", "NCCL_ALGO"]
-    for name in [*names, "OMP_NUM_THREADS", "OMP_DYNAMIC"]:
+    for name in [*names, "OMP_NUM_THREADS", "OMP_DYNAMIC", "PL_GLOBAL_SEED"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(diagnosis, "describe_hash_seed_problem", lambda: None)
     monkeypatch.setattr(installation, "version", lambda package: "1.2.3")
@@ -58,6 +58,9 @@ def test_a_healthy_environment_has_nothing_to_mend(healthy, report, capsys):
         ("FLASH_ATTENTION_DETERMINISTIC", "0", "1"),
         ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", "0"),
         ("OMP_DYNAMIC", "TRUE", "false"),
+        ("PL_GLOBAL_SEED", "4294967296", "4294967295"),
+        ("PL_GLOBAL_SEED", "-1", "0"),
+        ("PL_GLOBAL_SEED", "twelve", "12"),
         ("HOROVOD_FUSION_THRESHOLD", "67108864", "0"),
         ("HOROVOD_DISABLE_GROUP_FUSION", "0", "1"),
         ("HOROVOD_AUTOTUNE", "1", "0"),

@@ -2,12 +2,36 @@
 
 import os
 import select
+import signal
+import subprocess
 import sys
 
 import pytest
 
+from lightning_d9m.adapters import descendants, process
 from lightning_d9m.adapters.process import run_watched
 from lightning_d9m.errors import CommandError
+
+PAUSE = "import signal; signal.pause()"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+# Starts `child` in some way, notes its id in a file once it runs, and goes on.
+START = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import os; os.write(1, b'.'); " + {child!r}],
+                         stdout=subprocess.PIPE, start_new_session={apart})
+child.stdout.read(1)
+open({pid!r}, "w").write(str(child.pid))
+"""
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux lets a process adopt orphans"
+)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """Wait no whole seconds for processes that do not end."""
+    monkeypatch.setattr(process, "_SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -57,28 +81,128 @@ def test_a_missing_program_is_named(watch):
         watch("", program=("no-such-program",))
 
 
-def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path):
-    child = "import signal; signal.pause()"
-    code = (
-        "import subprocess, sys, signal\n"
-        f"p = subprocess.Popen([sys.executable, '-c', {child!r}])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\n"
-        "signal.pause()"
-    )
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
+@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, child, apart):
+    pid = tmp_path / "pid"
     with pytest.raises(CommandError, match="still running after 3 s"):
-        watch(code, timeout=3.0)
+        watch(START.format(child=child, apart=apart, pid=str(pid)) + PAUSE, timeout=3.0)
     assert watch.ticks
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert gone(int(pid.read_text()))
 
 
-def test_a_child_that_outlives_the_command_is_ended(watch, tmp_path):
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
+@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+def test_a_child_that_outlives_the_command_is_ended_and_named(
+    watch, tmp_path, capsys, child, apart
+):
+    pid = tmp_path / "pid"
+    watch(START.format(child=child, apart=apart, pid=str(pid)))
+    assert gone(int(pid.read_text()))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("d9m: the command left 1 process running, ended now: python")
+
+
+def test_nothing_is_said_of_a_command_that_leaves_nothing(watch, capsys):
+    watch("print('done')")
+    assert not capsys.readouterr().err
+
+
+def test_other_children_of_this_process_are_left_alone(watch):
+    with subprocess.Popen([sys.executable, "-c", PAUSE]) as other:
+        watch("print('done')")
+        assert other.poll() is None
+        other.kill()
+
+
+def test_only_the_group_is_ended_where_orphans_cannot_be_adopted(watch, tmp_path, monkeypatch):
+    monkeypatch.setattr(descendants, "_exchange_subreaper", lambda _: None)
+    pid = tmp_path / "pid"
+    watch(START.format(child=STUBBORN, apart=False, pid=str(pid)))
+    assert gone(int(pid.read_text()))
+
+
+@linux
+def test_adoption_ends_with_the_command(watch):
+    watch("print('done')")
+    assert descendants._exchange_subreaper(0) == 0
+
+
+# Watches a command as `d9m` does, in a process that can be signalled.
+WATCHER = """
+import os, signal, sys
+from pathlib import Path
+from lightning_d9m.adapters import process
+# Whoever runs the tests in the background may have them ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+process._GRACE_SECONDS = 0.2
+process.run_watched([sys.executable, "-c", {code!r}], environment=os.environ,
+                    log=Path({log!r}), timeout=None, tick=lambda _: None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+def test_a_signal_ends_the_command_first(tmp_path, number, child):
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    code = START.format(child=child, apart=sys.platform.startswith("linux"), pid=str(fifo)) + child
+    watcher = WATCHER.format(code=code, log=str(tmp_path / "log"))
+    with subprocess.Popen([sys.executable, "-c", watcher], stderr=subprocess.PIPE) as watching:
+        pid = int(fifo.read_text())
+        watching.send_signal(number)
+        try:
+            _, err = watching.communicate(timeout=60)
+        finally:
+            watching.kill()
+    assert watching.returncode == -number
+    assert f"{number.name} came; the command was ended.".encode() in err
+    assert gone(pid)
+
+
+def test_what_is_ignored_stays_ignored_and_handlers_are_restored(watch):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); print('done')"
+        assert watch(code) == "done\n"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+
+def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
     code = (
-        "import subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
+        r"print('\r'.join(f'{n}%' for n in range(100)), '\x1b[31mred\x1b[0m', sep='\n');"
+        "print('long' * 5000); raise SystemExit(1)"
     )
-    watch(code)
-    assert gone(int((tmp_path / "pid").read_text()))
+    with pytest.raises(CommandError) as caught:
+        watch(code)
+    first, second, third = str(caught.value).splitlines()[-3:]
+    assert (first, second) == ("  | 99%", "  | red")
+    assert third.endswith("long ...")
+    assert len(third) < 220
+
+
+def test_much_output_is_not_read_whole(watch):
+    with pytest.raises(CommandError, match="last words") as caught:
+        watch("print('x' * 100 * 2**20); print('last words'); raise SystemExit(1)")
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_log_that_cannot_be_made_is_named(tmp_path):
+    with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
+        run_watched(
+            ["true"],
+            environment=os.environ,
+            log=tmp_path / "none" / "log",
+            timeout=None,
+            tick=lambda _: None,
+        )
 
 
 def gone(pid):

@@ -62,7 +62,7 @@ def test_equal_runs(repeat):
     assert status == 0
     assert "equal: 3 runs agree bit for bit in 5 records each." in out
     assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["expected", "equal", "equal"]
-    assert "run 2 of 3: done, 1 epochs" in err
+    assert "run 2 of 3: done, 1 epoch\n" in err
 
 
 def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
@@ -70,7 +70,7 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     assert status == 1
     assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["expected", "differs", "equal"]
     assert "diverges first in" in out
-    assert "different: 1 of 3 runs differ from run 1; above: run 2." in out
+    assert "different: 1 of 3 runs differs from run 1; above: run 2." in out
     assert max(len(line) for line in out.splitlines() if "d9m-runs" not in line) <= 80
 
 
@@ -90,12 +90,21 @@ def test_several_fits_are_compared_one_by_one(repeat):
     assert "above: run 2, fit 2." in out
 
 
-def test_other_numbers_of_fits_are_misuse(repeat):
-    status, _, err = repeat(
-        "import os, sys\n" + fits(7, 7).replace("]:", f"][:{NUMBER}]:"),
-    )
-    assert status == 2
-    assert "different numbers of ledgers: [1, 2]" in err
+def test_all_fits_count_as_records(repeat):
+    assert "agree bit for bit in 10 records each" in repeat(fits(7, 8))[1]
+
+
+@pytest.mark.parametrize(("values", "seen"), [((7, 7), ""), ((7, f"{NUMBER}"), "run 2, fit 1")])
+def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(repeat, values, seen):
+    code = fits(*values).replace("]:", f"][-{NUMBER}:]:")
+    status, out, _ = repeat(code, n=3)
+    assert status == 1
+    assert "Run 1 left 1 ledger, run 2 left 2:\n  expected: fit-000\n" in out
+    assert "  actual:   fit-000, fit-001\nThose that both have were compared.\n" in out
+    assert "different: 2 of 3 runs differ from run 1" in out
+    assert seen in out
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["1.1", "2.1", "2.2"]
+    assert out.splitlines()[3].split()[-2:] == ["no", "match"]
 
 
 def test_nothing_is_overwritten(repeat, tmp_path):
@@ -118,7 +127,14 @@ def test_an_output_that_cannot_be_made(repeat, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "1", "--", "true"], "--runs is 1; allowed: 2 to 1000"),
+        (["-n", "1", "--", "true"], "--runs is 1; allowed: 2 to 1000. One run has nothing"),
+        (["-n", "0", "--", "true"], "--runs is 0; allowed: 2 to 1000.\n"),
+        (["-n", "-3", "--", "true"], "--runs is -3; allowed: 2 to 1000.\n"),
+        (["-n", "1000000000", "--", "true"], "--runs is 1000000000; allowed: 2 to 1000.\n"),
+        (["--", __file__], "does not start: Permission denied"),
+        (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
+        (["--", "bad\0name"], "does not start: embedded null byte"),
+        (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null byte"),
         (["--timeout", "0", "--", "true"], "--timeout is 0; allowed: more than 0"),
         (["--"], "no command to repeat"),
         ([], "no command to repeat"),
@@ -136,11 +152,40 @@ def test_misuse_is_one_clear_error(words, message, tmp_path, monkeypatch, capsys
     assert message in error
 
 
+def test_a_disk_that_is_full_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    original = Path.mkdir
+
+    def mkdir(path, *arguments, **words):
+        if path.name == "run-001":
+            raise OSError(28, "No space left on device")
+        original(path, *arguments, **words)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert main(["repeat", "--", "true"]) == 2
+    assert "run-001 cannot be made: No space left on device. Free some" in capsys.readouterr().err
+
+
+def test_a_ledger_that_cannot_be_read_is_named(repeat, tmp_path):
+    code = fits(7) + "\nrank_path(folder, 0).write_bytes(b'{')"
+    status, _, err = repeat(code)
+    assert status == 2
+    assert "run-001/fit-000/rank-0.jsonl is not a ledger" in err
+
+
+def test_a_ledger_cut_short_is_no_agreement(repeat):
+    cut = "\nif {} == 2: os.truncate(rank_path(folder, 0), rank_path(folder, 0).stat().st_size - 5)"
+    status, out, _ = repeat(fits(7) + cut.format(NUMBER))
+    assert status == 1
+    assert "the actual run was ended before it finished its ledger" in " ".join(out.split())
+
+
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
     code = fits(7) + f"\nprint('so far so good')\nsys.exit({NUMBER} - 1)"
     status, _, err = repeat(code)
     assert status == 2
     assert "| so far so good" in err
+    assert "error: In run 2 of 2 (run 1 ended well): The command" in err
     assert "run 2 of 2: stopped" in err
     (log,) = tmp_path.glob("d9m-runs/000/run-002/output.log")
     assert log.read_text() == "so far so good\n"
