@@ -18,7 +18,14 @@ from lightning_d9m.control.generators import capture_generators, restore_generat
 from lightning_d9m.control.position import Requests, is_foreign, unwrap
 from lightning_d9m.control.replacements import Replacements
 from lightning_d9m.control.samplers import copy_loader, find_samplers, is_rankless, make_generator
-from lightning_d9m.control.samples import Apart, SeededCollate, SeededDataset, WorkerInit
+from lightning_d9m.control.samples import (
+    Apart,
+    SeededCollate,
+    SeededDataset,
+    Untouched,
+    WorkerInit,
+    draws_nothing,
+)
 from lightning_d9m.control.stream import Stream
 from lightning_d9m.errors import SettingError
 
@@ -213,8 +220,9 @@ class _Taken:
             if hasattr(loader, "load_state_dict"):
                 # torchdata's: the place in the epoch is found here.
                 replacements.replace(loader, "load_state_dict", _ignore)
-            apart = Apart()
-            seeded = SeededDataset(loader.dataset, stream, per_sample, apart)
+            still = draws_nothing(loader)
+            apart = Untouched() if still else Apart()
+            seeded = SeededDataset(loader.dataset, stream, per_sample and not still, apart)
             replacements.replace(loader, "dataset", seeded)
             replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, apart))
         # torch itself seeds a data pipe anew in every epoch, and takes it apart to do so.

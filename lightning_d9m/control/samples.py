@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import (
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+from torch.utils.data._utils import collate as _collate
 
 from lightning_d9m.control.numpy_state import NumpyState
 from lightning_d9m.control.position import Request
@@ -60,6 +67,33 @@ class Apart:
             random.setstate(python)
             numpy.give_back()
             torch.set_rng_state(torch_cpu)
+
+
+class Untouched(Apart):
+    """For data that ``draws_nothing``: what nobody draws from is neither seeded nor kept."""
+
+    def begin(self, seed: int) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def draws_nothing(loader: Any) -> bool:
+    """Return whether no code but torch's own makes a batch, and that draws no random number.
+
+    So it is with a ``TensorDataset`` of plain tensors, or a ``Subset`` of one. To leave the
+    generators alone there saves most of what control costs per batch.
+    """
+    dataset = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return (
+        type(dataset) is TensorDataset
+        and all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+        and (loader.collate_fn is default_collate or loader.collate_fn is default_convert)
+        and _collate.default_collate_fn_map.get(torch.Tensor) is _collate.collate_tensor_fn
+    )
 
 
 class SeededCollate:
