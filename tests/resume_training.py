@@ -2,7 +2,8 @@
 
 Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "interrupted" (saved in
 the middle of an epoch, between two micro-batches, and ended there), "killed" (by the system, some
-batches after the checkpoint), "terminated" (asked to end by a signal) or "resumed".
+batches after the checkpoint), "terminated" or "asked" (to end, by SIGTERM or SIGINT) or "resumed";
+with "+workers" after it, two workers that live for the whole run load the batches.
 """
 
 import os
@@ -24,6 +25,9 @@ checkpoint = Path(folder, "interrupted.ckpt")
 world = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
 
 
+SIGNALS = {"terminated": signal.SIGTERM, "asked": signal.SIGINT}
+
+
 class Ended(Exception):  # noqa: N818 - no error
     """Ends a run before its time."""
 
@@ -36,8 +40,8 @@ class Ending(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.current_epoch == 1 and batch_idx == 2:
-            if self.how == "terminated":
-                os.kill(os.getpid(), signal.SIGTERM)
+            if self.how in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[self.how])
                 return
             trainer.save_checkpoint(checkpoint)
             if self.how == "interrupted":
@@ -49,11 +53,13 @@ class Ending(L.Callback):
 def fit(what):
     """Train as a run of its own would."""
     session._fits = 0
+    what, _, workers = what.partition("+")
+    workers = {"num_workers": 2, "persistent_workers": True} if workers else {}
     callbacks = [DeterminismCallback(seed=5, ledger_dir=Path(folder, what))]
     words = dict(QUIET)
     if what not in {"straight", "resumed"}:
         callbacks.append(Ending(what))
-    if what == "terminated":
+    if what in SIGNALS:
         saver = ModelCheckpoint(folder, filename=checkpoint.stem, save_on_exception=True)
         callbacks.append(saver)
         words["enable_checkpointing"] = True
@@ -69,7 +75,7 @@ def fit(what):
     size = 96 * world
     trainer.fit(
         make_model(),
-        make_loader(size=size),
+        make_loader(size=size, **workers),
         make_loader(size=size, shuffle=False),
         ckpt_path=checkpoint if what == "resumed" else None,
     )

@@ -14,6 +14,7 @@ from lightning_d9m.control.generators import (
     encode_rng,
     restore_generators,
 )
+from lightning_d9m.control.samples import SeededCollate
 from lightning_d9m.control.seeding import RngState, restore_rng
 
 
@@ -72,11 +73,15 @@ def _owners(trainer: Any) -> dict[str, object]:
     }
     owners["datamodule"] = trainer.datamodule
     owners |= {f"callbacks.{n}": callback for n, callback in enumerate(trainer.callbacks)}
-    loader = trainer.fit_loop._combined_loader
-    for number, part in enumerate([] if loader is None else loader.flattened):
-        dataset = getattr(part, "dataset", None)
-        owners[f"train.{number}.dataset"] = getattr(dataset, "_dataset", dataset)
-        owners[f"train.{number}.collate_fn"] = getattr(part, "collate_fn", None)
+    fit = trainer.fit_loop
+    for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
+        loader = loop._combined_loader
+        for number, part in enumerate([] if loader is None else loader.flattened):
+            dataset, collate = getattr(part, "dataset", None), getattr(part, "collate_fn", None)
+            owners[f"{stage}.{number}.dataset"] = getattr(dataset, "_dataset", dataset)
+            owners[f"{stage}.{number}.collate_fn"] = (
+                collate.users if type(collate) is SeededCollate else collate
+            )
     return owners
 
 

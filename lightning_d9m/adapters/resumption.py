@@ -162,7 +162,7 @@ class Resumption:
 
     def begin(self, trainer: Any, testimony: Testimony) -> None:
         """Continue the ledger, and restore what an epoch does not seed; before training starts."""
-        if self._resumed is None:
+        if self._resumed is None and not self._reasons:
             return
         place = self._place(trainer)
         rank = self._rank_state(trainer)

@@ -123,13 +123,14 @@ def find_position_problem(loader: Any) -> str | None:
         return None if keeps else _no_position(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _find_stream_problem(loader) if keeps else _no_position(loader.dataset)
-    kept = find_generators({"dataset": loader.dataset}) if loader.num_workers > 0 else {}
+    parts = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    kept = find_generators(parts) if loader.num_workers > 0 else {}
     if kept:
-        # Its stand-in keeps the user's dataset.
-        paths = ", ".join(kept).replace("dataset._dataset.", "dataset.")
+        # Their stand-ins keep what is the user's.
+        paths = ", ".join(kept).replace("._dataset.", ".").replace("_fn.users.", "_fn.")
         return (
-            f"{loader.dataset.__class__.__name__} keeps a generator of its own "
-            f"({paths}), whose state in the loader's workers cannot be "
+            f"The loader of {loader.dataset.__class__.__name__} draws from generators of the "
+            f"user's own ({paths}), whose state in the loader's workers cannot be "
             "saved. Let it draw from the generators of Python, NumPy or torch, which are "
             "seeded for each batch."
         )

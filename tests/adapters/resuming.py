@@ -36,6 +36,10 @@ def make_saver(path, *, epoch=1, batch=2, hook="on_train_batch_end", stop=True):
     return Saver()
 
 
+def in_order():
+    return make_loader(shuffle=False)
+
+
 class Fits:
     """Trains as runs of their own would.
 
@@ -50,7 +54,7 @@ class Fits:
         self.checkpoint = folder / "interrupted.ckpt"
 
     def fit(  # noqa: PLR0913 - one keyword for each part of a run
-        self, *, loader=make_loader, model=make_model, validate=True, callbacks=list,
+        self, *, loader=make_loader, model=make_model, validate=in_order, callbacks=list,
         extra=(), resume=None, words=None, datamodule=None, strategy="auto", **trainer_words,
     ):  # fmt: skip
         """Train; return the ledger's folder."""
@@ -70,7 +74,7 @@ class Fits:
         else:
             data = {"train_dataloaders": loader()}
             if validate:
-                data["val_dataloaders"] = make_loader(shuffle=False)
+                data["val_dataloaders"] = validate()
         try:
             self.trainer.fit(self.model, **data, ckpt_path=resume)
         finally:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits, make_loader, make_model
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
@@ -66,18 +66,40 @@ class DrawnBatches:
         return 6
 
 
-def drawn_batches():
-    return DataLoader(NoisyDigits(), batch_sampler=DrawnBatches())
+class OwnOrder:
+    """A batch sampler of the user's with a generator of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(8)
+
+    def __iter__(self):
+        for _ in range(6):
+            yield self.rng.permutation(96)[:16].tolist()
+
+    def __len__(self):
+        return 6
 
 
-def two_loaders():
-    longer, shorter = make_loader(), make_loader(size=64)
-    return CombinedLoader([longer, shorter], "max_size_cycle")
+def drawn_batches(sampler=DrawnBatches, **words):
+    return DataLoader(NoisyDigits(), batch_sampler=sampler(), **words)
+
+
+def shards():
+    """Return the loader of the second of two ranks."""
+    data = NoisyDigits(192)
+    return DataLoader(data, batch_size=16, sampler=DistributedSampler(data, 2, 1))
+
+
+def two_loaders(mode="max_size_cycle", **words):
+    longer, shorter = make_loader(**words), make_loader(size=64, **words)
+    return CombinedLoader([longer, shorter], mode)
 
 
 def step_on_two(self, batch, batch_idx):
-    (images, classes), (others, _) = batch
-    loss = nn.functional.cross_entropy(self.layers(images + 0.1 * others), classes)
+    (images, classes), other = batch
+    if other is not None:  # the shorter one's end, where it is not begun anew
+        images = images + 0.1 * other[0]
+    loss = nn.functional.cross_entropy(self.layers(images), classes)
     self.log("train_loss", loss, on_step=True, on_epoch=True)
     return loss
 
@@ -107,11 +129,17 @@ def plateau(self):
 class Reloaded(LightningDataModule):
     """Gives new loaders whenever it is asked."""
 
+    workers = 0
+
     def train_dataloader(self):
-        return make_loader()
+        return make_loader(num_workers=self.workers)
 
     def val_dataloader(self):
         return make_loader(shuffle=False)
+
+
+class ReloadedWithWorkers(Reloaded):
+    workers = 2
 
 
 def with_generators():
@@ -181,3 +209,36 @@ class TestRuns:
         for place in ({"batch": 3}, {"batch": 5}, {"hook": "on_train_epoch_end"}):
             fits.interrupt(**run, at=place)
             agree(straight, fits.resume(**run))
+
+
+ON_TWO = {"model": partial(make_model, training_step=step_on_two)}
+LOADERS = {
+    "a distributed sampler": ({"loader": shards}, 3),
+    "batches of the user's from workers": (
+        {"loader": partial(drawn_batches, num_workers=2)},
+        2,
+    ),
+    "batches of a generator of the user's from workers": (
+        {"loader": partial(drawn_batches, OwnOrder, **PERSISTENT)},
+        3,
+    ),
+    "two loaders to the end of the shorter": (
+        ON_TWO | {"loader": partial(two_loaders, "min_size", num_workers=1)},
+        3,
+    ),
+    "two loaders, after the end of the shorter": (
+        ON_TWO | {"loader": partial(two_loaders, "max_size")},
+        5,
+    ),
+    "a datamodule that reloads each epoch": (
+        {"datamodule": ReloadedWithWorkers, "reload_dataloaders_every_n_epochs": 1},
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "batch"), LOADERS.values(), ids=LOADERS.keys())
+def test_loaders_of_each_kind_go_on_in_the_middle_of_an_epoch(fits, run, batch):
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"batch": batch})
+    agree(straight, fits.resume(**run))

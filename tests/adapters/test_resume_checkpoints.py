@@ -32,10 +32,20 @@ def test_a_checkpoint_loads_without_pickled_objects_and_adds_little(fits):
     assert added.stat().st_size < 100 * 1024
 
 
-def test_a_run_is_resumed_with_another_number_of_workers(fits):
-    straight = fits.fit(loader=partial(make_loader, num_workers=2))
-    fits.interrupt(loader=partial(make_loader, num_workers=1, persistent_workers=True))
-    agree(straight, fits.resume(loader=make_loader))
+WORKERS = [partial(make_loader, num_workers=2, persistent_workers=keep) for keep in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [[WORKERS[0], WORKERS[1], make_loader], [make_loader, make_loader, WORKERS[1]]],
+    ids=["none at last", "none at first"],
+)
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_run_is_resumed_with_another_number_of_workers(fits, loaders, per_sample):
+    words = {"words": {"per_sample_rng": per_sample}}
+    straight = fits.fit(loader=loaders[0], **words)
+    fits.interrupt(loader=loaders[1], **words)
+    agree(straight, fits.resume(loader=loaders[2], **words))
 
 
 def test_a_run_is_resumed_twice(fits):
@@ -111,6 +121,23 @@ def test_a_checkpoint_of_an_exception_is_resumed(fits):
     agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+def test_a_checkpoint_of_half_a_batch_is_refused(fits):
+    """It is saved where a training step fails, or is interrupted by Ctrl-C."""
+
+    def step(self, batch, batch_idx):
+        if self.trainer.global_step == 8:
+            raise ZeroDivisionError
+        return self.layers(batch[0]).square().mean()
+
+    saver = ModelCheckpoint(fits.folder / "saved", save_on_exception=True, filename="ended")
+    model = partial(make_model, training_step=step)
+    with pytest.raises(ZeroDivisionError):
+        fits.fit(model=model, extra=[saver], enable_checkpointing=True)
+    with pytest.raises(InexactResumeError, match="saved while batch 2 of epoch 1 was trained"):
+        fits.fit(model=model, resume=fits.folder / "saved" / "ended.ckpt")
+
+
 def flip(path, at, bit=1):
     data = bytearray(path.read_bytes())
     data[at] ^= bit
@@ -159,6 +186,14 @@ class TestDamage:
         torch.save(content, checkpoint)
         error = self.refuse(fits, "2 tensors hold other bytes")
         assert error.names == tuple(f"state_dict.{name}" for name in norm)
+
+    def test_the_weights_of_another_checkpoint(self, fits, checkpoint):
+        content = torch.load(checkpoint, weights_only=True)
+        fits.interrupt(at={"batch": 3})
+        other = torch.load(checkpoint, weights_only=True)["state_dict"]
+        torch.save({**content, "state_dict": other}, checkpoint)
+        error = self.refuse(fits, r"tensors hold other bytes .*state_dict\.layers\.0\.weight")
+        assert all(name.startswith("state_dict.") for name in error.names)
 
     def test_another_number(self, fits, checkpoint):
         content = torch.load(checkpoint, weights_only=True)
@@ -211,9 +246,12 @@ class TestStream:
         agree(straight, fits.resume(loader=stream))
 
     def test_within_an_epoch(self, fits):
+        def step(self, batch, batch_idx):
+            raise AssertionError("it is said before anything is trained")
+
         fits.interrupt(loader=stream)
         with pytest.raises(InexactResumeError, match=r"Numbers gives .* StatefulDataLoader"):
-            fits.resume(loader=stream)
+            fits.resume(loader=stream, model=partial(make_model, training_step=step))
 
     @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
     def test_a_break_is_recorded_where_the_user_goes_on(self, fits):

@@ -167,7 +167,9 @@ class Peculiar(RandomSampler):
             raise AttributeError("read-only")
 
 
-@pytest.mark.parametrize("own", [None, np.random.default_rng(3), torch.Generator()], ids=repr)
+@pytest.mark.parametrize(
+    "own", [None, np.random.default_rng(3), torch.Generator()], ids=["none", "numpy", "torch"]
+)
 def test_a_generator_that_is_not_torchs_or_cannot_be_set_is_left_alone(own):
     sampler = Peculiar(range(SIZE))
     sampler.own = own

@@ -169,6 +169,16 @@ class OwnGenerator(Draws):
         self.rng = random.Random(1)
 
 
+class OwnCollate:
+    """A function that keeps a generator."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def __call__(self, samples):
+        return samples
+
+
 class Unsized(Stream):
     """A stream."""
 
@@ -196,6 +206,8 @@ class Sized(Stream):
         (make, None),
         (lambda: make(OwnGenerator()), None),
         (lambda: make(OwnGenerator(), num_workers=2), r"own \(dataset\.rng\)"),
+        (lambda: make(collate_fn=OwnCollate()), None),
+        (lambda: make(collate_fn=OwnCollate(), num_workers=2), r"own \(collate_fn\.rng\)"),
         (lambda: make(Sized(), shuffle=False), "Sized gives samples one after the other"),
         (lambda: [1, 2], "list gives samples one after the other"),
         (lambda: Stateful(Sized(), batch_size=3), None),
@@ -203,7 +215,7 @@ class Sized(Stream):
         (lambda: Stateful(Sized(), batch_size=None), None),
         (lambda: Stateful(Sized(), batch_size=None, num_workers=1), "batches of its own"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_what_cannot_go_on_exactly_is_told(loader, problem):
     loader = loader()
