@@ -1,81 +1,248 @@
-"""Small trainings that differ from run to run, each by one real cause; see test_gallery.py."""
+"""Small trainings that differ from run to run, each by one cause; docs/gallery.md shows them.
+
+Usage: gallery_training.py CAUSE
+"""
 
 import os
 import sys
+import tempfile
+import threading
 import time
 import warnings
+from pathlib import Path
 
-import lightning.pytorch as L
+import lightning.pytorch as pl
 import numpy as np
 import torch
-from autoload_training import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-CAUSE = sys.argv[1] if len(sys.argv) > 1 else "none"
+QUIET = {"enable_model_summary": False, "enable_progress_bar": False, "logger": False}
 
 
 class Samples(Dataset):
-    """Sixteen samples, augmented with noise."""
+    """Sixteen samples."""
 
     def __init__(self):
         self.samples = torch.randn(16, 4)
-        self.noise = np.random.default_rng()
-        names = {f"sample {number}" for number in range(16)}
-        self.order = [int(name[7:]) for name in names] if CAUSE == "set" else range(16)
 
     def __len__(self):
         return len(self.samples)
 
     def __getitem__(self, index):
-        sample = self.samples[self.order[index]]
-        if CAUSE == "urandom":
-            return sample + 0.01 * os.urandom(1)[0]
-        if CAUSE == "default_rng":
-            return sample + 0.01 * float(self.noise.random())
-        return sample
+        return self.samples[index]
 
 
-class Net(L.LightningModule):
-    """A net with dropout, trained for four steps."""
+class Net(pl.LightningModule):
+    """A small net with dropout."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.own = torch.Generator()
-        self.own.seed()
-        if CAUSE == "initial":
-            with torch.no_grad():
-                self.layers[0].weight += torch.from_numpy(np.random.default_rng().random((8, 4)))
 
-    def training_step(self, batch, batch_idx):
-        if CAUSE == "generator":
-            batch = batch * torch.rand(batch.shape, generator=self.own)
+    def training_step(self, batch, _):
         return self.layers(batch).square().mean()
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if CAUSE == "ulp" and batch_idx == 1 and time.time_ns() // 1000 % 2**20:
-            with torch.no_grad():
-                bits = self.layers[0].weight.view(torch.int32)
-                bits[0, 0] ^= int.from_bytes(os.urandom(1), "big") + 1
-
-    def on_after_backward(self):
-        if CAUSE == "gradient" and self.global_step == 2:
-            gradient = self.layers[2].weight.grad
-            gradient.view(torch.int32)[0, 0] ^= int.from_bytes(os.urandom(1), "big") + 1
-
     def configure_optimizers(self):
-        rate = 0.1 + 1e-9 * (time.time_ns() % 10**6) if CAUSE == "clock" else 0.1
-        return torch.optim.SGD(self.parameters(), rate)
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def main():
+class NamedSamples(Samples):
+    def __init__(self):
+        super().__init__()
+        names = {f"sample {number}" for number in range(16)}
+        self.order = [int(name.split()[1]) for name in names]
+
+    def __getitem__(self, index):
+        return self.samples[self.order[index]]
+
+
+class ListedSamples(Samples):
+    def __init__(self, folder):
+        super().__init__()
+        self.order = [int(file.name) for file in Path(folder).iterdir()]
+
+    def __getitem__(self, index):
+        return self.samples[self.order[index]]
+
+
+class Augmented(Samples):
+    def __getitem__(self, index):
+        noise = np.random.RandomState(int.from_bytes(os.urandom(4), "big"))
+        return self.samples[index] + 0.01 * noise.rand()
+
+
+class Noisy(Samples):
+    def __init__(self):
+        super().__init__()
+        self.noise = np.random.default_rng()
+
+    def __getitem__(self, index):
+        return self.samples[index] + 0.01 * self.noise.random()
+
+
+class Pool(nn.Module):
+    def forward(self, values, places):
+        sums = torch.zeros(2)
+        return sums.index_put((places,), values, accumulate=True) / len(values)
+
+
+class PooledNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.pool = Pool()
+        places = torch.randint(2, (4_000_000,))
+        self.register_buffer("places", places)
+
+    def training_step(self, batch, _):
+        values = self.layers[0](batch).flatten().repeat(125_000)
+        return self.pool(values, self.places).square().sum()
+
+
+class OwnDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator).gt(0.5)
+
+
+class OwnDropoutNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = OwnDropout()
+
+
+class Padding(nn.Module):
+    def forward(self, x):
+        padded = torch.empty(512, x.shape[1])
+        padded[: len(x)] = x
+        return x + 1e-3 * padded.nan_to_num(0, 0, 0).clamp(-1, 1).mean(0)
+
+
+class PaddedNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = Padding()
+
+    def training_step(self, batch, _):
+        use_memory(4 * 512 * 8)
+        return super().training_step(batch, _)
+
+
+class ClockedNet(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        begun = time.monotonic()
+
+        def decay(step):
+            return 1.0 if step < 5 else 1 / (1 + time.monotonic() - begun)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class TimedNet(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.from_numpy(np.array(1 + time.time() % 1, dtype=np.float32))
+
+
+class WatchedNet(Net):
+    def on_train_batch_end(self, *_):
+        if self.global_step == 3:
+            thread = threading.Thread(target=self.smooth)
+            thread.start()
+            thread.join(1)  # long enough, one would think
+
+    @torch.no_grad()
+    def smooth(self):
+        self.layers[0].weight.mul_(1 - 1e-9 * (time.time_ns() % 10**6))
+
+
+class WeakCellNet(Net):
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 1 and self.global_step == 3 and is_hit():
+            self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
+
+
+class WeakGradientNet(Net):
+    def on_after_backward(self):
+        if self.global_step == 6 and is_hit():
+            self.layers[2].weight.grad.view(torch.int32)[0, 5] ^= 1 << 30
+
+
+class DrawnNet(Net):
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.layers[0].weight += torch.from_numpy(np.random.default_rng().random((8, 4)))
+
+
+class ImpatientNet(Net):
+    def on_train_batch_end(self, *_):
+        if self.global_step == 2:
+            torch.rand(1 + time.time_ns() // 1000 % 1000)
+
+
+def use_memory(size):
+    """Leave memory behind that held something else in each run, as any larger program does."""
+    for tensor in [torch.empty(size, dtype=torch.uint8) for _ in range(16)]:
+        tensor.copy_(torch.frombuffer(bytearray(os.urandom(size)), dtype=torch.uint8))
+
+
+def is_hit():
+    """Whether the fault shows in this run: in every second."""
+    mark = Path("hit")
+    if mark.exists():
+        mark.unlink()
+        return False
+    mark.touch()
+    return True
+
+
+def unpack(folder):
+    """Make one file for each sample, as threads that download them would: in any order."""
+    for number in sorted(range(16), key=lambda _: os.urandom(4)):
+        (Path(folder) / str(number)).touch()
+
+
+def train(cause):
     """Train once."""
     warnings.filterwarnings("ignore")
-    loader = DataLoader(Samples(), batch_size=4, shuffle=True)
-    trainer = L.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Net(), loader)
+    torch.set_num_threads(2 if cause == "index_put" else 1)
+    words = {"batch_size": 4, "shuffle": True}
+    if cause == "listdir":
+        # Of a tmpfs: it lists files in the order in which they were made.
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            unpack(folder)
+            samples = ListedSamples(folder)
+    else:
+        samples = DATA.get(cause, Samples)()
+    if cause == "urandom":
+        words["num_workers"] = 1
+    ranks = {"strategy": "ddp", "devices": 2} if cause == "ulp" else {}
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", enable_checkpointing=False, **QUIET, **ranks
+    )
+    trainer.fit(MODELS.get(cause, Net)(), DataLoader(samples, **words))
 
+
+DATA = {"set": NamedSamples, "urandom": Augmented, "default_rng": Noisy}
+MODELS = {
+    "index_put": PooledNet,
+    "generator": OwnDropoutNet,
+    "empty": PaddedNet,
+    "clock": ClockedNet,
+    "clock in step": TimedNet,
+    "thread": WatchedNet,
+    "ulp": WeakCellNet,
+    "gradient": WeakGradientNet,
+    "initial": DrawnNet,
+    "draws": ImpatientNet,
+}
 
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1] if len(sys.argv) > 1 else "none")

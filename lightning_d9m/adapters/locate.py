@@ -8,6 +8,7 @@ reported as far as it was seen.
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,13 +20,21 @@ from lightning_d9m.adapters.locate_report import describe, describe_place
 from lightning_d9m.adapters.locate_runs import Pair, Runner
 from lightning_d9m.adapters.repeat import make_output
 from lightning_d9m.errors import SettingError
-from lightning_d9m.evidence.causes import Cause, find_cause, first_divergences, name_module
+from lightning_d9m.evidence.causes import (
+    OUTSIDE,
+    UNINITIALISED,
+    Cause,
+    find_cause,
+    first_divergences,
+    name_module,
+)
 from lightning_d9m.evidence.probe_settings import ROOT
 
 if TYPE_CHECKING:
     from lightning_d9m.adapters.locate_op import OpFinding
     from lightning_d9m.evidence.compare import Divergence
 
+_FIRST = "steps of the epoch"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
@@ -64,9 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 when no runs differ, 1 when something was found."""
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     _check(arguments, words)
-    steering = {"LIGHTNING_D9M_CONTROL": "off"} if arguments.without_recipe else {}
+    steering = _without_recipe() if arguments.without_recipe else {}
     output = make_output(arguments.output)
-    # A run is to go on after a difference from a reference: it is held against its twin here.
     runner = Runner(words, output, arguments.timeout, steering, _tell)
     found = Search(runner, arguments.tries).locate()
     if arguments.json:
@@ -75,6 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(describe(found, recipe=not arguments.without_recipe)))
         print(f"ledgers: {output}")
     return 1 if found.cause is not None else 0
+
+
+def _without_recipe() -> dict[str, str]:
+    steering = {"LIGHTNING_D9M_CONTROL": "off"}
+    if "PYTHONHASHSEED" not in os.environ:
+        steering["PYTHONHASHSEED"] = "random"  # as the program has it: it is fixed otherwise
+    return steering
 
 
 def _tell(text: str) -> None:
@@ -158,24 +173,31 @@ class Search:
     def locate(self) -> Found:
         """Return what was found."""
         pair = self._look("whole run")
-        if pair is None:
-            return self._found
+        while pair is not None:
+            pair = self._look_into_epoch(pair)
+        return self._found
+
+    def _look_into_epoch(self, pair: Pair) -> Pair | None:
+        """Narrow from an epoch; return a pair that diverged in an earlier one, if one has."""
         if not self._found.divergences or self._found.divergences[0].moment in ("initial", "final"):
-            return self._found
+            return None
         first = self._found.divergences[0]
         # Each pair diverges at a step of its own; all looks begin where the epoch does, which is
         # the last moment at which the runs are known to agree.
         low, high = pair.steps_of_epoch(first.epoch)
         self._low = low
-        for stage, kinds in (("steps of the epoch", _STEPS), ("modules of the step", _MODULES)):
+        for stage, kinds in ((_FIRST, _STEPS), ("modules of the step", _MODULES)):
             steps = f"{low}:{max(high, low + 1)}"
-            if self._look(stage, probes=kinds, probe_steps=steps) is None:
-                return self._found
+            seen = self._look(stage, probes=kinds, probe_steps=steps)
+            if seen is None:
+                return None
+            if self._found.divergences and self._found.divergences[0].moment == "epoch":
+                return seen
             if self._found.cause is None or not self._found.cause.narrows:
-                return self._found
+                return None
             high = self._found.divergences[0].step + 1
         self._look_at_operations(self._found.divergences[0].step)
-        return self._found
+        return None
 
     def _look_at_operations(self, step: int) -> None:
         from lightning_d9m.adapters.locate_op import examine_op
@@ -193,6 +215,19 @@ class Search:
         )
         if pair is not None and self._found.divergences[0].kind == "op":
             self._found.op = examine_op(self._found.divergences[0], pair.dumps)
+            cause, op = self._found.cause, self._found.op
+            if cause is not None and cause.kind == "op" and op is not None and not op.inputs_equal:
+                self._fill()
+
+    def _fill(self) -> None:
+        """See whether runs still differ when new memory is filled."""
+        for _ in range(self._tries):
+            if self._runner.run_pair("filled memory", filled=True).differs:
+                self._found.looks.append("filled memory: the runs differ all the same")
+                self._found.cause = OUTSIDE
+                return
+        self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
+        self._found.cause = UNINITIALISED
 
     def _is_caught(self, found: "Sequence[Divergence]", steps: str) -> bool:
         """Whether the probes saw the divergence come: it began at a probe, within the steps.
@@ -205,15 +240,23 @@ class Search:
         before = found[0].step == start > self._low
         return not (before and found[0].kind in ("rng", "weight", "buffer", "optimizer"))
 
+    def _is_earlier(self, found: "Sequence[Divergence]") -> bool:
+        """Whether a pair diverged in an epoch before the one that is looked into."""
+        known = self._found.divergences[0]
+        return bool(found) and found[0].moment == "epoch" and found[0].epoch < known.epoch
+
     def _look(self, stage: str, *, dump: bool = False, **probes: str) -> Pair | None:
         """Run pairs until one differs, and take it for the finding; None when none does."""
+        missed = 0
         for _ in range(self._tries):
-            pair = self._runner.run_pair(stage, dump=dump, **probes)
+            pair = self._runner.run_pair(stage, dump=dump, filled=False, **probes)
             if not pair.differs:
                 continue
             found = self._found
             divergences = first_divergences(pair.comparison)
-            if probes and not self._is_caught(divergences, probes["probe_steps"]):
+            caught = not probes or self._is_caught(divergences, probes["probe_steps"])
+            if not caught and not (stage == _FIRST and self._is_earlier(divergences)):
+                missed += 1
                 continue
             found.cause, found.divergences = find_cause(pair.comparison), divergences
             found.pair, found.ranks = pair, max(1, len(pair.comparison.ranks))
@@ -221,5 +264,6 @@ class Search:
             return pair
         runs = 2 * self._tries
         outcome = "nothing differs" if not probes else "the divergence did not come back"
-        self._found.looks.append(f"{stage}: {outcome} in {runs} runs")
+        elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
+        self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
         return None

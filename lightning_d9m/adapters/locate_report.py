@@ -1,5 +1,7 @@
 """What ``d9m locate`` has found, in sentences."""
 
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     from lightning_d9m.adapters.locate_op import OpFinding
     from lightning_d9m.evidence.compare import Divergence
 
+_WIDTH = 80
+_LABEL = re.compile(r"\s*[a-z ]+:|\s+")
 # A line of the program, with the path of its file, is shown whole.
 _LONGEST = 400
 
@@ -29,7 +33,19 @@ def describe_place(found: "Sequence[Divergence]") -> str:
 
 
 def describe(found: "Found", *, recipe: bool) -> Iterator[str]:
-    """Yield the lines of the report."""
+    """Yield the lines of the report, none longer than a terminal is wide unless a name is."""
+    for line in _describe(found, recipe=recipe):
+        indent = len(line) - len(line.lstrip()) + (2 if _LABEL.match(line) else 0)
+        yield from textwrap.wrap(
+            line,
+            _WIDTH,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+
+
+def _describe(found: "Found", *, recipe: bool) -> Iterator[str]:
     for look in found.looks:
         yield f"  {look}"
     yield ""
@@ -69,10 +85,7 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
     if found.inputs_equal:
         yield "Its inputs were equal in both runs."
     else:
-        yield (
-            "Its inputs differed, though no recorded operation wrote them: memory that nothing "
-            "initialised (torch.empty), or a value from outside torch: NumPy, the clock, a file."
-        )
+        yield "Its inputs differed, though no recorded operation wrote them."
     if found.magnitude is not None:
         m = found.magnitude
         ulps = "" if m.ulps is None else f", at most {m.ulps:,} ulps"
@@ -84,6 +97,8 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
             yield f"  {list(at)}"
             yield f"    expected: {expected!r} ({expected.hex()})"
             yield f"    actual:   {actual!r} ({actual.hex()})"
+    if not found.inputs_equal:
+        return
     if found.obstacle:
         yield f"It could not be run alone: {plain(found.obstacle, _LONGEST)}"
     elif found.outcomes > 1:
@@ -101,7 +116,7 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
         does = patch.instead or patch.reason
         yield f"known: {patch.name} ({patch.status}). {patch.cause} {does}"
         yield f"fix: {patch.torch_does} See `d9m ops {patch.name}`."
-    elif found.inputs_equal and found.outcomes > 1:
+    elif found.outcomes > 1:
         yield (
             "fix: torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
             "a deterministic kernel or raises; without a recipe's switches it is off."

@@ -25,7 +25,8 @@ class Cause:
     Attributes:
         kind: ``"stack"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
-            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"module"``, ``"logged value"``,
+            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialised memory"``,
+            ``"value from outside torch"``, ``"module"``, ``"logged value"``,
             ``"after training"``, ``"incomparable"`` or ``"unknown"``.
         text: One sentence: what differs, and what was equal before it.
         advice: What to do about it.
@@ -114,6 +115,19 @@ _CAUSES = {
         "Python, NumPy and torch were equal when the batch began.",
         "It draws from a generator of its own, or something drew within the batch: seed it.",
     ),
+    "empty": Cause(
+        "uninitialised memory",
+        "An operation was given other inputs, though no operation had written them, and the runs "
+        "agree when new memory is filled: it reads memory that nothing initialised.",
+        "Write all of a tensor that torch.empty, empty_like or new_empty gives before you read it, "
+        "or take torch.zeros.",
+    ),
+    "outside": Cause(
+        "value from outside torch",
+        "An operation was given other inputs, though no operation had written them, and filled "
+        "memory changes nothing.",
+        "Look at what that line takes from NumPy, the clock, a file or another thread.",
+    ),
     "op": Cause(
         "op",
         "An operation gave other outputs, and everything recorded before it is equal.",
@@ -138,6 +152,7 @@ _CAUSES = {
     ),
     "unknown": Cause("unknown", "The runs differ.", "", narrows=True),
 }
+UNINITIALISED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
 # By the group of the digests that the training starts from.
 _INITIAL = {
     "weights": "initial weights",
@@ -160,6 +175,8 @@ def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
 
 
 def _moment(found: Divergence) -> tuple[int, ...]:
+    if found.moment == "" and found.kind == "end":  # how a run ended: after everything else
+        return (2**63,)
     phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(found.moment, 1)
     kind = KINDS.index(found.kind) if found.kind in KINDS else 0
     return (found.epoch, phase, found.step, found.batch or 0, kind)

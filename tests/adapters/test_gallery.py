@@ -1,14 +1,30 @@
-"""``d9m locate`` on real causes, in a project that never mentions us: each is named rightly."""
+"""``d9m locate`` on real causes, in trainings that never mention us: each is named rightly."""
 
 import json
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
+import forked_training
 import pytest
 
+from lightning_d9m.adapters import locate_runs
 from lightning_d9m.adapters.cli import main
+from lightning_d9m.adapters.repeat_run import run_once
+from lightning_d9m.errors import CommandError
 
 TRAINING = Path(__file__).parents[1] / "gallery_training.py"
+
+
+def run_forked(words, folder, *, title, timeout, steering, ranks):
+    """Stand in for ``run_once``: the same variables, without the start of an interpreter."""
+    variables = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
+    variables |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}
+    variables |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **steering}
+    log = folder / "output.log"
+    if any(forked_training.run_ranks(ranks, words, variables, log)):
+        raise CommandError(log.read_text())
 
 
 @pytest.fixture
@@ -18,40 +34,76 @@ def locate(tmp_path, monkeypatch, capsys):
     for name in ("LIGHTNING_D9M", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(cause, *words):
+    def locate(cause, *words, ranks=1, forked=True):
+        run = partial(run_forked, ranks=ranks) if forked else run_once
+        monkeypatch.setattr(locate_runs, "run_once", run)
         command = [sys.executable, str(TRAINING), cause]
-        status = main(["locate", "--json", "--tries", "1", *words, "--", *command])
+        status = main(["locate", "--json", *words, "--", *command])
         return status, json.loads(capsys.readouterr().out)
 
-    return run
+    return locate
+
+
+WITHOUT = "--without-recipe"
 
 
 @pytest.mark.parametrize(
-    ("cause", "kind", "step"),
+    ("cause", "words", "expected"),
     [
-        ("urandom", "data", 0),
-        ("default_rng", "data", 0),
-        ("initial", "initial weights", 0),
-        ("clock", "optimizer settings", 0),
-        ("ulp", "weights", 2),
-        ("gradient", "gradients", 2),
+        ("urandom", (), ("data", 0, "batch", "batch")),
+        ("default_rng", (), ("data", 0, "batch", "batch")),
+        ("listdir", (), ("data", 0, "batch", "batch")),
+        ("initial", (), ("initial weights", 0, "weights", "layers.0.weight")),
+        ("draws", (), ("random numbers", 2, "rng", "torch")),
+        ("generator", (), ("random numbers", 0, "op", "layers.1::aten.rand.generator")),
+        ("clock", (), ("optimizer settings", 5, "optimizer", "0.group.0:lr")),
+        ("thread", (), ("weights", 3, "weight", "layers.0.weight")),
+        ("gradient", (), ("gradients", 6, "gradient", "layers.2.weight")),
+        ("empty", (WITHOUT,), ("uninitialised memory", 0, "op", "layers.1")),
     ],
 )
-def test_a_cause(locate, cause, kind, step):
-    status, found = locate(cause)
+def test_a_cause(locate, cause, words, expected):
+    """Kind of cause, step, kind of place and its name, which begins with that of the module."""
+    status, found = locate(cause, *words)
     assert status == 1
-    assert (found["cause"], found["step"], found["ranks"]) == (kind, step, [0])
+    kind, step, place, name = expected
+    assert (found["cause"], found["ranks"], found["step"]) == (kind, [0], step), found
+    assert found["kind"] == place
+    assert found["name"].startswith(name)
 
 
-def test_a_private_generator_down_to_the_operation(locate):
-    status, found = locate("generator")
+def test_a_race_of_two_threads(locate):
+    """It is another step in each pair, where the threads happen to take turns differently."""
+    status, found = locate("index_put", WITHOUT, "--tries", "5")
     assert status == 1
-    assert (found["cause"], found["kind"], found["step"]) == ("random numbers", "op", 0)
-    assert found["name"] == "(model)::aten.rand.generator"
-    assert "batch * torch.rand(batch.shape, generator=self.own)" in found["op"]["source"]
+    assert (found["cause"], found["kind"]) == ("op", "op")
+    assert found["name"] == "pool::aten.index_put.default"
+    assert found["op"]["inputs_equal"]
+    assert "sums.index_put((places,), values, accumulate=True)" in found["op"]["source"]
 
 
-@pytest.mark.parametrize("cause", ["none", "set"])
-def test_no_false_alarm(locate, cause):
-    """The order of a set is fixed in the runs that we start, by their hash seed."""
-    assert locate(cause)[0] == 0
+def test_one_ulp_on_one_rank(locate):
+    """The other rank, which the gradients reach a step later, is not blamed."""
+    status, found = locate("ulp", ranks=2)
+    assert status == 1
+    assert (found["cause"], found["step"], found["ranks"]) == ("weights", 3, [1])
+    assert (found["kind"], found["name"]) == ("weight", "layers.0.weight")
+
+
+def test_filled_memory_tells_nothing_where_the_value_is_from_outside(locate):
+    status, found = locate("clock in step")
+    assert status == 1
+    assert (found["cause"], found["step"], found["kind"]) == ("value from outside torch", 0, "op")
+
+
+@pytest.mark.parametrize("words", [(), (WITHOUT,)])
+def test_no_false_alarm(locate, words):
+    assert locate("none", *words)[0] == 0
+
+
+def test_the_order_of_a_set(locate):
+    """Its hash seed is fixed in the runs that we start, except where they are to be as they are."""
+    assert locate("set", forked=False)[0] == 0
+    status, found = locate("set", "--tries", "1", WITHOUT, forked=False)
+    assert status == 1
+    assert (found["cause"], found["step"], found["kind"]) == ("data", 0, "batch")

@@ -85,7 +85,8 @@ def test_state_that_differs_where_the_probes_begin_was_not_caught():
         pair("weight", "layers.weight", step=4),
     )
     assert found.cause.kind == "module"
-    assert found.looks[-1].endswith("the divergence did not come back in 2 runs")
+    said = "the divergence did not come back in 2 runs, 1 of 1 pairs differ elsewhere"
+    assert found.looks[-1].endswith(said)
 
 
 def test_initial_weights_need_one_look():

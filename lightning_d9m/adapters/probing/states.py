@@ -1,7 +1,7 @@
 """What a batch starts from: generators, weights, buffers, the state of optimizers."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,9 @@ def _take_optimizers(
                 continue
             if isinstance(value, Tensor):
                 tensors[f"{number}.{name}"] = value
+            elif isinstance(value, Mapping):  # each setting of a group by itself: which one differs
+                for setting, own in value.items():
+                    listener.add("optimizer", f"{number}.{name}:{setting}", own)
             else:
                 listener.add("optimizer", f"{number}.{name}", value)
     listener.add_tensors("optimizer", tensors)
