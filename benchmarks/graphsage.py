@@ -262,7 +262,9 @@ def main() -> None:
     result = summarise(rows, device, epochs)
     (output / f"graphsage-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / f"graphsage-{device}.md").write_text(render(result) + "\n")
-    series = {f"{key}, {arm}": result["arms"][arm][key] for arm in ARMS for key in ("vermv", "vc")}
+    series = {
+        f"{key.title()}, {arm}": result["arms"][arm][key] for arm in ARMS for key in ("vermv", "vc")
+    }
     plot = draw_lines(
         "GraphSAGE: weights against a deterministic training", ("epoch", "mean"), series
     )

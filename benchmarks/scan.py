@@ -4,8 +4,9 @@
 
 The corpus is tests/scan/corpus, whose lines say what is to be found and what is not. Without
 folders the tree is the installed torch and lightning, tests included. The baseline matches the
-names of attributes, as torchdetscan 0.1 does; ``--torchdetscan SCRIPT`` also runs that program
-itself on the corpus and says where it differs from the baseline.
+names of attributes, as torchdetscan 0.1 does; ``--torchdetscan SCRIPT``, an installed
+``torchdetscan.py``, also runs that program itself: on the corpus, to say where it differs from the
+baseline, and on the tree, for its speed.
 """
 
 import argparse
@@ -117,6 +118,45 @@ def measure_baseline(entries):
     return {"seconds": round(seconds, 2), "lines_per_second": round(lines / seconds)}
 
 
+_LINT_ALL = """
+import io, json, sys, time
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+import torchdetscan
+torchdetscan.always_nondeterministic = torchdetscan.nondeterministic_registry["2.3"]
+torchdetscan.conditionally_nondeterministic = torchdetscan.deterministic_registry["2.3"]
+torchdetscan.console.file = io.StringIO()
+refused, began = 0, time.process_time()
+for name in json.load(sys.stdin):
+    try:
+        torchdetscan.lint_file(Path(name))
+    except (SyntaxError, UnicodeDecodeError):
+        refused += 1
+print(json.dumps({"seconds": time.process_time() - began, "refused": refused}))
+"""
+
+
+def measure_torchdetscan(script, entries, lines):
+    """Return the speed of torchdetscan itself, printing into memory.
+
+    It is called file by file, since it ends at the first file that does not parse.
+    """
+    python = Path(script).with_name("python")
+    done = subprocess.run(
+        [str(python), "-c", _LINT_ALL, script],
+        input=json.dumps([str(Path(entry.path).absolute()) for entry in entries]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result = json.loads(done.stdout)
+    return {
+        "seconds": round(result["seconds"], 2),
+        "lines_per_second": round(lines / result["seconds"]),
+        "ends_at_files": result["refused"],
+    }
+
+
 def main():
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -155,6 +195,11 @@ def main():
         "d9m scan": measure_ours(entries),
         "attribute names": measure_baseline(entries),
     }
+    if arguments.torchdetscan:
+        lines = result["speed"]["d9m scan"]["lines"]
+        result["speed"]["torchdetscan"] = measure_torchdetscan(
+            arguments.torchdetscan, entries, lines
+        )
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.output:

@@ -36,9 +36,11 @@ def check_ranks(node: ast.AST, place: Place) -> Iterator[Report]:
         return
     if Arguments(node, place.scope).read(1, "workers", default=False) is not False:
         return
-    module = place.parents[0]
-    for other in ast.walk(module):
-        if not isinstance(other, ast.Call) or place.resolve(other.func) != _LOADER:
+    calls = [node for node in ast.walk(place.parents[0]) if isinstance(node, ast.Call)]
+    if any((place.resolve(call.func) or "").startswith("lightning_d9m.") for call in calls):
+        return  # the callback seeds the workers of every rank
+    for other in calls:
+        if place.resolve(other.func) != _LOADER:
             continue
         arguments = Arguments(other, place.scope)
         if (

@@ -3,9 +3,9 @@
 What is read, all JSON:
 
 - an audit, as ``d9m audit ops`` writes it: ``ops.json``, an object with ``rows``, or ``ops.jsonl``,
-  a line for each row. A row has ``op`` and ``arms``; the arm ``default`` has ``outcome`` and, where
-  it ran, ``spread`` with ``distinct``, ``runs``, ``vs``, ``vermv``, ``vc``. A flat row with ``op``,
-  ``arm`` and these figures does as well;
+  a line for each row. A row has ``op``, where it differs ``entry`` (the catalogue's name), and
+  ``arms``; the arm ``default`` has ``outcome`` and, where it ran, ``spread`` with ``distinct``,
+  ``runs``, ``vs``, ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these figures does too;
 - a ledger: a file ``rank-N.jsonl``, or a folder of these. Of its records those of the kind
   ``alert`` are read: ``op``, the catalogue's name, or ``message``, which is torch's, and ``count``;
 - any list, or lines, of such objects.
@@ -26,6 +26,16 @@ from lightning_d9m.scan.finding import Finding
 _KERNEL = re.compile(r"([A-Za-z_]\w*) does not have a deterministic implementation")
 # What torch's alerts add to the name of an op.
 _DRESSING = re.compile(r"(_out)?(_cuda|_gpu)?(_template|_max)?$")
+
+# Rows of an audit that are about an op which the catalogue has under another name.
+_ENTRIES = {
+    "index_put_accumulate": "index_put",
+    "getitem_backward": "index_put",
+    "put_accumulate": "put_",
+    "take_backward": "put_",
+    "scatter_reduce_mean": "scatter_reduce_sum",
+    "max_unpool1d": "max_unpool2d",
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,8 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
             entry.alerted = True
             entry.alerts += int(record.get("count", 1))
         elif (figures := _read_measured(record)) is not None:
-            measured[str(record["op"])].append(figures)
+            entry_name = str(record.get("entry") or record["op"])
+            measured[_ENTRIES.get(entry_name, entry_name)].append(figures)
     for op, cases in measured.items():
         if op in rows or any(case.distinct > 1 for case in cases):
             row(op).measured += cases

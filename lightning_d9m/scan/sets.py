@@ -69,12 +69,26 @@ def is_iterated(node: ast.AST, place: Place) -> Literal["iterated", "popped"] | 
         return "iterated" if name in _ORDERING else None
     if isinstance(parent, ast.Attribute) and parent.attr == "pop":
         call = place.parents[-2]
-        return (
-            "popped"
-            if isinstance(call, ast.Call) and not call.args and call.func is parent
-            else None
-        )
+        called = isinstance(call, ast.Call) and not call.args and call.func is parent
+        return "popped" if called and not _is_alone(node, place) else None
     return None
+
+
+def _is_alone(node: ast.AST, place: Place) -> bool:
+    """Say whether a test around, or just before in the same function, counts one element."""
+    named = ast.dump(node)
+    area = place.scope.node
+    before = getattr(node, "lineno", 0)
+    return any(
+        isinstance(test, ast.Compare)
+        and test.lineno <= before
+        and isinstance(test.left, ast.Call)
+        and getattr(test.left.func, "id", "") == "len"
+        and [ast.dump(each) for each in test.left.args] == [named]
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value == 1
+        for test in ast.walk(area)
+    )
 
 
 def _read_call(  # noqa: PLR0911 - one case for each kind of expression

@@ -14,38 +14,18 @@ _TORCH_CALLS = frozenset(
         *(name.rpartition(".")[2] for name in FUNCTIONS),
         *METHODS,
         *["use_deterministic_algorithms", "set_deterministic_debug_mode", "DeterminismCallback"],
-        *[
-            "empty",
-            "empty_like",
-            "empty_strided",
-            "new_empty",
-            "Tensor",
-            "FloatTensor",
-            "DoubleTensor",
-        ],
-        *[
-            "HalfTensor",
-            "IntTensor",
-            "LongTensor",
-            "autotune",
-            "atomic_add",
-            "atomic_xchg",
-            "atomic_cas",
-        ],
-        *[
-            "atomic_max",
-            "atomic_min",
-            "atomic_and",
-            "atomic_or",
-            "atomic_xor",
-            "add",
-            "sub",
-            "exch",
-            "cas",
-        ],
-        *["Trainer", "flags", "compile", "Generator", "enable", "deterministic", "partial"],
-        *["HorovodDeterministicStrategy"],
+        *["empty", "empty_like", "empty_strided", "new_empty", "Tensor", "FloatTensor"],
+        *["DoubleTensor", "HalfTensor", "IntTensor", "LongTensor", "autotune"],
+        *(f"atomic_{kind}" for kind in ("add", "xchg", "cas", "max", "min", "and", "or", "xor")),
+        *["Trainer", "Generator", "HorovodDeterministicStrategy"],
     )
+)
+# Everyday names that count only in a text that also has another word.
+_BESIDE: tuple[tuple[bytes, frozenset[bytes]], ...] = (
+    (b"atomic", frozenset({b"add", b"sub", b"exch", b"cas"})),
+    (b"benchmark", frozenset({b"flags"})),
+    (b"max-autotune", frozenset({b"compile"})),
+    (b"lightning_d9m", frozenset({b"enable", b"deterministic"})),
 )
 _CALLS = frozenset(
     word.encode()
@@ -58,24 +38,25 @@ _CALLS = frozenset(
     )
 )
 _CALL = re.compile(rb"\b([A-Za-z_]\w*)\b\s*\(")
-# What is found without being called: settings, keywords, a variable's name.
-_PLAIN = re.compile(
-    rb"\b(?:benchmark|deterministic|max_autotune\w*|worker_init_fn|in_order|random_state|seed"
-    rb"|random_seed|rng_seed)\s*=(?!=)|PYTHONHASHSEED|\bkey\s*=\s*hash\b"
-)
-# One of these is in whatever the pattern above matches.
-_PLAIN_PARTS = (
-    b"benchmark",
-    b"deterministic",
-    b"max_autotune",
-    b"worker_init_fn",
-    b"in_order",
-    b"random_state",
-    b"seed",
-    b"PYTHONHASHSEED",
-    b"hash",
-)
+# What is found without being called: settings, keywords, a variable's name, by a part of it that
+# says quickly whether a text has any.
+_PLAIN = {
+    part: re.compile(pattern)
+    for part, pattern in (
+        (b"benchmark", rb"benchmark\s*=(?!=)"),
+        (b"deterministic", rb"deterministic\s*=(?!=)"),
+        (b"max_autotune", rb"max_autotune\w*\s*=(?!=)"),
+        (b"worker_init_fn", rb"worker_init_fn\s*=(?!=)"),
+        (b"in_order", rb"in_order\s*=(?!=)"),
+        (b"random_state", rb"random_state\s*=(?!=)"),
+        (b"seed", rb"seed\s*=(?!=)"),
+        (b"PYTHONHASHSEED", rb"PYTHONHASHSEED"),
+        (b"hash", rb"key\s*=\s*hash\b"),
+    )
+}
+_NO_WORD = re.compile(rb"\W")
 _WORD = re.compile(rb"[A-Za-z_]\w*")
+_PARTIAL = re.compile(rb"partial\s*\(\s*(?:\w+\.)*(\w+)")
 _TORCH = re.compile(rb"torch|lightning|triton|numba|flash_attn")
 _SUPPRESSION = re.compile(rb"#\s*d9m:")
 # What another name stands for: `interpolate as up`, `up = F.interpolate`, `self.make = nn.GRU`.
@@ -83,13 +64,16 @@ _RENAMED = re.compile(rb" as (\w+)")
 _ASSIGNED = re.compile(rb"=[ \t]*(?:\w+\.)*(\w+)[ \t]*(?:$|#|;)", re.MULTILINE)
 _LONGEST_CHAIN = 3
 
-# A set that is made or written down, unless it is within a string; and one that is announced.
-_SET = re.compile(rb"\b(?:frozen)?set\s*\(|\{\s*[^\s:{}][^:{}]*?(?:[,}]|\sfor\s)")
+# A set that is made, or written down; and one that is announced.
+_MADE = re.compile(rb"set\s*\(")
+_WRITTEN = re.compile(rb"\{\s*(?:\*|[^\s:{}][^:{}]*?(?:[,}]|\sfor\s))")
 _NAME_BEFORE = re.compile(rb"(\w+)\s*(?::[^=\n]+)?=$")
-_MARKS_BEFORE_SET = tuple(b"([*,|&^-")
-_WORDS_BEFORE_SET = (b" in", b" from", b"return", b" else", b" or")
 _SET_TYPE = re.compile(rb":\s*(?:typing\.|t\.)?(?:set|Set|frozenset|FrozenSet)\b")
-_BEFORE_TYPE = re.compile(rb"(\w+)\s*$")
+# Where a set must stand for its order to be seen: in a loop, in a call, unpacked, in an operation.
+_MARKS_BEFORE = tuple(b"(,*|&^-")
+_WORDS_BEFORE = (b" in", b" from")
+_OWNER = re.compile(rb"(?:\w+\.)+$")
+_CLOSING = ord("}")
 _LOOK_BACK = 100
 
 
@@ -100,14 +84,26 @@ def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
         text: UTF-8, with ``\n`` between lines.
         torch: Whether it may call torch without naming it.
     """
-    wanted = _CALLS | _TORCH_CALLS if torch or _TORCH.search(text) else _CALLS
+    wanted = _CALLS
+    if torch or _TORCH.search(text):
+        wanted |= _TORCH_CALLS
+        for beside, words in _BESIDE:
+            if beside in text:
+                wanted |= words
     wanted = _with_aliases(text, wanted)
     offsets, sets = _find_sets(text)
     offsets += [match.start() for match in _CALL.finditer(text) if match[1] in wanted]
-    if any(word in text for word in _PLAIN_PARTS):
-        offsets += [match.start() for match in _PLAIN.finditer(text)]
+    if b"partial" in text:
+        offsets += [match.start() for match in _PARTIAL.finditer(text) if match[1] in wanted]
+    for part, pattern in _PLAIN.items():
+        if part in text:
+            offsets += [match.start() for match in pattern.finditer(text)]
     if sets:
-        offsets += [match.start() for match in _WORD.finditer(text) if match[0] in sets]
+        offsets += [
+            match.start()
+            for match in _WORD.finditer(text)
+            if match[0] in sets and _is_ordered(text, match.start(), match.end())
+        ]
     lines: list[int] = []
     line, before = 1, 0
     for offset in sorted(offsets):
@@ -119,23 +115,36 @@ def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
 
 
 def _find_sets(text: bytes) -> tuple[list[int], set[bytes]]:
-    """Return where sets are made, and the names that are bound to them."""
+    """Return where sets are made to be iterated, and the names that are bound to sets."""
     offsets: list[int] = []
     names: set[bytes] = set()
-    for match in _SET.finditer(text):
-        start = match.start()
-        before = text[max(start - _LOOK_BACK, 0) : start].rstrip()
-        if before.endswith(b"="):
-            offsets.append(start)
-            if name := _NAME_BEFORE.search(before):
-                names.add(name[1])
-        elif (before and before[-1] in _MARKS_BEFORE_SET) or before.endswith(_WORDS_BEFORE_SET):
-            offsets.append(start)
+    for pattern in (_MADE, _WRITTEN):
+        for match in pattern.finditer(text):
+            start = match.start()
+            if pattern is _MADE:
+                start -= 6 if text.endswith(b"frozen", 0, start) else 0
+                if start and (text[start - 1 : start].isalnum() or text[start - 1] in b"_."):
+                    continue
+            before = text[max(start - _LOOK_BACK, 0) : start].rstrip()
+            if before.endswith(b"="):
+                if name := _NAME_BEFORE.search(before):
+                    names.add(name[1])
+            # One element has no order; most of these are places in an f-string.
+            elif text[match.end() - 1] != _CLOSING and _is_ordered(text, start, match.end()):
+                offsets.append(start)
     for match in _SET_TYPE.finditer(text):
-        start = match.start()
-        if named := _BEFORE_TYPE.search(text, max(start - _LOOK_BACK, 0), start):
-            names.add(named[1])
+        names.add(_read_before(text, match.start()))
     return offsets, names
+
+
+def _is_ordered(text: bytes, start: int, end: int) -> bool:
+    """Say whether what is around a set may see its order."""
+    before = text[max(start - _LOOK_BACK, 0) : start]
+    before = _OWNER.sub(b"", before).rstrip(b" \t\n")
+    if before.endswith(_WORDS_BEFORE):
+        # `x in {1, 2}` is a test; a loop says `for` before, and `yield from` nothing else.
+        return before.endswith(b" from") or b"for " in before
+    return (bool(before) and before[-1] in _MARKS_BEFORE) or text.startswith(b".pop", end)
 
 
 def has_suppression(text: bytes) -> bool:
@@ -145,16 +154,19 @@ def has_suppression(text: bytes) -> bool:
 
 def _with_aliases(text: bytes, words: frozenset[bytes]) -> frozenset[bytes]:
     """Add the names that are bound to a word, and those that are bound to these."""
-    pairs: set[tuple[bytes, bytes]] = set()
-    for pattern in (_RENAMED, _ASSIGNED):
-        for match in pattern.finditer(text):
-            start = match.start()
-            if before := _BEFORE_TYPE.search(text, max(start - _LOOK_BACK, 0), start):
-                renamed = pattern is _RENAMED
-                pairs.add((before[1], match[1]) if renamed else (match[1], before[1]))
+    imported = [(match.start(), match[1]) for match in _RENAMED.finditer(text)]
+    pairs = [(_read_before(text, start), alias) for start, alias in imported]
+    assigned = [(match.start(), match[1]) for match in _ASSIGNED.finditer(text)]
     for _ in range(_LONGEST_CHAIN):
-        added = {alias for word, alias in pairs if word in words} - words
+        pairs += [(word, _read_before(text, start)) for start, word in assigned if word in words]
+        added = {alias for word, alias in pairs if word in words and alias} - words
         if not added:
             break
         words |= added
     return words
+
+
+def _read_before(text: bytes, end: int) -> bytes:
+    """Return the word before an offset; nothing where there is none."""
+    words = text[max(end - _LOOK_BACK, 0) : end].split()
+    return _NO_WORD.split(words[-1])[-1] if words else b""

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_rows_json_markdown_and_plot_are_left(audit, tmp_path):
     status, out, err = audit()
     assert status == 0
     assert "[2 of 3] b" in err
-    assert "3 ops in 3 cases: 0 varied" in out
+    assert "Ops: 3, in 3 cases; varied: 0;" in out
     folder = tmp_path / "out"
     assert keys_of(folder / "ops.jsonl") == ["a", "b", "c"]
     assert json.loads((folder / "ops.json").read_text())["ops"][0]["findings"] == ["As documented."]
@@ -315,6 +316,8 @@ def test_the_real_worker(tmp_path, capsys):
         (["--ops", "no_such_op"], "--ops names 'no_such_op', which is no op of the audit"),
     ],
 )
-def test_the_worker_says_what_cannot_be(tmp_path, capsys, words, message):
+def test_the_worker_says_what_cannot_be_and_the_folder_stays_free(tmp_path, capsys, words, message):
     assert main(["audit", "ops", "--quick", "-o", str(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
+    with closing(RowFile(tmp_path / "ops.jsonl", {"other": "settings"})) as rows:
+        assert rows.rows == []

@@ -42,12 +42,14 @@ def test_a_kind_without_a_value_has_no_dot():
     assert len(circles(text, "#2471a3")) == 1
 
 
-def test_lines_rise_with_their_values_and_zero_lies_on_the_floor():
+def test_lines_rise_with_their_values_and_zero_lies_below_all_of_them():
     text = draw_lines("t", ("epoch", "Vc"), {"grows": [0.001, 0.01, 0.1], "none": [0.0] * 3})
     grows, none = circles(text, "#c0392b"), circles(text, "#2471a3")
     heights = [y for _, y in grows]
     assert heights == sorted(heights, reverse=True)
-    assert {y for _, y in none} == {max(heights)}
+    [floor] = {y for _, y in none}
+    assert floor > max(heights)
+    assert f'y="{floor + 4:.1f}" text-anchor="end">0</text>' in text
 
 
 def test_a_long_legend_is_broken_and_nothing_leaves_the_frame():

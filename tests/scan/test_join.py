@@ -57,6 +57,25 @@ def test_flat_rows_of_other_arms_do_not_count(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("row", "op", "line"),
+    [
+        ({"op": "conv2d_backward", "entry": "convolution"}, "convolution", "nn.Conv2d(1, 1, 1)"),
+        (
+            {"op": "index_put_accumulate", "entry": "index_put_accumulate"},
+            "index_put",
+            "torch.zeros(3).index_put((i,), v, accumulate=True)",
+        ),
+        ({"op": "take_backward"}, "put_", "torch.zeros(3).take(i)"),
+        ({"op": "scatter_reduce_mean"}, "scatter_reduce_sum", "x.scatter_reduce(0, i, x, 'mean')"),
+    ],
+)
+def test_what_audit_and_catalogue_name_apart_is_one_row(scan, row, op, line):
+    found = scan(f"import torch\nfrom torch import nn\nx = torch.zeros(2)\n{line}\n", whole=True)
+    [joined] = join_ops(found, [{**row, "arms": {"default": {"spread": SPREAD}}}])
+    assert (joined.op, len(joined.lines), joined.worst.distinct) == (op, 1, 7)
+
+
+@pytest.mark.parametrize(
     ("kernel", "op"),
     [
         ("adaptive_max_pool2d_backward_cuda", "adaptive_max_pool2d_backward"),

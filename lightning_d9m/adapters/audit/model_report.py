@@ -102,7 +102,7 @@ def render_plot(entry: Mapping[str, Any]) -> str:
         for name, key in (("Vermv", "vermv"), ("Vc", "vc"))
     }
     title = "How far the weights of the runs lie apart"
-    return draw_lines(title, ("epoch (zero lies on the floor)", "mean over the runs"), series)
+    return draw_lines(title, ("epoch", "mean over the runs"), series)
 
 
 def render_text(result: Mapping[str, Any]) -> str:

@@ -230,8 +230,8 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = str(error).strip().splitlines()[0].rstrip(".")
         raise SettingError(
-            f"--device is {device!r}, on which torch {torch.__version__} makes no tensor: {first} "
+            f"--device is {device!r}, on which torch {torch.__version__} makes no tensor: {first}. "
             "Name a device that it has, such as cpu, cuda or cuda:1."
         ) from error

@@ -61,8 +61,8 @@ def render_findings(summary: Mapping[str, Any]) -> str:
     varied = sum(entry["varied"]["default"] for entry in summary["ops"])
     lines.append("")
     lines.append(
-        f"{len(summary['ops'])} ops in {len(summary['rows'])} cases: {varied} varied, {quiet} "
-        "neither varied nor are documented to."
+        f"Ops: {len(summary['ops'])}, in {len(summary['rows'])} cases; varied: {varied}; neither "
+        f"varied nor documented to vary: {quiet}."
     )
     return "\n".join(lines)
 

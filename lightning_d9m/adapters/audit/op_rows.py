@@ -27,14 +27,13 @@ class RowFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
+        self._settings = dict(settings)
         self.rows: list[dict[str, Any]] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self._load(settings)
             self._file = path.open("ab")
-            if not self._file.tell():
-                self._write({"schema": SCHEMA, "settings": dict(settings)})
         except OSError as error:
             raise CommandError(
                 f"The rows of the audit cannot be kept in {path}: {error.strerror or error}. Give "
@@ -43,6 +42,9 @@ class RowFile:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns."""
+        if not self._file.tell():
+            # Not before: settings with which nothing could be measured must not claim the folder.
+            self._write({"schema": SCHEMA, "settings": self._settings})
         self.rows.append(row)
         self._write(row)
 

@@ -69,7 +69,7 @@ def draw_dots(
 
 
 def draw_lines(title: str, captions: tuple[str, str], series: Mapping[str, Sequence[float]]) -> str:
-    """Draw lines over whole numbers from 1, on a logarithmic axis; zero lies on its floor.
+    """Draw lines over whole numbers from 1, on a logarithmic axis; zero has a floor of its own.
 
     Args:
         title: Above the plot.
@@ -78,15 +78,19 @@ def draw_lines(title: str, captions: tuple[str, str], series: Mapping[str, Seque
     """
     left, width, height = 80, 560, 300
     legend, top = _legend(list(series), left, left + width)
-    axis = fit_axis([value for values in series.values() for value in values])
+    listed = [value for values in series.values() for value in values]
+    axis, zero = fit_axis(listed), None
+    if min(listed, default=1.0) <= 0:
+        axis, zero = Axis(axis.low - 1, axis.high), axis.low - 1
     most = max((len(values) for values in series.values()), default=1)
     parts = [legend]
     for power in range(axis.low, axis.high + 1):
         y = top + height * (1 - axis.place(10.0**power))
+        name = "0" if power == zero else f"1e{power}"
         parts.append(
             f'<line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" stroke="#ddd"/>'
         )
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{name}</text>')
     for number in _ticks(most):
         x = left + width * _share(number - 1, most)
         parts.append(
