@@ -12,6 +12,11 @@ import pytest
 import pytorch_lightning  # noqa: F401
 import sklearn  # noqa: F401
 import torch
+from hypothesis import HealthCheck, settings
+
+# A busy machine is slow, and that is no finding.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 collect_ignore = ["ddp_probing.py", "ddp_training.py", "resume_training.py"]  # run by ranks
 

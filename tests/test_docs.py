@@ -1,12 +1,17 @@
 """The tables of the documentation are complete; tests/pages runs its code."""
 
+import json
 import re
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
+import pytest
+
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import algorithms, variables
+from lightning_d9m.evidence import rank_file, records, schema
+from lightning_d9m.evidence.ledger import LedgerWriter
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,3 +47,84 @@ def test_the_settings_page_has_a_line_for_every_flag():
     flags = algorithms.wanted_flags(fill_uninitialized_memory=True)
     assert set(lines) == set(flags) - {"inductor.deterministic"}
     assert all(text in page for text in lines.values())
+
+
+def test_the_settings_page_has_every_default():
+    page = (ROOT / "docs/settings.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE))
+    of_session = {field.name: field.default for field in fields(Settings)}
+    of_callback = {
+        name: parameter.default
+        for name, parameter in signature(DeterminismCallback).parameters.items()
+    }
+    for defaults in (of_session, of_callback):
+        del defaults["seed"]  # a section of its own
+        for name, value in defaults.items():
+            assert shown[name] == repr(value).replace("'", '"'), name
+
+
+LEDGER = (ROOT / "docs/ledger.md").read_text()
+EXAMPLE = re.search(r"```json\n(.*?)```", LEDGER, re.DOTALL)[1].replace("\n ", "")
+DIGEST, CHECK = "00112233445566778899aabbccddeeff", "0011223344556677"
+
+
+def example_records():
+    text = EXAMPLE.replace("<32 hex>", DIGEST).replace('"..."', f'"{CHECK}"')
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_ledger_page_describes_every_kind_of_record():
+    table = LEDGER.split("| kind | says |")[1].split("\n\n")[0]
+    kinds = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert kinds == {*schema.KNOWN_KINDS, "evaluation"}  # of no class of its own
+    assert f"## Records, schema {records.SCHEMA}\n" in LEDGER
+
+
+def test_the_ledger_page_shows_records_as_they_are():
+    """Each is read, and written again with the same fields in the same order."""
+    for shown in example_records():
+        assert list(shown)[-1] == "check"
+        check = shown.pop("check")
+        assert len(check) == len(CHECK)
+        record = schema.decode_record(json.dumps(shown).encode())
+        assert type(record) is not records.Opaque
+        written = record.as_record()
+        assert list(written) == list(shown)
+        assert written == shown
+
+
+def test_the_ledger_page_names_every_field():
+    for kind in (records.Layout, records.Probes, records.Resume):
+        line = re.search(rf"^\| `{kind.__name__.lower()}` \|.*$", LEDGER, re.MULTILINE)[0]
+        for field in fields(kind):
+            assert field.name == "extra" or f"`{field.name}`" in line, field.name
+
+
+def test_the_ledger_page_has_the_limits_of_the_reader():
+    said = " ".join(LEDGER.split())
+    for text in (
+        f"a line has at most {rank_file.MAX_LINE // 2**20} MiB",
+        f"(the header {rank_file.MAX_HEADER // 2**20} MiB)",
+        f"at most {schema.MAX_ITEMS:,} values nested at most {schema.MAX_DEPTH} deep",
+        f"a name {records.MAX_NAME:,} characters",
+        f"a ledger {schema.MAX_RANKS:,} ranks",
+        f"a list of at most {records.MAX_PLACES:,} `[kind, name, call]`",
+        f"({len(rank_file.CHAIN_START)} zeros before the first)",
+    ):
+        assert text in said
+
+
+@pytest.mark.parametrize("edited", [None, (b'"seed":42', b'"seed":43')])
+def test_the_ledger_page_verifies_a_ledger(tmp_path, edited):
+    path = tmp_path / "rank-0.jsonl"
+    with LedgerWriter(path) as writer:
+        for record in example_records():
+            del record["check"]
+            writer.write(record)
+    if edited:
+        path.write_bytes(path.read_bytes().replace(*edited))
+    code = re.search(r"```python\n(from hashlib.*?)```", LEDGER, re.DOTALL)[1]
+    names = {}
+    exec(code, names)  # noqa: S102 - the page's own
+    found = names["verify"](path)
+    assert found.startswith("line 1 was edited") if edited else found is None

@@ -163,6 +163,13 @@ def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]
             "seed_everything at the top of the program).",
             "  ",
         )
+    elif set(first.by_group) == {"scalars"}:
+        yield from _wrap(
+            "Nothing but logged scalars differs here. One that differs by nature, as a measured "
+            "time, can be left out: ignored_metrics, or LIGHTNING_D9M_IGNORED_METRICS=NAME before "
+            "the command.",
+            "  ",
+        )
     if rank.differing or not rank.places:
         yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
     if rank.places:

@@ -7,7 +7,7 @@ from lightning_d9m.patches.op import Op
 
 _UNMEASURED = "not measured on a CUDA machine yet"
 _HEADINGS = {
-    "patched": ("Patched", "Applied by default. Opt out of one by its name."),
+    "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` names those to leave."),
     "offered": ("Offered", "Applied when asked for by name: torch has a deterministic version."),
     "exempt": ("Without a patch", "Called nondeterministic elsewhere, and why not patched here."),
 }

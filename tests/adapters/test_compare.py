@@ -15,7 +15,7 @@ from lightning_d9m.evidence.records import Digests, End, Header, LoaderFacts, Ru
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
 
 
-def write(parent, *, epochs=2, drift=None, world_size=1, end=True, **changes):
+def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), **changes):
     """Write a run; from epoch ``drift`` on, all weights of the last rank are others."""
     folder = create_ledger_folder(parent)
     for rank in range(world_size):
@@ -38,6 +38,7 @@ def write(parent, *, epochs=2, drift=None, world_size=1, end=True, **changes):
                         totals={},
                         groups={"weights": weights},
                         loss=(0.1 if differs else 0.2).hex(),
+                        scalars=dict(scalars) if epoch >= 0 else {},
                     ).as_record()
                 )
             if end:
@@ -104,6 +105,18 @@ def test_initial_weights(tmp_path, capsys):
     assert status == 1
     assert "Rank 0 diverges first in the initial state:" in output
     assert "seed before the model is built" in narrow(output)
+
+
+def test_a_logged_time(tmp_path, capsys):
+    """How to leave it out is said where nothing else differs, and only there."""
+    once, again = [("time", (1.5).hex())], [("time", (2.5).hex())]
+    status, output = compare(capsys, write(tmp_path, scalars=once), write(tmp_path, scalars=again))
+    assert status == 1
+    assert "LIGHTNING_D9M_IGNORED_METRICS=NAME" in narrow(output)
+    _, output = compare(
+        capsys, write(tmp_path, scalars=once), write(tmp_path, drift=-1, scalars=again)
+    )
+    assert "IGNORED_METRICS" not in output
 
 
 def test_another_stack_comes_before_any_drift(tmp_path, capsys):

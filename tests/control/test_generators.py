@@ -26,7 +26,7 @@ def through_a_file(value):
 
 
 def draw():
-    return (random.gauss(), random.random(), np.random.randn(), torch.randn(3).tolist())
+    return (random.gauss(0, 1), random.random(), np.random.randn(), torch.randn(3).tolist())
 
 
 @given(seed=st.integers(0, 2**64 - 1), drawn=st.integers(0, 5))
