@@ -38,7 +38,8 @@ for number in 1 2; do
   ip -n "$host" link set lo up
   ip -n "$host" address add "10.99.0.$number/24" dev d9m0
   ip -n "$host" link set d9m0 up
-  ip netns exec "$host" "$SSHD" -f /dev/null -h "$folder/hostkey" -o Port=22 \
+  # Horovod's Gloo looks its host's own name up, whatever --network-interfaces says.
+  ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec "$@"' "host$number" "$SSHD" -f /dev/null -h "$folder/hostkey" -o Port=22 \
     -o "AuthorizedKeysFile=$folder/authorized" -o StrictModes=no -o UsePAM=no \
     -o PermitRootLogin=prohibit-password -o "PidFile=$folder/host$number.pid"
 done
