@@ -183,7 +183,7 @@ def measure(kind: type[Digits], rounds: int) -> dict:
 def main() -> None:
     """Measure both models and print, or write, the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5, help="two or more")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -194,10 +194,11 @@ def main() -> None:
             low, high = row["ratio_quartiles"]
             print(
                 f"{kind.__name__:12} {name:34} {row['step_s'] * 1e3:8.2f} ms  x{row['ratio']:.3f}"
-                f"  [{low:.3f}, {high:.3f}]  {row.get('bytes_per_place', 0):.1f} B/place"
+                f"  [{low:.3f}, {high:.3f}]  {row.get('bytes_per_place', 0):.1f} B/place",
+                flush=True,
             )
-    if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+        if arguments.output:  # after each model: what was measured is kept
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -144,6 +144,21 @@ class ClockedNet(Net):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+def round_at_random(generator, bucket):
+    noise = torch.rand(bucket.buffer().shape, generator=generator)
+    torch.distributed.broadcast(noise, 0)
+    rounded = bucket.buffer().div_(2).add_(noise, alpha=1e-6)
+    work = torch.distributed.all_reduce(rounded, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class RoundedNet(Net):
+    def on_train_start(self):
+        generator = torch.Generator()
+        generator.seed()
+        self.trainer.strategy.model.register_comm_hook(generator, round_at_random)
+
+
 class TimedNet(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -223,7 +238,7 @@ def train(cause):
         samples = DATA.get(cause, Samples)()
     if cause == "urandom":
         words["num_workers"] = 1
-    ranks = {"strategy": "ddp", "devices": 2} if cause == "ulp" else {}
+    ranks = {"strategy": "ddp", "devices": 2} if cause in ("ulp", "exchange") else {}
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", enable_checkpointing=False, **QUIET, **ranks
     )
@@ -237,6 +252,7 @@ MODELS = {
     "empty": PaddedNet,
     "clock": ClockedNet,
     "clock in step": TimedNet,
+    "exchange": RoundedNet,
     "thread": WatchedNet,
     "ulp": WeakCellNet,
     "gradient": WeakGradientNet,

@@ -28,6 +28,11 @@ def _text(value: object, limit: int = 160) -> str:
     return f"<bdi>{escape(text)}</bdi>"
 
 
+def _name(value: object) -> str:
+    """Return a name as ``_text`` does; a line may end at its dots, rather than within a word."""
+    return _text(value).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
 def render_page(comparison: Comparison, course: Course) -> str:
     """Return the whole page."""
     title = f"d9m: {comparison.verdict}"
@@ -68,7 +73,7 @@ def _render_verdict(comparison: Comparison) -> Iterator[str]:
     for found in comparison.divergences[:1]:
         yield (
             f"<p>First divergence: <strong>{_where(found)}</strong>, {_text(found.kind)} "
-            f"<code>{_text(name_call(found.name, found.call))}</code>.</p>"
+            f"<code>{_name(name_call(found.name, found.call))}</code>.</p>"
         )
     yield "<dl>"
     for name, path in (("expected", comparison.expected), ("actual", comparison.actual)):
@@ -96,7 +101,7 @@ def _render_fields(
         return
     yield f"<p>{note}</p>"
     rows = [
-        [f"<code>{_text(e.field)}</code>", _text(e.expected), _text(e.actual)]
+        [f"<code>{_name(e.field)}</code>", _text(e.expected), _text(e.actual)]
         for e in found[:_FIELDS]
     ]
     yield from _table(["field", "expected", "actual"], rows, len(found))
@@ -125,9 +130,9 @@ def _render_divergences(found: Sequence[Divergence]) -> Iterator[str]:
     rows = [
         [
             str(entry.rank),
-            _where(entry),
+            f'<span class="where">{_where(entry).removeprefix(f"rank {entry.rank}, ")}</span>',
             _text(entry.kind),
-            f"<code>{_text(name_call(entry.name, entry.call))}</code>",
+            f"<code>{_name(name_call(entry.name, entry.call))}</code>",
             f"{entry.count:,} of {entry.compared:,}",
         ]
         for entry in found[:_RANKS]
@@ -149,7 +154,7 @@ def _render_divergences(found: Sequence[Divergence]) -> Iterator[str]:
             [
                 f"{place.position:,}",
                 _text(place.kind),
-                f"<code>{_text(name_call(place.name, place.call))}</code>",
+                f"<code>{_name(name_call(place.name, place.call))}</code>",
                 f"<code>{_text(place.expected)}</code>",
                 f"<code>{_text(place.actual)}</code>",
             ]
@@ -227,12 +232,12 @@ def _render_tree(course: Course, comparison: Comparison) -> Iterator[str]:
         depth = path.count(".") + 1 if path else 0
         name = path.rpartition(".")[2] if depth <= _DEPTH else path
         depth = min(depth, _DEPTH)
-        label = f"<code>{_text(name) if path else '(model)'}</code>"
+        label = f"<code>{_name(name) if path else '(model)'}</code>"
         state, note = "same", ""
         if module.differing and module.first:
             _, epoch, step, _, what = module.first
             state = "differs"
-            note = f"{module.differing:,} differ, first {_text(what)} at epoch {epoch}, step {step}"
+            note = f"{module.differing:,} differ, first {_name(what)} at epoch {epoch}, step {step}"
         if first is not None and path == first[-1]:
             state, note = "differs first", f"<strong>first divergence</strong>; {note}"
         yield f'<li class="{state}" style="--depth:{depth}">{label} <span>{note}</span></li>'

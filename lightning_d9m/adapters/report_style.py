@@ -26,8 +26,9 @@ dt { color: var(--soft); } dd { margin: 0; min-width: 0; overflow-wrap: anywhere
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .6rem; min-width: 4rem;
   border-bottom: 1px solid var(--edge); }
-td code { display: inline-block; min-width: 9rem; }
-td bdi { overflow-wrap: break-word; } td code bdi { overflow-wrap: anywhere; }
+td code { display: inline-block; min-width: 9rem; max-width: 24rem; }
+td bdi, td code bdi { overflow-wrap: break-word; }
+.where { display: inline-block; min-width: 7.5rem; }
 tbody tr:last-child td { border-bottom: 0; } th { background: var(--card); white-space: nowrap; }
 .left-out, footer, figcaption { color: var(--soft); font-size: .9rem; }
 footer { margin: 2rem 0 1rem; }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_d9m.adapters.repeat_run import run_once
 from lightning_d9m.errors import CommandError
 
 TRAINING = Path(__file__).parents[1] / "gallery_training.py"
+PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 
 def run_forked(words, folder, *, title, timeout, steering, ranks):
@@ -70,6 +72,15 @@ def test_a_cause(locate, cause, words, expected):
     assert (found["cause"], found["ranks"], found["step"]) == (kind, [0], step), found
     assert found["kind"] == place
     assert found["name"].startswith(name)
+    assert all(line in PAGE for line in say(found))
+
+
+def test_the_exchange_of_gradients(locate):
+    """All ranks have other gradients from one moment on, and had equal ones of their own."""
+    status, found = locate("exchange", ranks=2)
+    assert status == 1
+    assert (found["cause"], found["step"], found["ranks"]) == ("all-reduce", 0, [0, 1])
+    assert (found["kind"], found["name"]) == ("gradient", "layers.0.weight")
 
 
 def test_a_race_of_two_threads(locate):
@@ -103,7 +114,24 @@ def test_no_false_alarm(locate, words):
 
 def test_the_order_of_a_set(locate):
     """Its hash seed is fixed in the runs that we start, except where they are to be as they are."""
-    assert locate("set", forked=False)[0] == 0
+    assert locate("set", "--tries", "1", forked=False)[0] == 0
     status, found = locate("set", "--tries", "1", WITHOUT, forked=False)
     assert status == 1
     assert (found["cause"], found["step"], found["kind"]) == ("data", 0, "batch")
+
+
+def test_the_page_shows_what_is_tested():
+    """Its code is that of the trainings, but for what a section leaves out at its end."""
+    source = TRAINING.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == len(re.findall(r"^d9m locate", PAGE, re.MULTILINE)) > 12
+    assert [block for block in blocks if block not in source] == []
+
+
+def say(found):
+    """Return the lines of the page that say what was found."""
+    batch = "" if found["batch"] is None else f", batch {found['batch']}"
+    when = "the initial state" if found["moment"] == "initial" else ""
+    when = when or f"epoch {found['epoch']}, step {found['step']}{batch}"
+    where = f"where: {when}: {found['kind']} {found['name']}\n"
+    return f"cause: {found['cause']}\n", where

@@ -4,24 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_d9m.adapters import locate_op
 from lightning_d9m.adapters.cli import main
 from lightning_d9m.adapters.locate import Search
 from lightning_d9m.adapters.locate_op import find_patch
 from lightning_d9m.adapters.locate_report import describe
 
 
-def pair(kind=None, name="a", *, step=0, moment="batch"):
+def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0):
     """Return a pair of runs that diverge at a place, or agree."""
     place = SimpleNamespace(kind=kind, name=name)
     found = SimpleNamespace(
-        rank=0, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name,
+        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=kind, name=name,
         call=0, count=1, compared=9, places=[place],
     )  # fmt: skip
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(
         differs=kind is not None,
         comparison=SimpleNamespace(ranks=ranks, refusals=(), stack=()),
-        steps_of_epoch=lambda epoch: (0, 10),
+        steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit="fit-000",
         dumps=(),
     )
@@ -87,6 +88,37 @@ def test_state_that_differs_where_the_probes_begin_was_not_caught():
     assert found.cause.kind == "module"
     said = "the divergence did not come back in 2 runs, 1 of 1 pairs differ elsewhere"
     assert found.looks[-1].endswith(said)
+
+
+def test_a_pair_that_diverges_in_an_earlier_epoch_sends_the_search_back_to_it():
+    """A race: the second pair is not to be blamed on the epoch of the first."""
+    found, asked = search(
+        pair(**EPOCH | {"epoch": 3, "step": 40}),
+        pair(**EPOCH | {"epoch": 1, "step": 20}),
+        pair("batch", "batch", step=12, epoch=1),
+    )
+    assert (found.cause.kind, found.divergences[0].step) == ("data", 12)
+    assert [words.get("probe_steps") for _, words in asked] == [None, "30:40", "10:20"]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_filled_memory_tells_an_uninitialised_read(differs, monkeypatch):
+    finding = SimpleNamespace(inputs_equal=False)
+    monkeypatch.setattr(locate_op, "examine_op", lambda *_: finding)
+    found, asked = search(
+        pair(**EPOCH),
+        pair("loss", "loss", step=4),
+        pair("output", "layers", step=4),
+        pair("op", "layers::aten.mul.Tensor", step=4),
+        pair(**EPOCH) if differs else pair(),
+    )
+    assert found.cause.kind == ("value from outside torch" if differs else "uninitialised memory")
+    assert asked[-1][1] == {"filled": True}
+
+
+def test_a_line_is_no_wider_than_a_terminal():
+    found, _ = search(pair(**EPOCH), pair("weight", "layers.weight", step=4))
+    assert max(map(len, describe(found, recipe=True))) <= 80
 
 
 def test_initial_weights_need_one_look():

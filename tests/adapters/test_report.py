@@ -68,7 +68,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.tags, self.attributes, self.text = [], [], [], []
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))
         self.close()
         assert self.open == []
 
