@@ -138,7 +138,7 @@ class TestWriter:
             ("missing/rank-0.jsonl", "No such file or directory"),
             ("file/rank-0.jsonl", "Not a directory"),
             ("x" * 300, "File name too long. Choose a shorter path"),
-            ("null\0byte", "embedded null byte"),
+            ("null\0byte", "embedded null"),
             ("/proc/rank-0.jsonl", "cannot be made"),
         ],
     )
