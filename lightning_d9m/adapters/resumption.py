@@ -103,12 +103,12 @@ class Resumption:
         self._reasons = []
         if run.stage == "fit":
             run.resume(
-                self._loops_wrapped(trainer),
+                self._loops_wrapped(trainer, run),
                 lambda loader: self._place_loader(trainer, run, loader),
             )
 
     @contextmanager
-    def _loops_wrapped(self, trainer: Any) -> Iterator[None]:
+    def _loops_wrapped(self, trainer: Any, run: Takeover) -> Iterator[None]:
         fit = trainer.fit_loop
         reset: Callable[[], None] = fit.reset
         reset_epoch: Callable[[], None] = fit.epoch_loop.reset
@@ -128,6 +128,8 @@ class Resumption:
                 reset_epoch()
 
         def start_and_restore(*args: Any) -> None:
+            if _iterates_again(trainer):
+                run.restart_epoch(trainer.current_epoch)
             on_run_start(*args)
             # Else Lightning leaves out what schedulers do at the end of the epoch.
             fit._restarting = False
@@ -255,6 +257,16 @@ def _is_untrained(state: object) -> bool:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         return False
     return all(rank.get("ledger") is None for rank in state["ranks"])
+
+
+def _iterates_again(trainer: Any) -> bool:
+    """Return whether Lightning is about to iterate the loaders of an epoch, for the second time.
+
+    It has done so when it loaded them, if that was for this epoch: workers have begun.
+    """
+    fit = trainer.fit_loop
+    resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
+    return trainer.current_epoch > 0 and not resumes
 
 
 def _has_loaded(trainer: Any) -> bool:

@@ -144,6 +144,10 @@ class Takeover:
         self._loaders.start_epoch("train", epoch)
         seed_all(self._seed("train", epoch))
 
+    def restart_epoch(self, epoch: int) -> None:
+        """Let the loaders of training start their epoch anew, before they are iterated again."""
+        self._loaders.restart_epoch("train", epoch)
+
     def start_evaluation(self, stage: str) -> None:
         """Set aside the RNG of training and seed that of an evaluation."""
         self._training_rng = capture_rng()

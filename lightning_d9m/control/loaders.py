@@ -147,6 +147,16 @@ class LoaderControl:
             if taken.stage == stage:
                 taken.started = None
 
+    def restart_epoch(self, stage: str, epoch: int) -> None:
+        """Start an epoch again: a stage's loaders are about to be iterated anew from its beginning.
+
+        Workers may have been given batches of an iteration that nothing was taken from.
+        """
+        for taken in self._taken:
+            if taken.stage == stage:
+                taken.take_back(epoch)
+        self.start_epoch(stage, epoch)
+
     def release(self) -> None:
         """Put back every attribute that was replaced, in reverse."""
         self._taken.clear()
@@ -243,6 +253,12 @@ class _Taken:
         loader = self.loader()
         samplers = [] if loader is None or not self._foreign else find_samplers(loader)
         return {str(number): sampler for number, sampler in enumerate(samplers)}
+
+    def take_back(self, epoch: int) -> None:
+        """Forget what samplers have drawn in an epoch that was started."""
+        if self.started == epoch:
+            restore_generators(self._owners(), self.at_start)
+            self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
         """Number the loader among those whose first epoch is the same."""

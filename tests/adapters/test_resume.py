@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from adapters.resuming import Fits, agree
+from adapters.resuming import Fits, agree, evidence
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
@@ -100,7 +100,7 @@ def step_on_two(self, batch, batch_idx):
     if other is not None:  # the shorter one's end, where it is not begun anew
         images = images + 0.1 * other[0]
     loss = nn.functional.cross_entropy(self.layers(images), classes)
-    self.log("train_loss", loss, on_step=True, on_epoch=True)
+    self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=16)
     return loss
 
 
@@ -230,6 +230,10 @@ LOADERS = {
         ON_TWO | {"loader": partial(two_loaders, "max_size")},
         5,
     ),
+    "a datamodule that reloads each epoch, without workers": (
+        {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 1},
+        4,
+    ),
     "a datamodule that reloads each epoch": (
         {"datamodule": ReloadedWithWorkers, "reload_dataloaders_every_n_epochs": 1},
         4,
@@ -242,3 +246,10 @@ def test_loaders_of_each_kind_go_on_in_the_middle_of_an_epoch(fits, run, batch):
     straight = fits.fit(**run)
     fits.interrupt(**run, at={"batch": batch})
     agree(straight, fits.resume(**run))
+
+
+def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fits):
+    """Lightning iterates them twice, and workers take batches of the first time too."""
+    words = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    straight = fits.fit(datamodule=Reloaded, **words)
+    assert evidence(fits.fit(datamodule=ReloadedWithWorkers, **words)) == evidence(straight)
