@@ -223,14 +223,14 @@ class _Taken:
         self.at_start: dict[str, Any] = {}
         self._foreign = is_foreign(find_samplers(loader))
         users = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._requests = Requests(users, stream, foreign=self._foreign)
+        still = draws_nothing(loader)
+        self._requests = Requests(users, stream, foreign=self._foreign, still=still)
         batching = loader.batch_sampler is not None
         replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
         if not iterable:
             if hasattr(loader, "load_state_dict"):
                 # torchdata's: the place in the epoch is found here.
                 replacements.replace(loader, "load_state_dict", _ignore)
-            still = draws_nothing(loader)
             apart = Untouched() if still else Apart()
             seeded = SeededDataset(loader.dataset, stream, per_sample and not still, apart)
             replacements.replace(loader, "dataset", seeded)

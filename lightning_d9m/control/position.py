@@ -56,12 +56,14 @@ class Requests:
         foreign: Whether a sampler of the user's own making is involved. Such a one may draw from
             the generators of the process: it gets a state of them for itself, so that its order
             does not depend on what training draws, nor on how far workers are ahead.
+        still: Whether nothing is drawn where a batch is made, so that no seed is derived for it.
     """
 
-    def __init__(self, sampler: Any, stream: Stream, *, foreign: bool) -> None:
+    def __init__(self, sampler: Any, stream: Stream, *, foreign: bool, still: bool) -> None:
         vars(self).update(
-            _users=sampler, _stream=stream, _foreign=foreign, _round=0, _skip=0, _cycled=bool
-        )
+            _users=sampler, _stream=stream, _foreign=foreign, _still=still, _round=0, _skip=0,
+            _cycled=bool,
+        )  # fmt: skip
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -105,7 +107,7 @@ class Requests:
                 vars(self)["_skip"] = 0
                 return
         for place, indices in enumerate(batches, skipped):
-            seed = stream.derive("batch", index=f"{number}.{place}")
+            seed = 0 if self._still else stream.derive("batch", index=f"{number}.{place}")
             yield Request(indices, seed, stream.epoch)
 
     def _iterate(self) -> Iterable[Any]:
