@@ -147,14 +147,20 @@ def plot(results, path):
         medians = [found["median_steps_per_second"] for found in shown.values()]
         below = [found["median_steps_per_second"] - found["slowest"] for found in shown.values()]
         above = [found["fastest"] - found["median_steps_per_second"] for found in shown.values()]
-        colours = ["#c44" if found["digests"] > 1 else "#48a" for found in shown.values()]
+        colours = [_colour(found) for found in shown.values()]
         panel.bar(list(shown), medians, yerr=[below, above], color=colours, capsize=3)
         panel.set_title(name)
         panel.set_ylabel("steps per second")
         panel.tick_params(axis="x", rotation=30)
-    figure.suptitle("blue: one digest in all runs; red: differing digests")
+    figure.suptitle("blue: one digest in all launches; red: several; grey: launched once")
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _colour(found):
+    if len(found["runs"]) == 1:
+        return "#999"
+    return "#c44" if found["digests"] > 1 else "#48a"
 
 
 def main():

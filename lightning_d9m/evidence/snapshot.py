@@ -62,18 +62,17 @@ def take_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    parameters = [(plain_name(name), tensor) for name, tensor in model.named_parameters()]
+    buffers = [(plain_name(name), tensor) for name, tensor in model.named_buffers()]
+    names = {id(parameter): name for name, parameter in parameters}
     tensors: dict[tuple[str, str], Tensor] = {}
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
-    for group, entries in (
-        ("weights", model.named_parameters()),
-        ("buffers", model.named_buffers()),
-    ):
+    for group, entries in (("weights", parameters), ("buffers", buffers)):
         for name, tensor in entries:
             if _is_lazy(tensor):
-                groups[group][plain_name(name)] = digest_value(type(tensor))
+                groups[group][name] = digest_value(type(tensor))
             else:
-                tensors[group, plain_name(name)] = tensor
+                tensors[group, name] = tensor
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names):
             if isinstance(value, Tensor):

@@ -140,8 +140,12 @@ def _encode_object(
 
 
 def _encode_key(key: object, where: str) -> bytes:
+    where_key = f"a key of {where}"
+    scalar = _encode_scalar(key, where_key)
+    if scalar is not None:
+        return scalar
     pieces: list[Piece] = []
-    _encode(key, pieces, f"a key of {where}", {})
+    _encode(key, pieces, where_key, {})
     if any(isinstance(piece, torch.Tensor) for piece in pieces):
         raise DigestError(
             f"A key of {where} holds a tensor, which as a key is equal only to itself. "
