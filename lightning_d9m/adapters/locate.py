@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.adapters.command_words import add_command_arguments, command_of
 from lightning_d9m.adapters.locate_report import describe, describe_place
 from lightning_d9m.adapters.locate_runs import Pair, Runner
 from lightning_d9m.adapters.repeat import make_output
@@ -57,21 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="new folder for ledgers, logs and dumps"
     )
-    parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="end a run that takes longer, as hanging"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help="a training with Lightning, such as: python train.py",
-    )
+    add_command_arguments(parser, "a training with Lightning")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 when no runs differ, 1 when something was found."""
-    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    words = command_of(arguments)
     _check(arguments, words)
     steering = _without_recipe() if arguments.without_recipe else {}
     output = make_output(arguments.output)

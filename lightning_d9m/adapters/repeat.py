@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from lightning_d9m.adapters.command_words import add_command_arguments, command_of
 from lightning_d9m.adapters.repeat_interrupted import interrupt_and_resume
 from lightning_d9m.adapters.repeat_report import Report
 from lightning_d9m.adapters.repeat_run import Run, make_run_folder, read_fits, run_once
@@ -32,21 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="new folder for ledgers and logs (default: the next free d9m-runs/NNN)",
     )
-    parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="end a run that takes longer, as hanging"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help="a training with Lightning, such as: python train.py",
-    )
+    add_command_arguments(parser, "a training with Lightning")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return 0 when all runs agree, 1 when they differ."""
-    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    words = command_of(arguments)
     _check(arguments, words)
     output = make_output(arguments.output)
     if arguments.interrupt:

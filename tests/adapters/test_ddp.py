@@ -1,13 +1,10 @@
 """Two processes with DDP on Gloo: ranks are compared, and all of them raise together."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from adapters.two_ranks import train_on_two_ranks
 
 from lightning_d9m.evidence.compare import compare_ledgers
 from lightning_d9m.evidence.ledger import read_ledger
@@ -19,35 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "ddp_training.py"
 def outcome(tmp_path_factory):
     """Train in two processes once for all tests; return what each rank found, and the ledgers."""
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, folder],
-            env={
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": "2",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0",
-                "TORCHELASTIC_RUN_ID": "d9m",
-                "LOCAL_WORLD_SIZE": "2",
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    train_on_two_ranks(SCRIPT, folder)
     found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
     return folder, found
 

@@ -1,13 +1,10 @@
 """Two processes with DDP on Gloo: gradients before and after the ranks exchange them."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from adapters.two_ranks import train_on_two_ranks
 
 from lightning_d9m.evidence.ledger import read_ledger
 
@@ -18,33 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "ddp_probing.py"
 def folder(tmp_path_factory):
     """Train in two processes once for all tests."""
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "d9m",
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, folder],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    train_on_two_ranks(SCRIPT, folder)
     return folder
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from adapters.resuming import Fits, agree, evidence
+from adapters.resuming import Fits, OwnOrder, agree, evidence
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
@@ -61,20 +61,6 @@ class DrawnBatches:
     def __iter__(self):
         for _ in range(6):
             yield [int(index) for index in np.random.choice(96, 16)]
-
-    def __len__(self):
-        return 6
-
-
-class OwnOrder:
-    """A batch sampler of the user's with a generator of its own."""
-
-    def __init__(self):
-        self.rng = np.random.default_rng(8)
-
-    def __iter__(self):
-        for _ in range(6):
-            yield self.rng.permutation(96)[:16].tolist()
 
     def __len__(self):
         return 6

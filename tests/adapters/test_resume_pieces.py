@@ -6,7 +6,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from adapters.resuming import Fits, evidence
+from adapters.resuming import Fits, OwnOrder, evidence
 from torch.utils.data import DataLoader, default_collate
 from trainings import NoisyDigits, make_model
 
@@ -14,20 +14,6 @@ from lightning_d9m import D9mError
 from lightning_d9m.adapters.checkpoint_file import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
-
-class OwnOrder:
-    """A batch sampler with a generator of its own."""
-
-    def __init__(self):
-        self.rng = np.random.default_rng(8)
-
-    def __iter__(self):
-        for _ in range(6):
-            yield self.rng.permutation(96)[:16].tolist()
-
-    def __len__(self):
-        return 6
 
 
 class DrawingDigits(NoisyDigits):

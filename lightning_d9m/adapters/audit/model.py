@@ -16,6 +16,7 @@ from lightning_d9m.adapters.audit.model_report import (
     render_text,
 )
 from lightning_d9m.adapters.audit.training import ARMS, Training
+from lightning_d9m.adapters.command_words import add_command_arguments, command_of
 from lightning_d9m.adapters.process import run_watched
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.evidence.ledger import list_fits, read_ledger
@@ -40,21 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="new folder for the report, ledgers and logs (default: next free d9m-audit/model-NNN)",
     )
-    parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="end a run that takes longer, as hanging"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help="a training with a Trainer, such as: python train.py",
-    )
+    add_command_arguments(parser, "a training with a Trainer")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train in both arms by turns; return 1 when the runs with the recipe differ."""
-    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    words = command_of(arguments)
     _check(arguments, words)
     output = _make_output(arguments.output)
     trainings: dict[str, list[Training]] = {arm: [] for arm in ARMS}
