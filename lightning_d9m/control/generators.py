@@ -5,6 +5,7 @@ and dicts.
 """
 
 import random
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -20,6 +21,9 @@ _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m
 _MODULE = frozenset(vars(torch.nn.Module()))
 # How deep objects are searched for generators: loader -> dataset -> transform -> its list -> item.
 _DEPTH = 4
+# A longer list holds data, and one kind of data has no generators in it: no list of transforms is
+# that long.
+_MOST_ITEMS = 1000
 
 
 def encode_rng(state: RngState) -> dict[str, Any]:
@@ -71,9 +75,9 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     """Return the generators that objects keep in attributes, lists and dicts, by path."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
-    pending = [(name, owner, 0) for name, owner in owners.items()]
+    pending = deque((name, owner, 0) for name, owner in owners.items())
     while pending:
-        path, value, depth = pending.pop(0)
+        path, value, depth = pending.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -85,21 +89,19 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _parts(value: Any, depth: int) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        items = [(str(key), part) for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        items = [(str(number), part) for number, part in enumerate(value)]
-    elif isinstance(value, torch.nn.Module):
-        # Its parts are modules with attributes of their own; the caller lists them.
-        items = [entry for entry in vars(value).items() if entry[0] not in _MODULE]
-    elif isinstance(value, torch.Tensor | np.ndarray | type | str | bytes):
+    long = isinstance(value, dict | list | tuple) and len(value) > _MOST_ITEMS
+    if long or isinstance(value, torch.Tensor | np.ndarray | type | str | bytes):
         return []
-    elif depth and type(value).__module__.partition(".")[0] in _FOREIGN:
+    if isinstance(value, dict):
+        return [(str(key), part) for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [(str(number), part) for number, part in enumerate(value)]
+    if isinstance(value, torch.nn.Module):
+        # Its parts are modules with attributes of their own; the caller lists them.
+        return [entry for entry in vars(value).items() if entry[0] not in _MODULE]
+    if depth and type(value).__module__.partition(".")[0] in _FOREIGN:
         return []  # a Trainer, a loader under control
-    else:
-        items = list(getattr(value, "__dict__", {}).items())
-    # A long list holds data; one kind of data has no generators in it.
-    return [] if len(items) > 1000 else items  # noqa: PLR2004 - no list of transforms is that long
+    return list(getattr(value, "__dict__", {}).items())
 
 
 def _encode(generator: Any) -> dict[str, Any]:
@@ -129,7 +131,9 @@ def _restore(generator: Any, encoded: Mapping[str, Any]) -> None:
 
 def _encode_python(state: tuple[Any, ...]) -> dict[str, Any]:
     version, words, gauss = state
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    # Through NumPy: torch alone looks at every word in Python.
+    words = torch.from_numpy(np.array(words, dtype=np.int64))
+    return {"version": version, "words": words, "gauss": gauss}
 
 
 def _decode_python(encoded: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -141,7 +145,8 @@ def _encode_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _encode_plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "bytes": torch.tensor(list(value.tobytes())).byte()}
+        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+        return {"dtype": str(value.dtype), "bytes": data}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, int) and value.bit_length() > 63:  # noqa: PLR2004 - PCG64's have 128 bits

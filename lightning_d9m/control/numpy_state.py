@@ -1,4 +1,4 @@
-"""NumPy's legacy global generator, kept and given back in a few microseconds.
+"""NumPy's legacy global generator, captured and restored in a few microseconds.
 
 ``np.random.get_state`` and ``set_state`` take a tenth of a millisecond each, for they go through
 Python word by word: too much for every batch of a small model. The 624 words and the position of a
@@ -8,37 +8,46 @@ asked quickly, but seen: a normal variate that is drawn then changes no word.
 """
 
 import ctypes
+import sys
 from typing import Any
 
 import numpy as np
 
 # struct mt19937_state: uint32 key[624]; int pos.
-_SIZE = 624 * 4 + 4
+_KEY_BYTES = 624 * 4
+_SIZE = _KEY_BYTES + 4
 
 
-class NumpyState:
-    """The state of the generator when this was made."""
+def capture_numpy() -> dict[str, Any]:
+    """Return what ``np.random.get_state(legacy=False)`` does."""
+    memory = _find_memory()
+    if memory is None:
+        return dict(np.random.get_state(legacy=False))  # noqa: NPY002 - the global one is meant
+    words = memory.raw
+    variate = np.random.standard_normal()  # noqa: NPY002
+    waiting = memory.raw == words
+    state = {
+        "bit_generator": "MT19937",
+        "state": {
+            "key": np.frombuffer(words[:_KEY_BYTES], dtype=np.uint32).copy(),
+            "pos": int.from_bytes(words[_KEY_BYTES:], sys.byteorder),
+        },
+        "has_gauss": int(waiting),
+        "gauss": variate if waiting else 0.0,
+    }
+    restore_numpy(state)
+    return state
 
-    def __init__(self) -> None:
-        self._memory = _find_memory()
-        self._whole: dict[str, Any] | None = None
-        if self._memory is None:
-            self._whole = np.random.get_state(legacy=False)  # noqa: NPY002
-            return
-        self._words = self._memory.raw
-        variate = np.random.standard_normal()  # noqa: NPY002 - the global generator is meant
-        if self._memory.raw == self._words:
-            whole: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002
-            self._whole = whole | {"has_gauss": 1, "gauss": variate}
-        self.give_back()
 
-    def give_back(self) -> None:
-        """Put the generator back into this state."""
-        if self._whole is not None:
-            np.random.set_state(self._whole)  # noqa: NPY002
-            return
-        np.random.seed(0)  # noqa: NPY002 - forgets a variate that waits
-        self._memory.raw = self._words
+def restore_numpy(state: dict[str, Any]) -> None:
+    """Do what ``np.random.set_state`` does."""
+    memory = _find_memory()
+    if memory is None or state["bit_generator"] != "MT19937" or state["has_gauss"]:
+        np.random.set_state(state)  # noqa: NPY002
+        return
+    np.random.seed(0)  # noqa: NPY002 - forgets a variate that waits
+    words = state["state"]
+    memory.raw = words["key"].tobytes() + words["pos"].to_bytes(4, sys.byteorder)
 
 
 def _find_memory() -> Any:

@@ -4,7 +4,6 @@ What is sent to a worker must survive pickling (``spawn``), so nothing here is a
 """
 
 import operator
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +18,8 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as _collate
 
-from lightning_d9m.control.numpy_state import NumpyState
 from lightning_d9m.control.position import Request
-from lightning_d9m.control.seeding import seed_host
+from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
 from lightning_d9m.control.stream import Stream
 from lightning_d9m.errors import SettingError
 
@@ -52,21 +50,19 @@ class Apart:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, NumpyState, torch.Tensor] | None = None
+        self._kept: RngState | None = None
 
     def begin(self, seed: int) -> None:
         """Seed the generators, and keep what they were."""
         if get_worker_info() is None and self._kept is None:
-            self._kept = random.getstate(), NumpyState(), torch.get_rng_state()
+            self._kept = capture_host_rng()
         seed_host(seed)
 
     def end(self) -> None:
         """Give the generators back; where nothing was begun, do nothing."""
         if self._kept is not None:
-            (python, numpy, torch_cpu), self._kept = self._kept, None
-            random.setstate(python)
-            numpy.give_back()
-            torch.set_rng_state(torch_cpu)
+            kept, self._kept = self._kept, None
+            restore_rng(kept)
 
 
 class Untouched(Apart):

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_d9m.control.numpy_state import capture_numpy, restore_numpy
+
 
 def derive_seed(
     base: int,
@@ -99,7 +101,7 @@ def capture_host_rng() -> RngState:
     """Return the state of the generators that ``seed_host`` seeds, without waiting for a device."""
     return RngState(
         python=random.getstate(),
-        numpy=np.random.get_state(legacy=False),  # noqa: NPY002
+        numpy=capture_numpy(),
         torch_cpu=torch.get_rng_state(),
         devices={},
     )
@@ -108,7 +110,7 @@ def capture_host_rng() -> RngState:
 def restore_rng(state: RngState) -> None:
     """Put every generator back into a captured state."""
     random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002 - the global generator is what was captured
+    restore_numpy(state.numpy)
     torch.set_rng_state(state.torch_cpu)
     for name, states in state.devices.items():
         module = getattr(torch, name)

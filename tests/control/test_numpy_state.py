@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_d9m.control.numpy_state import _SIZE, NumpyState, _find_memory
+from lightning_d9m.control.numpy_state import _SIZE, _find_memory, capture_numpy, restore_numpy
 
 
 def isolated():
@@ -26,8 +26,17 @@ DRAWS = {
 
 
 def state():
-    found = np.random.get_state(legacy=False)
-    return found["state"]["key"].tolist(), found["state"]["pos"], found["has_gauss"], found["gauss"]
+    return readable(np.random.get_state(legacy=False))
+
+
+def readable(found):
+    return (
+        found["bit_generator"],
+        found["state"]["key"].tolist(),
+        found["state"]["pos"],
+        found["has_gauss"],
+        found["gauss"],
+    )
 
 
 draws = st.lists(st.sampled_from(sorted(DRAWS)), max_size=4)
@@ -42,11 +51,12 @@ def test_what_was_drawn_in_between_leaves_no_trace(seed, rounds):
         for name in outside:
             DRAWS[name]()
         expected = state()
-        kept = NumpyState()
+        kept = capture_numpy()
+        assert readable(kept) == expected
         np.random.seed(7)
         for name in inside:
             DRAWS[name]()
-        kept.give_back()
+        restore_numpy(kept)
         assert state() == expected
 
 
@@ -65,8 +75,8 @@ def test_another_generator_in_its_place_is_kept_too(make):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(make(1))
-        kept, first = NumpyState(), np.random.rand(3)
-        kept.give_back()
+        kept, first = capture_numpy(), np.random.rand(3)
+        restore_numpy(kept)
         assert np.random.rand(3).tolist() == first.tolist()
     finally:
         np.random.set_bit_generator(before)
