@@ -18,6 +18,8 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # What these packages keep is theirs; only what they are given as an owner is looked into.
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
+# Most of what is found, and never a generator.
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray})
 _MODULE = frozenset(vars(torch.nn.Module()))
 # How deep objects are searched for generators: loader -> dataset -> transform -> its list -> item.
 _DEPTH = 4
@@ -84,7 +86,11 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
         if isinstance(value, _KINDS):
             found[path] = value
         elif depth < _DEPTH:
-            pending += [(f"{path}.{name}", part, depth + 1) for name, part in _parts(value, depth)]
+            pending += [
+                (f"{path}.{name}", part, depth + 1)
+                for name, part in _parts(value, depth)
+                if type(part) not in _ATOMS
+            ]
     return found
 
 
