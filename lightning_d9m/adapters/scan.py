@@ -14,10 +14,12 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalogue import OPS
 from lightning_d9m.scan.files import Entry, list_files
 from lightning_d9m.scan.join import join_ops, read_records
+from lightning_d9m.scan.programs import find_seeded
 from lightning_d9m.scan.rules import RULES
 from lightning_d9m.scan.scanner import LARGEST, FileScan, scan_file, scanning_prepared
 
-_FLAGGED = "D9M103"
+# Which findings of these two stay is decided when all files are scanned.
+_FLAGGED, _UNSEEDED = "D9M103", "D9M210"
 # Files handed to a process at a time: enough that the handing over costs nothing.
 _CHUNK = 16
 
@@ -84,11 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
     scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
+    found = [finding for scan in scans for finding in scan.findings]
+    unseeded = {finding.file for finding in found if finding.rule == _UNSEEDED}
+    seeded = find_seeded(unseeded, [entry.path for entry in entries])
     findings = sorted(
         finding
-        for scan in scans
-        for finding in scan.findings
+        for finding in found
         if not (turned_on and finding.rule == _FLAGGED)
+        and not (finding.rule == _UNSEEDED and finding.file in seeded)
     )
     facts = {
         "torch": torch_version,

@@ -30,14 +30,19 @@ def render_text(findings: Sequence[Finding], facts: Mapping[str, object]) -> str
         lines += _fold(f"Fix: {finding.fix}")
         lines.append("")
     counts = Counter(finding.severity for finding in findings)
-    counted = ", ".join(f"{counts[level]} {level}s" for level in _LEVELS if counts[level])
+    counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
     lines += wrap(
-        f"{len(findings)} found in {facts['files']} files, {facts['lines']:,} lines"
+        f"{len(findings)} found in {_count(facts['files'], 'file')}, "
+        f"{_count(facts['lines'], 'line')}"
         f"{f' ({counted})' if counted else ''}; ops as of torch {facts['torch']}, deterministic "
         f"algorithms {'on' if facts['deterministic'] else 'taken to be off'}.",
         _WIDTH,
     )
     return "\n".join(lines)
+
+
+def _count(number: object, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _fold(text: str) -> list[str]:
@@ -133,7 +138,7 @@ def render_table(rows: Sequence[OpRow]) -> str:
             (
                 row.op,
                 str(len(row.lines)),
-                str(row.alerts) if row.alerted else "-",
+                str(row.alerts) if row.alerts else "-",
                 "-" if worst is None else f"{worst.distinct}/{worst.runs}",
                 "-" if worst is None or worst.vermv is None else f"{worst.vermv:.2g}",
                 "-" if worst is None or worst.vc is None else f"{worst.vc:.2g}",

@@ -4,10 +4,10 @@ The one source of what :func:`~lightning_d9m.patches.registration.patches_applie
 ``d9m ops`` and of the documentation's list. It imports no torch.
 """
 
-import re
 from collections.abc import Iterable
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.patches.documentation import read_documentation
 from lightning_d9m.patches.entries_exempt import EXEMPT
 from lightning_d9m.patches.entries_pooling import POOLING
 from lightning_d9m.patches.entries_resampling import RESAMPLING
@@ -77,29 +77,23 @@ def read_raising_ops(docstring: str) -> tuple[str, ...]:
         docstring: That of ``torch.use_deterministic_algorithms``.
 
     Returns:
-        Names such as ``torch.nn.AvgPool3d``; for an op with a list of modes below it one name for
-        each, such as ``torch.nn.functional.interpolate bilinear``. Sorted.
+        Names such as ``torch.nn.AvgPool3d``; for an op with a list of modes one name for each, such
+        as ``torch.nn.functional.interpolate bilinear``; of what is said of Apple's devices alone
+        such as ``torch.kthvalue (MPS)``. Sorted.
 
     Raises:
         SettingError: The docstring has no such list any more, so that nothing can be checked.
     """
-    start = re.search(r"will throw a\s+:class:`RuntimeError` when ``mode=True``:", docstring)
-    listed = re.split(r"\n\s*\n(?=\s*\w)", docstring[start.end() :])[0] if start else ""
-    names: set[str] = set()
-    parent = ""
-    for line in listed.splitlines():
-        if entry := re.match(r"\s*\* :\w+:`([\w.]+)`", line):
-            parent = entry[1]
-            names.add(parent)
-        elif mode := re.match(r"\s*- ``(\w+)``", line):
-            names.discard(parent)
-            names.add(f"{parent} {mode[1]}")
-    if not names:
-        raise SettingError(
-            "The docstring of torch.use_deterministic_algorithms no longer lists the ops that "
-            "raise in the form that is read here. Update read_raising_ops to its new form."
+    return tuple(
+        sorted(
+            {
+                f"{line.name}{mode and f' {mode}'}{' (MPS)' if line.devices == ('mps',) else ''}"
+                for line in read_documentation(docstring)
+                if line.kind == "raises"
+                for mode in line.modes or ("",)
+            }
         )
-    return tuple(sorted(names))
+    )
 
 
 def find_unaccounted(docstring: str) -> tuple[str, ...]:

@@ -87,4 +87,30 @@ EXEMPT: tuple[Op, ...] = (
         cause="Blocks of keys add to the gradient of the queries with atomics.",
         reason="Pass deterministic=True to its functions, or set FLASH_ATTENTION_DETERMINISTIC=1.",
     ),
+    Op(
+        name="apple_devices",
+        status="exempt",
+        documented=tuple(
+            f"{name} (MPS)"
+            for name in (
+                "torch.Tensor.index_put",
+                "torch.Tensor.index_reduce",
+                "torch.kthvalue",
+                "torch.nn.AvgPool3d",
+                "torch.nn.Embedding",
+                "torch.nn.EmbeddingBag",
+                "torch.nn.MaxPool2d",
+                "torch.nn.MaxPool3d",
+                "torch.nn.functional.grid_sample",
+                "torch.nn.functional.interpolate",
+            )
+        ),
+        torch_does="Raises on an MPS device, as the docstring says from 2.15 on.",
+        cause="Metal's threads meet on one place in no fixed order, as CUDA's do.",
+        reason=(
+            "The replacements are registered for CUDA, and nobody has run them on an Apple device. "
+            "torch raises there, so that nothing varies unnoticed."
+        ),
+        since="2.15",
+    ),
 )

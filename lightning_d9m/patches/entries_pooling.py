@@ -79,6 +79,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="max_pool3d_backward",
         status="patched",
+        documented=("torch.nn.MaxPool3d",),
         torch_does=(
             "Decomposes max_pool3d, if deterministic algorithms were on in the forward pass; "
             "raises in the backward pass if they were off."

@@ -204,13 +204,13 @@ def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
 def _is_handed_on(area: ast.AST, key: str, place: Place) -> bool:
     """Say whether it is handed to a function that may seed it."""
     return any(
-        isinstance(node, ast.Call) and _passes(node, key) and not _is_draw(node, place)
+        isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, place)
         for node in ast.walk(area)
     )
 
 
-def _passes(call: ast.Call, key: str) -> bool:
-    """Say whether something is handed to a function, which may seed it."""
+def passes(call: ast.Call, key: str) -> bool:
+    """Say whether what has a name is handed to a function, which may seed it."""
     return any(key in {getattr(a, "id", ""), getattr(a, "attr", "")} for a in call.args)
 
 

@@ -6,8 +6,8 @@ What is read, all JSON:
   a line for each row. A row has ``op``, where it differs ``entry`` (the catalogue's name), and
   ``arms``; the arm ``default`` has ``outcome`` and, where it ran, ``spread`` with ``distinct``,
   ``runs``, ``vs``, ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these figures does too;
-- a ledger: a file ``rank-N.jsonl``, or a folder of these. Of its records those of the kind
-  ``alert`` are read: ``op``, the catalogue's name, or ``message``, which is torch's, and ``count``;
+- a ledger: a file ``rank-N.jsonl``, or a folder of these. Of its records the last one is read: its
+  ``error``, where that is torch's alert, which ended the run;
 - any list, or lines, of such objects.
 """
 
@@ -23,11 +23,11 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalogue import OPS
 from lightning_d9m.scan.finding import Finding
 
-_KERNEL = re.compile(r"([A-Za-z_]\w*) does not have a deterministic implementation")
+_ALERT = re.compile(r"([A-Za-z_]\w*)[^:\n]* does not have a deterministic implementation")
 # What torch's alerts add to the name of an op.
-_DRESSING = re.compile(r"(_out)?(_cuda|_gpu)?(_template|_max)?$")
+_DRESSING = re.compile(r"(_forward)?(_out)?(_cuda|_gpu|_cpu)?(_template|_max|_kernel)?_?$")
 
-# Rows of an audit that are about an op which the catalogue has under another name.
+# What an audit or torch's alert calls an op which the catalogue has under another name.
 _ENTRIES = {
     "index_put_accumulate": "index_put",
     "getitem_backward": "index_put",
@@ -35,6 +35,10 @@ _ENTRIES = {
     "take_backward": "put_",
     "scatter_reduce_mean": "scatter_reduce_sum",
     "max_unpool1d": "max_unpool2d",
+    "max_unpooling2d": "max_unpool2d",
+    "max_unpooling3d": "max_unpool3d",
+    "embedding_bag_backward": "embedding_bag_max_backward",
+    "quantized_resize": "resize_quantized",
 }
 
 
@@ -56,15 +60,13 @@ class OpRow:
     Attributes:
         op: The catalogue's name, or that of the record.
         lines: Where the scan found it.
-        alerts: How often the runs alerted; 0 also if no ledger was given.
-        alerted: Whether an alert was among the records.
+        alerts: How many ranks of the runs were ended by torch's alert of it.
         measured: An audit's figures, one for each case.
     """
 
     op: str
     lines: list[str] = field(default_factory=list)
     alerts: int = 0
-    alerted: bool = False
     measured: list[Measured] = field(default_factory=list)
 
     @property
@@ -127,10 +129,8 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
             row(finding.op).lines.append(finding.place)
     measured: dict[str, list[Measured]] = defaultdict(list)
     for record in records:
-        if record.get("kind") == "alert":
-            entry = row(name_alert(record))
-            entry.alerted = True
-            entry.alerts += int(record.get("count", 1))
+        if alert := _ALERT.search(str(record.get("error", ""))):
+            row(name_alert(alert[1])).alerts += 1
         elif (figures := _read_measured(record)) is not None:
             entry_name = str(record.get("entry") or record["op"])
             measured[_ENTRIES.get(entry_name, entry_name)].append(figures)
@@ -140,24 +140,20 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
     return sorted(rows.values(), key=lambda entry: (-_count_signs(entry), entry.op))
 
 
-def name_alert(record: Mapping[str, Any]) -> str:
-    """Return the catalogue's name of the op that an alert is about.
+def name_alert(kernel: str) -> str:
+    """Return the catalogue's name of the op that torch's alert calls by a kernel's name.
 
-    >>> name_alert({"message": "adaptive_avg_pool2d_backward_cuda does not have a deterministic "
-    ...     "implementation, but you set ..."})
-    'adaptive_avg_pool2d_backward'
+    >>> name_alert("adaptive_avg_pool2d_backward_cuda"), name_alert("_histc_cuda")
+    ('adaptive_avg_pool2d_backward', 'histc')
     """
-    name = str(record.get("op") or "")
-    if not name:
-        found = _KERNEL.search(str(record.get("message", "")))
-        name = found[1] if found else "unknown"
-    names = {op.name for op in OPS}
-    bare = name.removeprefix("aten::").lstrip("_")
-    for candidate in (name, bare, _DRESSING.sub("", bare), _DRESSING.sub("", bare) + "_backward"):
-        if candidate in names:
-            return candidate
-    begun = [op for op in sorted(names) if _DRESSING.sub("", bare).startswith(op)]
-    return begun[-1] if begun else name
+    names = {overload.partition(".")[0]: op.name for op in OPS for overload in op.kernels}
+    names |= {op.name: op.name for op in OPS}
+    bare = kernel.removeprefix("_")
+    undressed = _DRESSING.sub("", bare)
+    for candidate in (kernel, bare, undressed, f"_{undressed}"):
+        if found := _ENTRIES.get(candidate) or names.get(candidate):
+            return found
+    return kernel
 
 
 def _read_measured(record: Mapping[str, Any]) -> Measured | None:
@@ -180,4 +176,4 @@ def _read_measured(record: Mapping[str, Any]) -> Measured | None:
 
 def _count_signs(row: OpRow) -> int:
     varied: Sequence[bool] = [case.distinct > 1 for case in row.measured]
-    return bool(row.lines) + row.alerted + any(varied)
+    return bool(row.lines) + bool(row.alerts) + any(varied)

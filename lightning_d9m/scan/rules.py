@@ -18,6 +18,7 @@ class Rule:
             run stops, on some device or setting; ``"note"``: worth a look.
         reason: Why it is found, where a finding has nothing more exact to say.
         fix: What to do instead, likewise.
+        once: Whether it is about the whole file, and found no more than once in it.
     """
 
     id: str
@@ -25,6 +26,7 @@ class Rule:
     severity: Severity
     reason: str
     fix: str
+    once: bool = False
 
 
 _SEED = "Pass a seed that is fixed and recorded."
@@ -175,6 +177,24 @@ RULES: dict[str, Rule] = {
             "note",
             "Without workers=True the workers of all ranks draw the same numbers.",
             "Pass workers=True.",
+        ),
+        Rule(
+            "D9M210",
+            "training-without-seed",
+            "warning",
+            "The program trains, and neither it nor a scanned file that it imports seeds torch, "
+            "which then takes a seed from the system, another in each run.",
+            "Add DeterminismCallback() to the Trainer, or call seed_everything() or "
+            "torch.manual_seed() first, with a seed that is fixed and recorded.",
+            once=True,
+        ),
+        Rule(
+            "D9M211",
+            "environment-without-seed",
+            "error",
+            "An environment that no reset() has given a seed takes one from the system, another in "
+            "each run; seeding the global generators does not change that.",
+            "Give the first reset(seed=...) one that is fixed and recorded.",
         ),
         Rule(
             "D9M301",

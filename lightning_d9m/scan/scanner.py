@@ -23,6 +23,7 @@ from lightning_d9m.scan.checks_order import (
 )
 from lightning_d9m.scan.checks_seeds import check_seed
 from lightning_d9m.scan.checks_settings import TURNED_ON, check_setting, check_setting_call
+from lightning_d9m.scan.checks_training import check_environment, check_training
 from lightning_d9m.scan.files import Entry
 from lightning_d9m.scan.finding import Finding
 from lightning_d9m.scan.rules import RULES
@@ -58,6 +59,8 @@ _CALLS: tuple[Check, ...] = (
     check_worker_seed,
     check_ranks,
     check_dataset,
+    check_training,
+    check_environment,
 )
 _CHECKS: Mapping[type[ast.AST], Sequence[Check]] = {
     ast.Call: (*_CALLS, check_set),
@@ -164,8 +167,11 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
 
 
 def _drop_repeated(findings: Iterable[Finding]) -> list[Finding]:
-    """Keep one finding of a rule at a place: several checks may see it."""
-    return list({(f.line, f.column, f.rule, f.op): f for f in findings}.values())
+    """Keep one finding of a rule at a place, where several checks may see it, or in a file."""
+    kept: dict[tuple[object, ...], Finding] = {}
+    for f in findings:
+        kept.setdefault((f.rule,) if RULES[f.rule].once else (f.line, f.column, f.rule, f.op), f)
+    return list(kept.values())
 
 
 class _Places:

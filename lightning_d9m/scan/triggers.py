@@ -26,6 +26,9 @@ _BESIDE: tuple[tuple[bytes, frozenset[bytes]], ...] = (
     (b"benchmark", frozenset({b"flags"})),
     (b"max-autotune", frozenset({b"compile"})),
     (b"lightning_d9m", frozenset({b"enable", b"deterministic"})),
+    (b"zero_grad", frozenset({b"backward"})),
+    (b"Trainer", frozenset({b"fit"})),
+    (b"gym", frozenset({b"reset", b"sample"})),
 )
 _CALLS = frozenset(
     word.encode()
@@ -57,7 +60,7 @@ _PLAIN = {
 _NO_WORD = re.compile(rb"\W")
 _WORD = re.compile(rb"[A-Za-z_]\w*")
 _PARTIAL = re.compile(rb"partial\s*\(\s*(?:\w+\.)*(\w+)")
-_TORCH = re.compile(rb"torch|lightning|triton|numba|flash_attn")
+_TORCH = re.compile(rb"torch|lightning|triton|numba|flash_attn|gym")
 _SUPPRESSION = re.compile(rb"#\s*d9m:")
 # What another name stands for: `interpolate as up`, `up = F.interpolate`, `self.make = nn.GRU`.
 _RENAMED = re.compile(rb" as (\w+)")

@@ -93,6 +93,19 @@ def find_value(node: ast.AST, scope: Scope) -> ast.AST:
     return node
 
 
+def list_values(node: ast.AST, scope: Scope) -> tuple[list[ast.AST], ast.AST]:
+    """Return what an expression may stand for, and the module, function or class it is bound in."""
+    if isinstance(node, ast.Name):
+        found, where = scope.find(node.id)
+        return [binding.node for binding in found if binding.kind == "assign" and binding.node], (
+            where.node
+        )
+    enclosing = scope.enclosing_class
+    if isinstance(node, ast.Attribute) and enclosing is not None:
+        return enclosing.attributes.get(node.attr, []), enclosing.node
+    return [node], scope.node
+
+
 def read_kind(  # noqa: PLR0911 - one case for each kind of expression
     node: ast.AST | None, scope: Scope, depth: int = _DEPTH
 ) -> Kind:

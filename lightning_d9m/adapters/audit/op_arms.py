@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.adapters.audit.documentation import Line, find_lines
 from lightning_d9m.adapters.audit.op_case import Call, Case, Inputs, NotHereError
 from lightning_d9m.control.algorithms import algorithms_switched, capture_flags, restore_flags
 from lightning_d9m.errors import SettingError
 from lightning_d9m.evidence.variability import SpreadMeter, measure_variation
 from lightning_d9m.patches.catalogue import OPS
+from lightning_d9m.patches.documentation import Line, find_lines
 from lightning_d9m.patches.registration import patches_applied
 
 ARMS = ("default", "deterministic", "ours")

@@ -32,6 +32,7 @@ def _list_others() -> Iterator[Case]:
         op="kthvalue",
         parameters={"rows": 256, "columns": 1024, "distinct": 5},
         make=_ranked("kthvalue"),
+        documented=(("torch.kthvalue", ""),),
         quick=True,
     )
     for length in (10_000, 1_000_000):

@@ -45,7 +45,9 @@ def _scattered(
 
 
 def _reduced(reduce: str, words: str | None, op: str | None = None) -> Iterator[Case]:
-    documented = (("torch.Tensor.scatter_reduce", words),) if words else ()
+    # From 2.15 on one line speaks of any reduction, of CUDA and of Apple's devices.
+    any_reduction = ("torch.Tensor.scatter_reduce", "CUDA or MPS")
+    documented = (("torch.Tensor.scatter_reduce", words), any_reduction) if words else ()
 
     def scatter(target: Tensor, index: Tensor, given: Tensor) -> Tensor:
         return target.scatter_reduce(0, index, given, reduce)
@@ -182,7 +184,13 @@ def list_scattering_cases() -> Iterator[Case]:
     yield from _scattered(
         "index_copy", (("torch.Tensor.index_copy", ""),), lambda t, i, v: t.index_copy(0, i, v)
     )
-    yield from _scattered("index_reduce_mean", (), lambda t, i, v: t.index_reduce(0, i, v, "mean"))
+    for reduce in ("mean", "prod", "amax"):
+        yield from _scattered(
+            f"index_reduce_{reduce}",
+            (("torch.Tensor.index_reduce", ""),),
+            lambda t, i, v, reduce=reduce: t.index_reduce(0, i, v, reduce),  # type: ignore[misc]
+            near_one=reduce == "prod",
+        )
     yield from _read(
         "gather_backward", (("torch.gather", ""),), lambda source, index: source.gather(0, index)
     )
@@ -199,14 +207,17 @@ def list_scattering_cases() -> Iterator[Case]:
     # Its gradient is `put_` with accumulate, which the documentation of the flag does not say.
     yield from _read("take_backward", (), lambda source, index: source.take(index))
     rows = {"rows": 8192, "table": 1000, "features": 64}
-    yield Case(op="embedding_dense_backward", parameters=rows, make=_embed, quick=True)
+    listed = (("torch.nn.Embedding", ""),)
+    yield Case(
+        op="embedding_dense_backward", parameters=rows, make=_embed, documented=listed, quick=True
+    )
     yield Case(op="embedding_max_norm", parameters=rows, make=_embed_scaled, quick=True)
     for mode in ("sum", "mean", "max"):
         yield Case(
             op=f"embedding_bag_{mode}_backward",
             parameters=rows,
             make=_bag(mode),
-            documented=(("torch.nn.EmbeddingBag", "max"),) if mode == "max" else (),
+            documented=(("torch.nn.EmbeddingBag", "max" if mode == "max" else "MPS"),),
             quick=True,
         )
     yield Case(

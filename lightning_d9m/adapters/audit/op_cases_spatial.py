@@ -115,7 +115,9 @@ def _pooled() -> Iterator[Case]:
                     listed,
                     output=output,
                 )
-    yield from _differentiated("max_pool2d_backward", 2, lambda x: nnf.max_pool2d(x, 3, 2, 1))
+    yield from _differentiated(
+        "max_pool2d_backward", 2, lambda x: nnf.max_pool2d(x, 3, 2, 1), "torch.nn.MaxPool2d"
+    )
     yield from _differentiated(
         "max_pool3d_backward", 3, lambda x: nnf.max_pool3d(x, 3, 2, 1), "torch.nn.MaxPool3d"
     )
@@ -136,7 +138,7 @@ def _resampled() -> Iterator[Case]:
         ("bicubic", 2, "upsample_bicubic2d_aa_backward", {"antialias": True}),
     )
     for mode, dims, op, more in modes:
-        listed = None if more or mode == "nearest" else "torch.nn.functional.interpolate"
+        listed = None if mode == "nearest" else "torch.nn.functional.interpolate"
         for factor in (2.0, 0.5):
 
             def forward(
@@ -147,7 +149,8 @@ def _resampled() -> Iterator[Case]:
             ) -> Tensor:
                 return nnf.interpolate(image, scale_factor=factor, mode=mode, **more)
 
-            words = f"``{mode}``"
+            # Of Apple's devices torch does not say which cases it means.
+            words = "some cases" if more else f"``{mode}``"
             yield from _differentiated(op, dims, forward, listed, words, factor=factor)
 
     def enlarge(image: Tensor) -> Tensor:

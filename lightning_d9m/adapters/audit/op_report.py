@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_d9m.adapters.audit.documentation import judge_op
+from lightning_d9m.adapters.audit.op_verdict import judge_op
 from lightning_d9m.adapters.audit.plot import draw_dots
 from lightning_d9m.adapters.audit.tables import markdown_table, short
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.adapters.audit.documentation import find_lines, read_documentation
 from lightning_d9m.adapters.audit.op_arms import Budget, begin_row, check_device, measure_case
 from lightning_d9m.adapters.audit.op_case import Case
 from lightning_d9m.adapters.audit.op_cases import list_cases
 from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.patches.documentation import find_lines, read_documentation
 
 
 def plan_cases(

@@ -1,0 +1,87 @@
+"""What torch documents as nondeterministic: the docstring of ``use_deterministic_algorithms``.
+
+Imports no torch.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_d9m.errors import SettingError
+
+Kind = Literal["switches", "raises"]
+
+_HEADINGS: dict[Kind, str] = {
+    "switches": r"will act\s+deterministically when ``mode=True``:",
+    "raises": r"will throw a\s+:class:`RuntimeError` when ``mode=True``:",
+}
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_NAME = r":\w+:`([\w.]+)`"
+_NAMES = re.compile(rf"{_NAME}(?:(?:, and|,| and) {_NAME})*")
+_MODE = re.compile(r"- ``(\w+)``")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One op of one line of the docstring of ``torch.use_deterministic_algorithms``.
+
+    Attributes:
+        kind: ``"switches"`` to a deterministic implementation, or ``"raises"``.
+        name: Such as ``"torch.nn.AvgPool3d"``; a line that names several ops is read as several.
+        text: The whole line.
+        devices: The kinds of device that it speaks of; empty for all.
+        modes: Those of a list below it, such as ``"bilinear"``; empty for all.
+    """
+
+    kind: Kind
+    name: str
+    text: str
+    devices: tuple[str, ...]
+    modes: tuple[str, ...] = ()
+
+
+def read_documentation(docstring: str) -> tuple[Line, ...]:
+    """Read both lists of the docstring of ``torch.use_deterministic_algorithms``.
+
+    Raises:
+        SettingError: A list is not there any more, so that nothing can be checked.
+    """
+    lines: list[Line] = []
+    for kind, heading in _HEADINGS.items():
+        start = re.search(heading, docstring)
+        rest = docstring[start.end() :] if start else ""
+        listed = re.split(r"\n\s*\n(?=\s*[A-Z])", rest)[0]
+        for bullet in re.split(r"\n\s*\* ", listed)[1:]:
+            text = " ".join(bullet.split())
+            if head := _NAMES.match(text):
+                devices = tuple(kind for kind in _DEVICES if kind.upper() in text)
+                modes = tuple(_MODE.findall(text))
+                names = re.findall(_NAME, head[0])
+                lines += [Line(kind, name, text, devices, modes) for name in names]
+        if not lines or lines[-1].kind != kind:
+            raise SettingError(
+                "The docstring of torch.use_deterministic_algorithms no longer has the list of ops "
+                f"that it calls {kind!r} here, in the form that is read. What is said of this "
+                "torch's ops cannot be checked; update read_documentation to its new form."
+            )
+    return tuple(lines)
+
+
+def find_lines(
+    lines: Iterable[Line], names: Iterable[tuple[str, str]], device: str
+) -> tuple[Line, ...]:
+    """Return the lines that speak of an op on a kind of device.
+
+    Args:
+        lines: The documentation.
+        names: Pairs of a name and of words that the line must hold.
+        device: ``"cpu"``, ``"cuda"``, ...
+    """
+    wanted = tuple(names)
+    return tuple(
+        line
+        for line in lines
+        if (not line.devices or device in line.devices)
+        and any(line.name == name and words in line.text for name, words in wanted)
+    )
