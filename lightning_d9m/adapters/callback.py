@@ -181,7 +181,7 @@ class DeterminismCallback(_Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Take the gradients."""
-        self._probing.take_gradients(pl_module, optimizer)
+        self._probing.take_gradients(optimizer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Seed the epoch."""

@@ -47,7 +47,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if name == chosen:
             adapter = import_module(f"lightning_d9m.adapters.{name.replace('-', '_')}")
             adapter.add_arguments(command)
-            command.set_defaults(run=adapter.run)
+            command.set_defaults(run=adapter.run, refuse=command.error)
     return parser
 
 
@@ -55,7 +55,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run ``d9m`` on ``words`` (the process's own arguments by default) and return its status."""
     words = sys.argv[1:] if words is None else words
     chosen = next((word for word in words if not word.startswith("-")), None)
-    arguments = build_parser(chosen).parse_args(words)
+    arguments, unknown = build_parser(chosen).parse_known_args(words)
+    if unknown:  # with the usage of the command, where argparse by itself prints that of d9m
+        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(arguments.run(arguments))
         # Here, where a reader that has gone can be dealt with, not when the interpreter ends.

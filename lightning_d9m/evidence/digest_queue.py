@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.digest import _follow, _load_kernel, _plan, _Recipe
+from lightning_d9m.evidence.standing import Located
 from lightning_d9m.evidence.tensors import Plain, locate
 
 
@@ -49,6 +50,12 @@ class DigestQueue:
     def add_digest(self, digest: str) -> None:
         """Put a digest that is known already in its place."""
         self._recipes.append(digest)
+
+    def add_located(self, located: Located) -> None:
+        """Put the digests of memory of this process in their places."""
+        leaves = chunks_cpu.hash_chunks(located.memory)
+        parts = zip(located.headers, leaves, strict=True)
+        self._recipes += [xxh3_128_hexdigest(header + own) for header, own in parts]
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begin the digests of tensors; on each CUDA device they are one launch.

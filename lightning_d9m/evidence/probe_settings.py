@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
@@ -81,15 +82,19 @@ class ProbeSettings:
                 "every N-th batch, or 0 for never."
             )
 
-    @property
+    @cached_property
     def kinds(self) -> frozenset[str]:
         """The kinds that are recorded."""
         return frozenset(KINDS if ALL in self.probes else self.probes)
 
     def takes_step(self, step: int) -> bool:
         """Return whether a global step is among those probed."""
-        low, high = _parse_steps(self.probe_steps)
+        low, high = self._steps
         return low <= step and (high is None or step < high)
+
+    @cached_property
+    def _steps(self) -> tuple[int, int | None]:
+        return _parse_steps(self.probe_steps)
 
     def takes_rank(self, rank: int) -> bool:
         """Return whether a rank records."""

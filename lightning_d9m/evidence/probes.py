@@ -14,6 +14,7 @@ from lightning_d9m.evidence.digest import digest_value
 from lightning_d9m.evidence.digest_queue import DigestQueue
 from lightning_d9m.evidence.leaves import list_leaves
 from lightning_d9m.evidence.records import Json
+from lightning_d9m.evidence.standing import Standing
 
 MOST_PLACES = 4096
 # What comes after is left out; places that are then called alike are calls of one.
@@ -75,7 +76,11 @@ class Trace:
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
         try:
-            self.queue.add(tensors.values())
+            located = tensors.locate() if isinstance(tensors, Standing) else None
+            if located is None:
+                self.queue.add(tensors.values())
+            else:
+                self.queue.add_located(located)
         except DigestError:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
@@ -158,10 +163,13 @@ class Probes:
         if self._moment is None or self._paused:
             return
         before = len(self._trace.places)
-        with self._working():
+        busy, self._busy = self._busy, True
+        try:
             self._trace.add(kind, name, value)
             if self._save is not None:
                 self._save_places(self._trace.places[before:], name, value, content)
+        finally:
+            self._busy = busy
         if len(self._trace.places) >= MOST_PLACES:
             self._part()
 
@@ -170,12 +178,15 @@ class Probes:
         if self._moment is None or self._paused:
             return
         before = len(self._trace.places)
-        with self._working():
+        busy, self._busy = self._busy, True
+        try:
             self._trace.add_tensors(kind, tensors)
             if self._save is not None:
                 places = self._trace.places[before:]
                 for place, tensor in zip(places, tensors.values(), strict=True):
                     self._save(self._moment, place, {"value": tensor})
+        finally:
+            self._busy = busy
         if len(self._trace.places) >= MOST_PLACES:
             self._part()
 
@@ -191,14 +202,6 @@ class Probes:
         """Write everything that is still under way."""
         self.end()
         self._write_waiting(keep=None)
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        before, self._busy = self._busy, True
-        try:
-            yield
-        finally:
-            self._busy = before
 
     def _save_places(
         self, places: list[Place], name: str, value: object, content: Mapping[str, Any] | None

@@ -42,6 +42,19 @@ def test_misuse_ends_with_2(words, capsys):
     assert "usage: d9m" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["locate", "--bogus", "--", "true"], ["repeat", "--bogus"], ["audit", "--bogus", "ops"]],
+)
+def test_an_unknown_word_gets_the_usage_of_its_command(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"usage: d9m {words[0]} ")
+    assert message.endswith("error: unrecognized arguments: --bogus\n")
+
+
 def test_an_error_of_ours_is_one_line_and_2(capsys):
     assert main(["compare", "/no/such/ledger", "/no/such/ledger"]) == 2
     captured = capsys.readouterr()

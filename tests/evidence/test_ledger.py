@@ -20,6 +20,7 @@ from lightning_d9m.evidence.ledger import (
     read_ledger,
 )
 from lightning_d9m.evidence.records import Digests, End
+from lightning_d9m.evidence.schema import encode_record
 
 WRITE_FOR_EVER = """
 import sys
@@ -325,3 +326,32 @@ class TestFailures:
         assert outcome.end is None
         assert isinstance(outcome.last, Digests)
         assert (outcome.final is None) == (not end)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": True},
+        {"step": 1.0},
+        {"step": -1},
+        {"epoch": "0"},
+        {"digests": "F" * 32},
+        {"digests": "f" * 31},
+        {"digests": b"f" * 32},
+        {"digests": ""},
+    ],
+)
+def test_probes_are_checked_when_they_are_written(tmp_path, change):
+    """They are written by a short way of their own, which lets nothing through."""
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
+        writer.write(record)
+        with pytest.raises(LedgerError, match=f"field '{next(iter(change))}' must be"):
+            writer.write(record | change)
+
+
+def test_probes_are_written_as_any_record_is():
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    assert encode_record(record) == json.dumps(record, separators=(",", ":")).encode()
+    turned = dict(reversed(record.items()))
+    assert encode_record(turned) == json.dumps(turned, separators=(",", ":")).encode()

@@ -351,6 +351,8 @@ class TestUntrusted:
             (b'{"kind":"probe","x":NaN}', "field 'NaN' is not JSON"),
             (b'{"kind":"probe","x":-Infinity}', "field '-Infinity' is not JSON"),
             (b'{"kind":"probe","x":1,"x":2}', "field 'x' occurs twice"),
+            (b'{"kind":"probe","x":1,"x" :2}', "field 'x' occurs twice"),
+            (b'{"kind":"probe","x":1,"x":":"}', "field 'x' occurs twice"),
             (b'{"kind":"probe","x":{"y":1,"y":1}}', "field 'y' occurs twice"),
             (b'{"kind":"probe","check":"0"}', "field 'check' occurs twice"),
             (b'{"kind":"probe","x":"\xff"}', "is not UTF-8: invalid start byte at byte 21"),

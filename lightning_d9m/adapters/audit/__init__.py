@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         adapter = import_module(f"lightning_d9m.adapters.audit.{name}")
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         adapter.add_arguments(command)
-        command.set_defaults(audit_run=adapter.run)
+        command.set_defaults(audit_run=adapter.run, refuse=command.error)
 
 
 def run(arguments: argparse.Namespace) -> int:

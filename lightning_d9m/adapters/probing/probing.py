@@ -18,10 +18,10 @@ from lightning_d9m.evidence.dumps import Dump
 from lightning_d9m.evidence.monitors import monitors_heard
 from lightning_d9m.evidence.probe_settings import ProbeSettings
 from lightning_d9m.evidence.probes import Moment, Probes
-from lightning_d9m.evidence.snapshot import plain_name
+from lightning_d9m.evidence.standing import Roster
 
 # What belongs to one fit.
-_OWN = ("_probes", "_hooks", "_ops", "_replay", "_replayed")
+_OWN = ("_probes", "_roster", "_hooks", "_ops", "_replay", "_replayed")
 
 
 class Probing:
@@ -38,6 +38,7 @@ class Probing:
         self._settings = settings
         self._kinds: frozenset[str] = frozenset()
         self._probes: Probes | None = None
+        self._roster: Roster | None = None
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
         self._replay: Replay | None = None
@@ -68,25 +69,26 @@ class Probing:
             folder = self._settings.dump
             dump = None if folder is None else Dump(folder, trainer.global_rank)
             self._probes = Probes(testimony.append, None if dump is None else dump.save)
+            self._roster = Roster(module, self._settings.takes_parameter)
 
     def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Take what the batch starts from, and hook the model if the batch is probed."""
         self._end_replay()
         if self._probes is not None:
-            self._start_probes(trainer, module, self._probes, batch, batch_idx)
+            self._start_probes(trainer, module, batch, batch_idx)
         # Last, because it comes off first.
         if self._replay is not None:
             self._start_replay(trainer, self._replay, batch_idx)
 
-    def _start_probes(
-        self, trainer: Any, module: Any, probes: Probes, batch: Any, batch_idx: int
-    ) -> None:
+    def _start_probes(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        probes, roster = self._probes, self._roster
+        assert probes is not None and roster is not None, "begin() comes first"  # noqa: PT018
         if not self._settings.takes_step(trainer.global_step):
             self._unhook()
             return
         probes.begin(Moment(trainer.current_epoch, trainer.global_step, batch_idx))
         self._took_loss = False
-        take_states(module, trainer.optimizers, self._settings, probes)
+        take_states(roster, trainer.optimizers, self._settings, probes)
         if "batch" in self._kinds:
             probes.add("batch", "batch", batch)
         if self._hooks is None:
@@ -100,17 +102,15 @@ class Probing:
             self._took_loss = True
             self._probes.add("loss", "loss", loss)
 
-    def take_gradients(self, module: Any, optimizer: Any) -> None:
+    def take_gradients(self, optimizer: Any) -> None:
         """Take the gradients that an optimizer is about to use."""
-        if self._probes is None or "gradient" not in self._kinds:
+        if self._probes is None or self._roster is None or "gradient" not in self._kinds:
             return
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         gradients = {
-            plain_name(name): parameter.grad
-            for name, parameter in module.named_parameters()
-            if id(parameter) in own
-            and parameter.grad is not None
-            and self._settings.takes_parameter(plain_name(name))
+            name: parameter.grad
+            for name, parameter in self._roster.parameters.items()
+            if id(parameter) in own and parameter.grad is not None
         }
         self._probes.add_tensors("gradient", gradients)
 
@@ -138,7 +138,7 @@ class Probing:
         try:
             self.flush()
         finally:
-            self._probes = self._replay = None
+            self._probes = self._roster = self._replay = None
             self._end_replay()
             self._unhook()
 

@@ -1,19 +1,20 @@
 """What a batch starts from: generators, weights, buffers, the state of optimizers."""
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_d9m.control.seeding import capture_rng
 from lightning_d9m.evidence.probe_settings import ProbeSettings
 from lightning_d9m.evidence.probes import Listener
-from lightning_d9m.evidence.snapshot import optimizer_state, plain_name
+from lightning_d9m.evidence.snapshot import optimizer_state
+from lightning_d9m.evidence.standing import Roster
 
 
 def take_states(
-    model: nn.Module,
+    roster: Roster,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,
@@ -23,18 +24,11 @@ def take_states(
     if "rng" in kinds:
         _take_rng(listener)
     if "weight" in kinds:
-        listener.add_tensors("weight", _selected(model.named_parameters(), settings))
+        listener.add_tensors("weight", roster.parameters)
     if "buffer" in kinds:
-        listener.add_tensors("buffer", _selected(model.named_buffers(), settings))
+        listener.add_tensors("buffer", roster.buffers)
     if "optimizer" in kinds:
-        _take_optimizers(model, optimizers, settings, listener)
-
-
-def _selected(entries: Iterable[tuple[str, Tensor]], settings: ProbeSettings) -> dict[str, Tensor]:
-    named = {plain_name(name): tensor for name, tensor in entries}
-    if "*" in settings.probe_modules:
-        return named
-    return {name: tensor for name, tensor in named.items() if settings.takes_parameter(name)}
+        _take_optimizers(roster.names, optimizers, settings, listener)
 
 
 def _take_rng(listener: Listener) -> None:
@@ -50,12 +44,11 @@ def _take_rng(listener: Listener) -> None:
 
 
 def _take_optimizers(
-    model: nn.Module,
+    names: Mapping[int, str],
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,
 ) -> None:
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names):
