@@ -1,5 +1,6 @@
 """What the repository offers around the code holds together."""
 
+import re
 from pathlib import Path
 
 import yaml
@@ -24,6 +25,22 @@ def test_the_hooks_for_users_are_commands_that_we_have():
         program, command = hook["entry"].split()
         assert program == "d9m"
         build_parser(command).parse_args([command, "a.py", "b.ipynb"])
+
+
+def test_the_page_shows_the_hook_of_the_repository():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    page = (ROOT / "docs/scan.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(repos:.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (repository,) = yaml.safe_load(shown)["repos"]
+    assert [hook] == [one | {"description": hook["description"]} for one in repository["hooks"]]
+
+
+def test_our_own_hooks_leave_out_what_the_configuration_leaves_out():
+    """Ruff takes a file that is named, as pre-commit names them, even where it is excluded."""
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    ruff = [hook["entry"] for hook in repository["hooks"] if "bin/ruff" in hook["entry"]]
+    assert len(ruff) == 2
+    assert all("--force-exclude" in entry for entry in ruff)
 
 
 def test_contributing_is_short_and_names_the_one_command():

@@ -2,21 +2,32 @@
 
 Names that a block takes for granted (`train`, say) are defined in an invisible block of the page:
 ``<!--- invisible-code-block: python``. Each page runs in an empty folder.
+
+Every block names its language. ``python`` is run; of ``sh`` the commands of ours are parsed, and
+others are not run: they start the reader's own programs; of ``yaml`` callbacks are built and hooks
+looked up; ``json`` is read as records. ``text`` is what a command has printed.
 """
 
 import gc
+import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from sybil import Sybil
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from lightning_d9m.adapters.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HOOKS = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
+CALLBACK = "{class_path: lightning_d9m.DeterminismCallback, init_args: {sed: 1}}"
+LANGUAGES = {"python", "sh", "yaml", "json", "text"}
+_FENCED = re.compile(r"^```(.*)\n(?:.*\n)*?```$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -37,11 +48,34 @@ def read_command(example):
     return None
 
 
+def read_yaml(example):
+    """Build the callbacks of LightningCLI's YAML; look up the hooks of pre-commit's."""
+    match yaml.safe_load(example.parsed):
+        case {"trainer": {"callbacks": callbacks}}:
+            for callback in callbacks:
+                module, _, name = callback["class_path"].rpartition(".")
+                getattr(import_module(module), name)(**callback["init_args"])
+        case {"repos": [{"hooks": hooks}]}:
+            assert {hook["id"] for hook in hooks} <= HOOKS
+        case other:
+            raise ValueError(other)
+
+
+def read_records(example):
+    """Read the records of a ledger, however they are broken into lines."""
+    rest = example.parsed.strip()
+    while rest:
+        record, end = json.JSONDecoder().raw_decode(rest)
+        assert record["kind"]
+        rest = rest[end:].strip()
+
+
 SYBIL = Sybil(
     parsers=[
         PythonCodeBlockParser(),
         CodeBlockParser(language="sh", evaluator=read_command),
-        SkipParser(),
+        CodeBlockParser(language="yaml", evaluator=read_yaml),
+        CodeBlockParser(language="json", evaluator=read_records),
     ]
 )
 
@@ -64,6 +98,15 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
     gc.collect()  # callbacks that a page makes and does not use
 
 
+def languages(page):
+    return set(_FENCED.findall(page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_block_says_what_it_is(page):
+    assert languages(page) <= LANGUAGES
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_link_within_the_repository_leads_to_a_file(page):
     links = [link.partition("#")[0] for link in _LINK.findall(page.read_text())]
@@ -82,9 +125,24 @@ def test_a_command_that_we_do_not_have_is_found(tmp_path):
         example.evaluate()
 
 
-def test_a_block_that_fails_is_found(tmp_path):
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ("python\n1 / 0", ZeroDivisionError),
+        ("json\n{'kind'}", json.JSONDecodeError),
+        ("yaml\nrepos: [{hooks: [{id: d9m-scam}]}]", AssertionError),
+        (f"yaml\ntrainer: {{callbacks: [{CALLBACK}]}}", TypeError),
+    ],
+)
+def test_a_block_that_fails_is_found(block, error, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```python\n1 / 0\n```\n")
+    page.write_text(f"```{block}\n```\n")
     (example,) = SYBIL.parse(page).examples()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         example.evaluate()
+
+
+def test_a_block_without_a_language_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nls\n```\n\n```\nd9m oops\n```\n")
+    assert languages(page) == {"sh", ""}
