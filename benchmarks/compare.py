@@ -3,8 +3,10 @@
     python benchmarks/compare.py -o benchmarks/results/compare.json
 
 Each case is a synthetic pair that is compared by a process of its own, so that its peak of resident
-memory is that of the case alone. Times are the best of several and include reading, the check of
-every line and the parsing of what must be parsed; the files are in the page cache.
+memory is that of the case alone. What is counted is digests, each with its place: a line has as
+many as its batch has places, or its epoch weights. Times are the best of several and include
+reading, the check of every line and the parsing of what must be parsed; the files are in the page
+cache.
 """
 
 import argparse
@@ -122,11 +124,11 @@ def measure(name, write, other, count, repeats):
         result |= {
             "case": name,
             "per_second": round(count / result["seconds"]),
-            "bytes_per_record": round(paths[0].stat().st_size / count, 1),
+            "bytes_per_digest": round(paths[0].stat().st_size / count, 1),
         }
     print(
         f"{name:<52} {result['per_second']:>12,}/s {result['peak_rss_mb']:6.0f} MB "
-        f"{result['bytes_per_record']:6.1f} B  {result['verdict']}",
+        f"{result['bytes_per_digest']:6.1f} B  {result['verdict']}",
         flush=True,
     )
     return result
@@ -161,7 +163,7 @@ def run_cases(places, epochs, repeats):
             "epoch digests (16 weights): equal",
             lambda path: write_epochs(path, epochs),
             None,
-            epochs,
+            epochs * WEIGHTS,
             repeats,
         )
     )
@@ -170,7 +172,7 @@ def run_cases(places, epochs, repeats):
             "epoch digests (16 weights): half differ",
             lambda path: write_epochs(path, epochs),
             lambda path: write_epochs(path, epochs, other_from=epochs // 2),
-            epochs,
+            epochs * WEIGHTS,
             repeats,
         )
     )

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.digest import _follow, _load_kernel, _plan, _Recipe
 from lightning_d9m.evidence.standing import Located
-from lightning_d9m.evidence.tensors import Plain, locate
+from lightning_d9m.evidence.tensors import Plain, locate, take_apart
 
 
 @dataclass
@@ -56,6 +56,21 @@ class DigestQueue:
         leaves = chunks_cpu.hash_chunks(located.memory)
         parts = zip(located.headers, leaves, strict=True)
         self._recipes += [xxh3_128_hexdigest(header + own) for header, own in parts]
+
+    def add_one(self, tensor: torch.Tensor) -> None:
+        """Begin the digest of one tensor.
+
+        Raises:
+            DigestError: As ``digest``; then none is added.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
+            parts = take_apart(tensor)
+            # The short way of what nearly all values are: it takes a third of the time.
+            if isinstance(parts, Plain) and parts.data.device.type == "cpu":
+                (leaves,) = chunks_cpu.hash_chunks([locate(parts.data)])
+                self._recipes.append(xxh3_128_hexdigest(parts.header + leaves))
+                return
+        self.add([tensor])
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begin the digests of tensors; on each CUDA device they are one launch.

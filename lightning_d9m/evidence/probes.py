@@ -66,7 +66,7 @@ class Trace:
         for path, leaf in list_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 try:
-                    self.queue.add([leaf])
+                    self.queue.add_one(leaf)
                 except DigestError:
                     self.queue.add_digest(digest_value(type(leaf)))
             else:

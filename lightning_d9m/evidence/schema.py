@@ -372,11 +372,19 @@ _PROBES_FORM = '{"kind":"%s","epoch":%s,"step":%s,"batch":%s,"layout":%s,"digest
 
 
 def _encode_probes(record: Mapping[str, Json]) -> bytes | None:
-    """Write probes as they are read; None for a record that would not be read so."""
-    if tuple(record) != _PROBES_FIELDS or tuple(map(type, record.values())) != _PROBES_TYPES:
+    """Write probes without a detour through JSON; None for a record that needs a closer look.
+
+    It stands in every step of a training, where each line of Python costs microseconds.
+    """
+    values = tuple(record.values())
+    if tuple(record) != _PROBES_FIELDS or tuple(map(type, values)) != _PROBES_TYPES:
         return None
-    body = (_PROBES_FORM % tuple(record.values())).encode()
-    return None if _decode_probes(body) is None else body
+    size = len(values[5])
+    whole = 0 < size <= DIGEST_DIGITS * MAX_PLACES and not size % DIGEST_DIGITS
+    if not whole or min(values[1:5]) < 0 or max(values[1:5]) > MAX_WHOLE:
+        return None
+    digests = values[5].encode()
+    return None if digests.translate(None, _HEX) else (_PROBES_FORM % values).encode()
 
 
 def decode_record(body: bytes) -> Record:

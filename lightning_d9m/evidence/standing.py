@@ -90,8 +90,9 @@ class Roster:
     def __init__(self, model: nn.Module, takes: Callable[[str], bool]) -> None:
         self._model = model
         self._takes = takes
-        self._modules: list[nn.Module] = []
+        self._tables: list[dict[str, Any]] = []
         self._structure: tuple[list[Any], ...] = ()
+        self._kept: list[object] = []
         self._parameters = self._buffers = Standing(())
         self._names: dict[int, str] = {}
 
@@ -114,11 +115,13 @@ class Roster:
         return self._names
 
     def _walk(self) -> None:
-        # Nothing that was walked can be freed meanwhile and its id given to another.
-        if self._structure and _structure_of(self._modules) == self._structure:
+        if self._structure and _structure_of(self._tables) == self._structure:
             return
-        self._modules = list(self._model.modules())
-        self._structure = _structure_of(self._modules)
+        modules = list(self._model.modules())
+        self._tables = [table for own in _TABLES for table in map(own, modules)]
+        self._structure = _structure_of(self._tables)
+        # As long as they are kept, nothing else can have the id of one of them.
+        self._kept = [held for table in self._tables for held in table.values()]
         parameters = [(plain_name(name), own) for name, own in self._model.named_parameters()]
         buffers = [(plain_name(name), own) for name, own in self._model.named_buffers()]
         self._names = {id(own): name for name, own in parameters}
@@ -126,8 +129,7 @@ class Roster:
         self._buffers = Standing(entry for entry in buffers if self._takes(entry[0]))
 
 
-def _structure_of(modules: list[nn.Module]) -> tuple[list[Any], ...]:
+def _structure_of(tables: list[dict[str, Any]]) -> tuple[list[Any], ...]:
     """Return the names and identities of what modules hold, without a line of Python for each."""
-    tables = [table for own in _TABLES for table in map(own, modules)]
     held = chain.from_iterable(map(dict.values, tables))
     return list(map(len, tables)), list(chain.from_iterable(tables)), list(map(id, held))

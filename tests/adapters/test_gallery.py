@@ -124,7 +124,8 @@ def test_the_page_shows_what_is_tested():
     """Its code is that of the trainings, but for what a section leaves out at its end."""
     source = TRAINING.read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 1 + len(re.findall(r"^d9m locate", PAGE, re.MULTILINE)) > 12
+    located = re.findall(r"^d9m locate .*-- python", PAGE, re.MULTILINE)
+    assert len(blocks) == 1 + len(located) > 12
     assert [block for block in blocks if block not in source] == []
 
 

@@ -151,7 +151,7 @@ def test_a_queue_gives_what_digest_gives():
     tensors = [x, x.t(), x.to(torch.complex64).conj(), x.to_sparse(), torch.empty(0), x[1]]
     queue = DigestQueue()
     for tensor in tensors:
-        queue.add([tensor])
+        queue.add_one(tensor)
     queue.add_digest("f" * 32)
     queue.add(tensors)
     assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
@@ -162,6 +162,8 @@ def test_a_queue_takes_none_of_the_tensors_if_one_has_no_digest():
     queue = DigestQueue()
     with pytest.raises(DigestError):
         queue.add([torch.ones(1), torch.ones(1, device="meta")])
+    with pytest.raises(DigestError, match="meta"):
+        queue.add_one(torch.ones(1, device="meta"))
     queue.add([torch.ones(1)])
     assert queue.fetch() == [digest(torch.ones(1))]
 
