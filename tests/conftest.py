@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 # Loaded first, both of them: the callback takes its bases from those that are loaded, and they set
 # variables when they are first imported, as scikit-learn does, which is no leak.
@@ -10,6 +11,7 @@ import lightning.pytorch  # noqa: F401
 import numpy as np
 import pytest
 import pytorch_lightning  # noqa: F401
+import raise_sites
 import sklearn  # noqa: F401
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,22 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 collect_ignore = ["ddp_probing.py", "ddp_training.py", "resume_training.py"]  # run by ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--raise-sites", type=Path, metavar="FILE", help=raise_sites.__doc__)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.raise_sites:
+        config.add_cleanup(raise_sites.note_sites(config.option.raise_sites))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    file = terminalreporter.config.option.raise_sites
+    if file:
+        raise_sites.report(terminalreporter, file)
+
 
 # Lightning and torch write these for their own use; they are not ours to restore.
 _FOREIGN_VARIABLES = (
