@@ -31,8 +31,11 @@ class Interrupted(Exception):  # noqa: N818 - it stands for what is no error
 
 
 def make_saver(path, *, epoch=1, batch=2, hook="on_train_batch_end", stop=True):
-    """Return a callback that saves a checkpoint in a hook, and ends the run there."""
-    base = importlib.import_module("lightning.pytorch").Callback
+    """Return a callback that saves a checkpoint in a hook, and ends the run there.
+
+    It saves when a ModelCheckpoint would: at the end of an epoch after the module's own hook.
+    """
+    base = importlib.import_module("lightning.pytorch.callbacks").Checkpoint
 
     class Saver(base):
         saved = False
@@ -101,7 +104,7 @@ class Fits:
         """Train until a checkpoint is saved and the run is ended there; return the folder."""
         saver = make_saver(self.checkpoint, **(at or {}))
         try:
-            self.fit(**words, extra=[saver])
+            self.fit(**{"enable_checkpointing": True} | words, extra=[saver])
         except Interrupted:
             (folder,) = self.made
             return folder
