@@ -40,7 +40,7 @@ def to_plain(value: Any) -> Any:
         return type(value)(to_plain(part) for part in value)
     if isinstance(value, Mapping):
         return {to_plain(key): to_plain(part) for key, part in value.items()}
-    raise NotPlainError(f"{type(value).__name__} is no plain value.")
+    raise NotPlainError(f"{type(value).__name__} is no plain value")
 
 
 def move(value: Any, device: torch.device) -> Any:

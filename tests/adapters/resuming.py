@@ -1,9 +1,11 @@
 """Fits that are interrupted and resumed, and what they leave, epoch by epoch."""
 
 import importlib
+import random
 
 import numpy as np
-from trainings import QUIET, make_loader, make_model
+from torch.utils.data import default_collate
+from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.evidence.compare import compare_ledgers
@@ -24,6 +26,29 @@ class OwnOrder:
 
     def __len__(self):
         return 6
+
+
+class DrawingDigits(NoisyDigits):
+    """A dataset with a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(11)
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.01 * self.rng.random(), label
+
+
+class DrawingCollate:
+    """A function with a generator of its own."""
+
+    def __init__(self):
+        self.rng = random.Random(12)
+
+    def __call__(self, samples):
+        images, labels = default_collate(samples)
+        return images.float() + 0.01 * self.rng.random(), labels
 
 
 class Interrupted(Exception):  # noqa: N818 - it stands for what is no error

@@ -2,9 +2,8 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
-from adapters.resuming import Fits, agree, in_order
+from adapters.resuming import DrawingDigits, Fits, agree, in_order
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import NoisyDigits, make_loader, make_model
@@ -20,18 +19,6 @@ pytestmark = [
 @pytest.fixture
 def fits(tmp_path, new_process):
     return Fits(tmp_path, new_process)
-
-
-class DrawingDigits(NoisyDigits):
-    """A dataset with a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng = np.random.default_rng(11)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.01 * self.rng.random(), label
 
 
 class Numbers(IterableDataset):

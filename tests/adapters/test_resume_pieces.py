@@ -6,8 +6,8 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from adapters.resuming import Fits, OwnOrder, agree, evidence
-from torch.utils.data import DataLoader, default_collate
+from adapters.resuming import DrawingCollate, DrawingDigits, Fits, OwnOrder, agree, evidence
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from trainings import NoisyDigits, make_model
@@ -20,29 +20,6 @@ from lightning_d9m.control.seeding import capture_rng
 from lightning_d9m.evidence.lineage import find_breaks
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
-
-
-class DrawingDigits(NoisyDigits):
-    """A dataset with a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng = np.random.default_rng(11)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.01 * self.rng.random(), label
-
-
-class DrawingCollate:
-    """A function with a generator of its own."""
-
-    def __init__(self):
-        self.rng = random.Random(12)
-
-    def __call__(self, samples):
-        images, labels = default_collate(samples)
-        return images.float() + 0.01 * self.rng.random(), labels
 
 
 class DrawingCallback(L.Callback):
