@@ -2,6 +2,7 @@
 
 import importlib
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,14 @@ QUIET = {
 }
 
 
+read_digits = cache(load_digits)
+
+
 class NoisyDigits(Dataset):
     """Digits with augmentation noise from Python, NumPy and torch, as user code draws it."""
 
     def __init__(self, size: int = 96) -> None:
-        digits = load_digits()
+        digits = read_digits()
         self.images = torch.tensor(digits.data[:size], dtype=torch.float32) / 16
         self.classes = torch.tensor(digits.target[:size])
 

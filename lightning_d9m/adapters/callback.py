@@ -65,6 +65,8 @@ class DeterminismCallback(_Callback):
             recorded, because they differ by nature: measured times, say.
         on_inexact_resume: What to do when a fit goes on from a checkpoint and cannot end at the
             bits of an uninterrupted one: ``"raise"``, or ``"warn"``, and record the break.
+            ``"raise_early"`` also stops a fit that begins anew, if checkpoints that it would save
+            within an epoch could not be resumed exactly.
         probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
@@ -96,7 +98,7 @@ class DeterminismCallback(_Callback):
         patch_ops: bool = False,
         unpatched_ops: Sequence[str] = (),
         ignored_metrics: Sequence[str] = (),
-        on_inexact_resume: Literal["raise", "warn"] = "raise",
+        on_inexact_resume: Literal["raise", "warn", "raise_early"] = "raise",
         probes: str | Sequence[str] = (),
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
@@ -104,7 +106,7 @@ class DeterminismCallback(_Callback):
         replay_every: int = 0,
     ) -> None:
         super().__init__()
-        _check_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn"))
+        _check_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
         _check_choice("on_drift", on_drift, ("raise", "warn"))
         _check_choice("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore"))
         self._seed = seed

@@ -11,7 +11,7 @@ import torch
 
 from lightning_d9m.errors import CheckpointError
 from lightning_d9m.evidence.display import describe_names, plain
-from lightning_d9m.evidence.seal import Damage, check_seal
+from lightning_d9m.evidence.seal import Damage, check_seal, make_seal
 
 KEY = "lightning_d9m"
 
@@ -46,6 +46,23 @@ def loads_checked(strategy: Any) -> Iterator[None]:
         yield
     finally:
         del strategy.load_checkpoint
+
+
+def seal_when_saved(trainer: Any) -> None:
+    """Seal the checkpoint when it is written: until then others may change it."""
+    strategy = trainer.strategy
+    if is_sharded(strategy) or "save_checkpoint" in vars(strategy):
+        return
+    original = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        del strategy.save_checkpoint
+        state = checkpoint.get(KEY)
+        if state is not None and trainer.is_global_zero:
+            state["seal"] = make_seal(checkpoint)
+        return original(checkpoint, *args, **kwargs)
+
+    strategy.save_checkpoint = save_checkpoint
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -1,24 +1,51 @@
-# ruff: noqa: SLF001 - Lightning has no public word for what it has logged so far
+# ruff: noqa: SLF001 - Lightning's loops have no public word for their state
 """The pieces of a run that a checkpoint of Lightning's leaves out, each captured and restored."""
 
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.adapters import logged
+from lightning_d9m.adapters.measured import (
+    Measured,
+    capture_metrics,
+    find_metrics,
+    name_callbacks,
+    restore_metrics,
+    to_plain,
+)
+from lightning_d9m.adapters.progress import Moment
 from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
     encode_rng,
+    find_generators,
     restore_generators,
 )
 from lightning_d9m.control.samples import SeededCollate
 from lightning_d9m.control.seeding import RngState, restore_rng
 
+_VALIDATION = "validate."
 
-def capture(trainer: Any, rng: RngState) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Drawn:
+    """What an evaluation changes too; one that is interrupted is done again, from its beginning."""
+
+    generators: dict[str, Any]
+    measured: Measured
+
+
+def capture_drawn(trainer: Any, moment: Moment) -> Drawn:
+    """Return the generators and metrics of the user's."""
+    reset = logged.find_metrics_to_reset(trainer, moment)
+    return Drawn(capture_generators(_owners(trainer)), capture_metrics(trainer, reset))
+
+
+def capture(trainer: Any, rng: RngState, drawn: Drawn) -> dict[str, Any]:
     """Return all pieces of this rank as plain values: the generators' states, and a few numbers.
 
     Only between two micro-batches that are accumulated are there gradients among them.
@@ -26,43 +53,81 @@ def capture(trainer: Any, rng: RngState) -> dict[str, Any]:
     Args:
         trainer: The Trainer.
         rng: The generators of training, which may be set aside meanwhile.
+        drawn: The generators and metrics of the user's.
     """
+    fit = trainer.fit_loop
     return {
         "rng": encode_rng(rng),
-        "generators": capture_generators(_owners(trainer)),
-        "metrics": _capture_metrics(trainer),
-        "results": _capture_results(trainer),
+        "generators": drawn.generators,
+        "measured": drawn.measured.as_plain(),
+        "metrics": logged.capture_latest(trainer),
+        "results": logged.capture_results(trainer),
         "gradients": _capture_gradients(trainer),
-        "reload_epoch": _finite(trainer.fit_loop._last_train_dl_reload_epoch),
+        "reload_epoch": _finite(fit._last_train_dl_reload_epoch),
+        "validation_reload_epoch": _finite(fit.epoch_loop.val_loop._last_val_dl_reload_epoch),
     }
 
 
-def restore_metrics(trainer: Any, rank: Mapping[str, Any]) -> None:
-    """Restore the metrics that callbacks and schedulers look at."""
-    device = trainer.strategy.root_device
-    moved = {name: value.to(device) for name, value in rank.get("metrics", {}).items()}
-    trainer._logger_connector._callback_metrics.update(moved)
+def find_strangers(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
+    """Return the generators and metrics that are here and were not saved, or the reverse."""
+    generators = set(find_generators(_owners(trainer))) ^ set(rank.get("generators", {}))
+    if trainer.fit_loop.epoch_loop.val_loop._combined_loader is None:
+        generators = {path for path in generators if not path.startswith(_VALIDATION)}
+    metrics = set(find_metrics(trainer)) ^ set(rank.get("measured", {}).get("paths", ()))
+    return sorted(generators | metrics)
 
 
 def restore_outside(trainer: Any, rank: Mapping[str, Any]) -> None:
-    """Restore what lives from epoch to epoch; called once, before training starts."""
-    restore_generators(_owners(trainer), rank.get("generators", {}))
-    loaded = rank.get("reload_epoch")
-    if loaded is not None:
-        # The loaders have just been loaded, for this epoch; later ones are due when they were.
-        epoch = trainer.fit_loop.epoch_progress.current.processed
-        due = epoch - loaded >= trainer.reload_dataloaders_every_n_epochs
-        trainer.fit_loop._last_train_dl_reload_epoch = epoch if due else loaded
+    """Restore what lives from epoch to epoch; called once, before the first epoch begins."""
+    _restore_drawn(trainer, rank)
+    fit = trainer.fit_loop
+    epoch = fit.epoch_progress.current.processed
+    fit._last_train_dl_reload_epoch = _settle_reload(
+        trainer, rank.get("reload_epoch"), epoch, fit._last_train_dl_reload_epoch
+    )
+
+
+def restore_validation(trainer: Any, rank: Mapping[str, Any]) -> None:
+    """Restore what belongs to the loaders of validation; called when they have been loaded."""
+    generators = {
+        path: state
+        for path, state in rank.get("generators", {}).items()
+        if path.startswith(_VALIDATION)
+    }
+    restore_generators(_owners(trainer), generators)
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop._last_val_dl_reload_epoch = _settle_reload(
+        trainer,
+        rank.get("validation_reload_epoch"),
+        trainer.current_epoch,
+        loop._last_val_dl_reload_epoch,
+    )
 
 
 def restore_within(trainer: Any, rank: Mapping[str, Any]) -> None:
     """Restore what an epoch begins with anew; called once, before the next batch of a begun one."""
     _start_averaging(trainer)
-    _restore_results(trainer, rank.get("results", {}))
+    logged.restore_results(trainer, rank.get("results", {}))
     _restore_gradients(trainer, rank.get("gradients", {}))
-    restore_generators(_owners(trainer), rank.get("generators", {}))
+    _restore_drawn(trainer, rank)
     if "rng" in rank:
         restore_rng(decode_rng(rank["rng"]))
+
+
+def _restore_drawn(trainer: Any, rank: Mapping[str, Any]) -> None:
+    restore_generators(_owners(trainer), rank.get("generators", {}))
+    if "measured" in rank:
+        restore_metrics(trainer, Measured(**rank["measured"]))
+
+
+def _settle_reload(trainer: Any, saved: int | None, epoch: int, now: float) -> float:
+    """Return when loaders count as loaded that were loaded just now, for this epoch.
+
+    Later ones are due when they were.
+    """
+    if saved is None:
+        return now
+    return epoch if epoch - saved >= trainer.reload_dataloaders_every_n_epochs else saved
 
 
 def _owners(trainer: Any) -> dict[str, object]:
@@ -72,7 +137,7 @@ def _owners(trainer: Any) -> dict[str, object]:
         for name, module in trainer.lightning_module.named_modules()
     }
     owners["datamodule"] = trainer.datamodule
-    owners |= {f"callbacks.{n}": callback for n, callback in enumerate(trainer.callbacks)}
+    owners |= name_callbacks(trainer.callbacks)
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
         loader = loop._combined_loader
@@ -89,72 +154,7 @@ def _finite(epoch: float) -> int | None:
     return None if epoch == float("-inf") else int(epoch)
 
 
-def _capture_metrics(trainer: Any) -> dict[str, Any]:
-    """Return the metrics that callbacks look at: those of an earlier validation too."""
-    return {
-        name: _plain(value)
-        for name, value in trainer.callback_metrics.items()
-        if isinstance(value, Tensor)
-    }
-
-
 _AVERAGING = "StochasticWeightAveraging"
-_META = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
-)
-
-
-def _capture_results(trainer: Any) -> dict[str, Any]:
-    """Return the sums from which the epoch's means of what was logged are made at its end."""
-    found = {}
-    for key, metric in trainer.fit_loop.epoch_loop._results.items():
-        if not metric.is_tensor or not isinstance(metric.value, Tensor):
-            continue
-        meta = metric.meta
-        found[key] = {
-            "meta": {name: getattr(meta, name) for name in _META},
-            "reduce_fx": meta.reduce_fx.__name__,
-            "sync": meta.sync.should,
-            "rank_zero_only": meta.sync.rank_zero_only,
-            "value": _plain(metric.value),
-            "count": _plain(getattr(metric, "cumulated_batch_size", None)),
-            "cache": _plain(metric._forward_cache),
-            "updates": metric._update_count,
-            "has_reset": metric.has_reset,
-        }
-    return found
-
-
-def _restore_results(trainer: Any, results: Mapping[str, Any]) -> None:
-    # Else the first batch resets what was restored.
-    trainer._logger_connector._first_loop_iter = False
-    collection = trainer.fit_loop.epoch_loop._results
-    module = sys.modules[type(collection).__module__]
-    device = trainer.strategy.root_device
-    for key, kept in results.items():
-        meta = module._Metadata(**kept["meta"], reduce_fx=kept["reduce_fx"])
-        meta.sync = module._Sync(
-            _should=kept["sync"],
-            fn=trainer.strategy.reduce,
-            rank_zero_only=kept["rank_zero_only"],
-        )
-        metric = module._ResultMetric(meta, is_tensor=True)
-        metric.value = kept["value"]
-        if kept["count"] is not None:
-            metric.cumulated_batch_size = kept["count"]
-        metric._forward_cache = kept["cache"]
-        metric._update_count = kept["updates"]
-        metric.has_reset = kept["has_reset"]
-        collection[key] = metric.to(device)
 
 
 def _capture_gradients(trainer: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _capture_gradients(trainer: Any) -> dict[str, Any]:
     if not trainer.fit_loop.epoch_loop._should_accumulate():
         return {}
     return {
-        name: _plain(parameter.grad)
+        name: to_plain(parameter.grad)
         for name, parameter in trainer.lightning_module.named_parameters()
         if parameter.grad is not None
     }
@@ -191,7 +191,3 @@ def _start_averaging(trainer: Any) -> None:
             # A schedule sets the rates when it is made.
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -9,43 +9,62 @@ It is kept under one key, as plain values that ``torch.load(weights_only=True)``
 - ``seal``: one digest for each tensor of the checkpoint (see ``evidence/seal``).
 """
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
-import torch
-
 from lightning_d9m.adapters import pieces
-from lightning_d9m.adapters.checkpoint_file import KEY, is_sharded
+from lightning_d9m.adapters.checkpoint_file import KEY, seal_when_saved
+from lightning_d9m.adapters.gathered import gather_values
+from lightning_d9m.adapters.inexactness import (
+    FORMAT,
+    describe_strangers,
+    find_lacks,
+    find_problems,
+    find_prospects,
+    is_at_end,
+    is_other_world,
+    saves_within_epochs,
+)
+from lightning_d9m.adapters.lightning_package import loaded_packages
+from lightning_d9m.adapters.logged import restore_latest
 from lightning_d9m.adapters.progress import Place, find_place, settle, skip_to_end
 from lightning_d9m.adapters.takeover import Takeover
 from lightning_d9m.adapters.testimony import Testimony, ranks_of
 from lightning_d9m.control.position import find_position_problem
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.evidence.seal import make_seal
 
-FORMAT = 1
+Policy = Literal["raise", "warn", "raise_early"]
 
 
 class Resumption:
     """Saves and restores the state of one callback's fits.
 
     Args:
-        on_inexact: ``"raise"`` or ``"warn"``, where a run cannot be resumed exactly.
+        on_inexact: ``"raise"`` or ``"warn"``, where a run cannot be resumed exactly;
+            ``"raise_early"`` where one that begins could not be, later.
     """
 
-    def __init__(self, on_inexact: Literal["raise", "warn"] = "raise") -> None:
+    def __init__(self, on_inexact: Policy = "raise") -> None:
         self._on_inexact = on_inexact
         self._kept: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
         self._reasons: list[str] = []
+        self._unvalidated: dict[str, Any] | None = None
+        self._before_evaluation: pieces.Drawn | None = None
         self._at_end = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": None, "_resumed": None, "_reasons": []}
+        return self.__dict__ | {
+            "_kept": None,
+            "_resumed": None,
+            "_reasons": [],
+            "_unvalidated": None,
+            "_before_evaluation": None,
+        }
 
     def keep(self, trainer: Any, run: Takeover, testimony: Testimony, *, ended: bool) -> None:
         """Keep the state of a run that is about to be given back, for whoever saves it later.
@@ -60,7 +79,7 @@ class Resumption:
         if run.stage != "fit":
             return
         mine = self._capture(trainer, run, testimony)
-        ranks = self._gather(trainer, mine) if ended else None
+        ranks = gather_values(trainer, mine) if ended else None
         self._kept = {**self._describe(trainer, run), "ranks": ranks, "mine": mine}
 
     def save(
@@ -69,16 +88,16 @@ class Resumption:
         """Put the state into a checkpoint. Every rank calls it, unless the run has ended."""
         if run is not None and run.stage == "fit":
             state = self._describe(trainer, run)
-            state["ranks"] = self._gather(trainer, self._capture(trainer, run, testimony))
+            state["ranks"] = gather_values(trainer, self._capture(trainer, run, testimony))
         elif self._kept is not None:
             state = dict(self._kept)
             mine = state.pop("mine")
             if state["ranks"] is None:
-                state["ranks"] = self._gather(trainer, mine)
+                state["ranks"] = gather_values(trainer, mine)
         else:  # a Trainer that has not trained
             return
         checkpoint[KEY] = state
-        _seal_when_saved(trainer)
+        seal_when_saved(trainer)
 
     def load(self, trainer: Any, run: Takeover, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of a checkpoint that a fit goes on from.
@@ -89,17 +108,18 @@ class Resumption:
         state = checkpoint.get(KEY)
         if run.stage != "fit" or _is_untrained(state):
             return
-        problems = _find_problems(state, trainer, run)
+        problems = find_problems(state, trainer, run.settings.as_record())
         if problems:
             self._complain(trainer, problems)
         if isinstance(state, Mapping) and state.get("format") == FORMAT:
             self._resumed = dict(state)
-            if not _other_world(state, trainer):
+            if not is_other_world(state, trainer):
                 run.resume_fit(state["fit"])
+            self._unvalidated = self._rank_state(trainer)
 
     def attach(self, trainer: Any, run: Takeover) -> None:
         """Prepare a fit for a checkpoint that it may go on from; before that is loaded."""
-        self._kept = self._resumed = None
+        self._kept = self._resumed = self._unvalidated = self._before_evaluation = None
         self._reasons = []
         if run.stage == "fit":
             run.resume(
@@ -112,11 +132,12 @@ class Resumption:
         fit = trainer.fit_loop
         reset: Callable[[], None] = fit.reset
         reset_epoch: Callable[[], None] = fit.epoch_loop.reset
+        start: Callable[[], None] = fit.on_advance_start
         on_run_start: Callable[..., None] = fit.epoch_loop.on_run_start
 
         def settle_and_reset() -> None:
             if _has_loaded(trainer):
-                pieces.restore_metrics(trainer, self._rank_state(trainer))
+                restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
                 self._at_end = settle(trainer, self._place(trainer))
             reset()
 
@@ -126,6 +147,12 @@ class Resumption:
                     # What Lightning cannot do, the loaders under control can.
                     filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
                 reset_epoch()
+
+        def restore_and_start() -> None:
+            # After `on_train_start`, where modules reset what they have measured.
+            if self._resumed is not None:
+                pieces.restore_outside(trainer, self._rank_state(trainer))
+            start()
 
         def start_and_restore(*args: Any) -> None:
             if _iterates_again(trainer):
@@ -138,21 +165,43 @@ class Resumption:
                 skip_to_end(trainer)
             self._restore(trainer)
 
-        fit.reset = settle_and_reset
-        fit.epoch_loop.reset = reset_epoch_quietly
-        fit.epoch_loop.on_run_start = start_and_restore
-        try:
+        with (
+            _replaced(fit, reset=settle_and_reset, on_advance_start=restore_and_start),
+            _replaced(fit.epoch_loop, reset=reset_epoch_quietly, on_run_start=start_and_restore),
+            self._validation_wrapped(trainer),
+        ):
             yield
-        finally:
-            del fit.reset, fit.epoch_loop.reset, fit.epoch_loop.on_run_start
+
+    @contextmanager
+    def _validation_wrapped(self, trainer: Any) -> Iterator[None]:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        load: Callable[[], None] = loop.setup_data
+        run: Callable[[], object] = loop.run
+
+        def load_and_restore() -> None:
+            load()
+            if loop._combined_loader is not None and self._unvalidated is not None:
+                rank, self._unvalidated = self._unvalidated, None
+                pieces.restore_validation(trainer, rank)
+
+        def keep_and_run() -> object:
+            if not trainer.sanity_checking:
+                self._before_evaluation = pieces.capture_drawn(trainer, "validation")
+            outputs = run()
+            self._before_evaluation = None  # after an exception it is still wanted
+            return outputs
+
+        with _replaced(loop, setup_data=load_and_restore, run=keep_and_run):
+            yield
 
     def _place_loader(self, trainer: Any, run: Takeover, loader: object) -> None:
         if not _has_loaded(trainer):
             return
         place = self._place(trainer)
-        problem = find_position_problem(loader) if place.batch else None
-        if problem is not None:
-            self._complain(trainer, [problem])
+        if place.batch and not is_at_end(trainer):
+            problem = find_position_problem(loader)
+            if problem is not None and problem not in self._reasons:
+                self._complain(trainer, [problem])
         fit = trainer.fit_loop
         run.resume_loaders(
             place.epoch,
@@ -165,9 +214,12 @@ class Resumption:
     def begin(self, trainer: Any, testimony: Testimony) -> None:
         """Continue the ledger, and restore what an epoch does not seed; before training starts."""
         if self._resumed is None and not self._reasons:
+            self._foretell(trainer)
             return
         place = self._place(trainer)
         rank = self._rank_state(trainer)
+        if rank:
+            self._complain_together(trainer, rank)
         ledger = rank.get("ledger") or {}
         testimony.resume(
             {
@@ -180,7 +232,6 @@ class Resumption:
             },
             rank.get("testimony", {}),
         )
-        pieces.restore_outside(trainer, rank)
 
     def _restore(self, trainer: Any) -> None:
         """Restore what training has drawn; as late as possible before the next batch."""
@@ -206,34 +257,42 @@ class Resumption:
         }
 
     def _capture(self, trainer: Any, run: Takeover, testimony: Testimony) -> dict[str, Any]:
+        place = find_place(trainer)
+        drawn = self._before_evaluation if place.moment == "validation" else None
+        drawn = drawn or pieces.capture_drawn(trainer, place.moment)
         return {
-            **pieces.capture(trainer, run.capture_rng()),
-            "samplers": run.capture_samplers(within=find_place(trainer).moment != "epoch"),
+            **pieces.capture(trainer, run.capture_rng(), drawn),
+            "samplers": run.capture_samplers(within=place.moment != "epoch"),
+            "lacks": find_lacks(trainer, place, drawn.measured),
             "ledger": testimony.standing,
             "testimony": testimony.pending,
         }
 
-    def _gather(self, trainer: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the states of all ranks; a rank that does not save gets its own only."""
-        if trainer.world_size == 1:
-            return [mine]
-        buffer = io.BytesIO()
-        torch.save(mine, buffer)
-        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        gather = ranks_of(trainer).gather
-        assert gather is not None, "several ranks talk"
-        sizes = [row[0] for row in gather([len(data)])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        strategy = trainer.strategy
-        gathered = strategy.all_gather(padded.to(strategy.root_device))
-        if not trainer.is_global_zero:
-            return [mine]
-        rows = gathered.cpu().reshape(len(sizes), -1)
-        return [
-            torch.load(io.BytesIO(row[:size].numpy().tobytes()), weights_only=True)
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+    def _foretell(self, trainer: Any) -> None:
+        """Say of a fit that begins anew which of its checkpoints could not be resumed exactly."""
+        prospects = find_prospects(trainer)
+        if not prospects:
+            return
+        listed = "\n".join(f"- {problem}" for problem in prospects)
+        text = f"This run could not be resumed exactly from where it is stopped:\n{listed}"
+        if self._on_inexact == "raise_early":
+            raise InexactResumeError(
+                f"{text}\nTo train all the same, leave on_inexact_resume at its default: then the "
+                "error comes when such a checkpoint is loaded.",
+                reasons=prospects,
+            )
+        if saves_within_epochs(trainer):
+            _inform(f"{text}\nThis is an error when such a checkpoint is loaded.")
+
+    def _complain_together(self, trainer: Any, rank: Mapping[str, Any]) -> None:
+        """Complain of what one of the ranks has found, on all of them."""
+        problems = describe_strangers(pieces.find_strangers(trainer, rank))
+        ranks = ranks_of(trainer)
+        if self._on_inexact == "warn":
+            if problems:
+                self._complain(trainer, problems)
+        else:
+            ranks.together(lambda: self._complain(trainer, problems) if problems else None)
 
     def _complain(self, trainer: Any, problems: list[str]) -> None:
         self._reasons += problems
@@ -243,10 +302,28 @@ class Resumption:
             "To go on all the same, with a break that the ledger records, pass "
             'DeterminismCallback(on_inexact_resume="warn").'
         )
-        if self._on_inexact == "raise":
+        if self._on_inexact != "warn":
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:
             warn(text, stacklevel=2)
+
+
+@contextmanager
+def _replaced(owner: object, **methods: Callable[..., object]) -> Iterator[None]:
+    """Shadow methods of an object, and give back what shadowed them before, if anything did."""
+    own = vars(owner)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del own[name]
+        own.update(before)
+
+
+def _inform(text: str) -> None:
+    import_module(f"{loaded_packages()[0]}.utilities.rank_zero").rank_zero_info(text)
 
 
 def _is_untrained(state: object) -> bool:
@@ -276,62 +353,7 @@ def _has_loaded(trainer: Any) -> bool:
 def _rank_of(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank; nothing where ranks are others."""
     ranks = state["ranks"]
-    if _other_world(state, trainer):
+    if is_other_world(state, trainer):
         return {}
     rank: dict[str, Any] = ranks[trainer.global_rank] if trainer.global_rank < len(ranks) else {}
     return rank
-
-
-def _other_world(state: Mapping[str, Any], trainer: Any) -> bool:
-    return bool(state["world_size"] != trainer.world_size)
-
-
-def _find_problems(state: object, trainer: Any, run: Takeover) -> list[str]:
-    """Return why a run cannot be resumed exactly, one sentence each."""
-    if not isinstance(state, Mapping):
-        return [
-            "The checkpoint holds no state of lightning_d9m: DeterminismCallback was not there."
-        ]
-    if state.get("format") != FORMAT:
-        found = state.get("format")
-        return [f"The checkpoint's state has format {found!r}; this version reads {FORMAT}."]
-    problems = []
-    actual = run.settings.as_record()
-    for name, expected in state["settings"].items():
-        if actual.get(name) != expected and name in _DRAWN:
-            problems.append(
-                f"It was saved with {name}={expected!r}; now it is {actual.get(name)!r}."
-            )
-    if _other_world(state, trainer):
-        problems.append(
-            f"It was saved by {state['world_size']} ranks; now there are {trainer.world_size}, "
-            "which see other data."
-        )
-    place = state["place"]
-    if place["moment"] == "within":
-        problems.append(
-            f"It was saved while batch {place['batch']} of epoch {place['epoch']} was trained, so "
-            "that what the batch had changed by then is in it, and is done again."
-        )
-    return problems
-
-
-# What decides which numbers are drawn. (Other settings change speed, or are told by the ledger.)
-_DRAWN = ("seed", "per_sample_rng")
-
-
-def _seal_when_saved(trainer: Any) -> None:
-    """Seal the checkpoint when it is written: until then others may change it."""
-    strategy = trainer.strategy
-    if is_sharded(strategy) or "save_checkpoint" in vars(strategy):
-        return
-    original = strategy.save_checkpoint
-
-    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        del strategy.save_checkpoint
-        state = checkpoint.get(KEY)
-        if state is not None and trainer.is_global_zero:
-            state["seal"] = make_seal(checkpoint)
-        return original(checkpoint, *args, **kwargs)
-
-    strategy.save_checkpoint = save_checkpoint

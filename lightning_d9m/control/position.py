@@ -125,18 +125,27 @@ def find_position_problem(loader: Any) -> str | None:
         return None if keeps else _no_position(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _find_stream_problem(loader) if keeps else _no_position(loader.dataset)
-    parts = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-    kept = find_generators(parts) if loader.num_workers > 0 else {}
-    if kept:
-        # Their stand-ins keep what is the user's.
-        paths = ", ".join(kept).replace("._dataset.", ".").replace("_fn.users.", "_fn.")
-        return (
-            f"The loader of {loader.dataset.__class__.__name__} draws from generators of the "
-            f"user's own ({paths}), whose state in the loader's workers cannot be "
-            "saved. Let it draw from the generators of Python, NumPy or torch, which are "
-            "seeded for each batch."
-        )
-    return None
+    return find_worker_problem(loader)
+
+
+def find_worker_problem(loader: Any) -> str | None:
+    """Return which generators live on in a loader's workers, out of reach, in a sentence, if any.
+
+    Workers that end with the epoch begin with a copy of the main process's in the next.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return None
+    kept = find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
+    if not kept:
+        return None
+    # Their stand-ins keep what is the user's.
+    paths = ", ".join(kept).replace("._dataset.", ".").replace("_fn.users.", "_fn.")
+    return (
+        f"The loader of {loader.dataset.__class__.__name__} draws from generators of the "
+        f"user's own ({paths}), whose state in the loader's workers cannot be "
+        "saved. Let it draw from the generators of Python, NumPy or torch, which are "
+        "seeded for each batch."
+    )
 
 
 def _find_stream_problem(loader: Any) -> str | None:

@@ -1,9 +1,11 @@
 """Fits that are interrupted and resumed, and what they leave, epoch by epoch."""
 
 import importlib
+import random
 
 import numpy as np
-from trainings import QUIET, make_loader, make_model
+from torch.utils.data import default_collate
+from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.evidence.compare import compare_ledgers
@@ -26,13 +28,39 @@ class OwnOrder:
         return 6
 
 
+class DrawingDigits(NoisyDigits):
+    """A dataset with a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(11)
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.01 * self.rng.random(), label
+
+
+class DrawingCollate:
+    """A function with a generator of its own."""
+
+    def __init__(self):
+        self.rng = random.Random(12)
+
+    def __call__(self, samples):
+        images, labels = default_collate(samples)
+        return images.float() + 0.01 * self.rng.random(), labels
+
+
 class Interrupted(Exception):  # noqa: N818 - it stands for what is no error
     """Stands for whatever ends a run before its time."""
 
 
 def make_saver(path, *, epoch=1, batch=2, hook="on_train_batch_end", stop=True):
-    """Return a callback that saves a checkpoint in a hook, and ends the run there."""
-    base = importlib.import_module("lightning.pytorch").Callback
+    """Return a callback that saves a checkpoint in a hook, and ends the run there.
+
+    It saves when a ModelCheckpoint would: at the end of an epoch after the module's own hook.
+    """
+    base = importlib.import_module("lightning.pytorch.callbacks").Checkpoint
 
     class Saver(base):
         saved = False
@@ -101,7 +129,7 @@ class Fits:
         """Train until a checkpoint is saved and the run is ended there; return the folder."""
         saver = make_saver(self.checkpoint, **(at or {}))
         try:
-            self.fit(**words, extra=[saver])
+            self.fit(**{"enable_checkpointing": True} | words, extra=[saver])
         except Interrupted:
             (folder,) = self.made
             return folder

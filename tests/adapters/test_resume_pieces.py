@@ -6,47 +6,51 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from adapters.resuming import Fits, OwnOrder, evidence
-from torch.utils.data import DataLoader, default_collate
+from adapters.resuming import DrawingCollate, DrawingDigits, Fits, OwnOrder, agree, evidence
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError
 from lightning_d9m.adapters.checkpoint_file import KEY
+from lightning_d9m.control import seeding, session
+from lightning_d9m.control.generators import capture_generators, encode_rng
+from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.evidence.lineage import find_breaks
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
 
-class DrawingDigits(NoisyDigits):
-    """A dataset with a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng = np.random.default_rng(11)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.01 * self.rng.random(), label
-
-
-class DrawingCollate:
-    """A function with a generator of its own."""
-
-    def __init__(self):
-        self.rng = random.Random(12)
-
-    def __call__(self, samples):
-        images, labels = default_collate(samples)
-        return images.float() + 0.01 * self.rng.random(), labels
-
-
 class DrawingCallback(L.Callback):
-    """A callback with a generator of its own."""
+    """A callback with a generator and a metric of its own."""
 
     def __init__(self):
         self.rng = np.random.RandomState(13)
+        self.sum = SumMetric()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        batch[0].add_(0.01 * self.rng.rand())
+        drawn = 0.01 * self.rng.rand()
+        self.sum.update(drawn)
+        batch[0].add_(drawn)
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("drawn", self.sum.compute())
+
+
+class Total(Metric):
+    """Adds up numbers, or their sizes."""
+
+    def __init__(self, *, sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, number):
+        self.total += abs(number) if self.sizes else number
+
+    def compute(self):
+        return self.total
 
 
 def own_order():
@@ -70,22 +74,59 @@ DEVICE = Device()
 
 
 def drawing_step(self, batch, batch_idx):
-    """Draw from every kind of generator, as user code does."""
+    """Draw from every kind of generator, and measure in every way, as user code does."""
     noise = random.random() + float(np.random.rand()) + torch.rand(64) + self.own.random()
     noise = noise + torch.rand(64, generator=self.noise) + self.numpy.random() + self.legacy.rand()
-    noise = noise + torch.rand(64, generator=DEVICE.generator)
-    loss = torch.nn.functional.cross_entropy(self.layers(batch[0] + 0.01 * noise), batch[1])
+    if self.on_device:
+        noise = noise + torch.rand(64, generator=DEVICE.generator)
+    outputs = self.layers(batch[0] + 0.01 * noise)
+    loss = torch.nn.functional.cross_entropy(outputs, batch[1])
     self.log("train_loss", loss, on_step=True, on_epoch=True)
+    self.accuracy(outputs, batch[1])
+    self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+    if batch_idx < 3:
+        self.early(loss)
+        self.log("early", self.early, on_step=False, on_epoch=True)
+    self.whole.update(loss)
+    # Alike in the first batch, so that torchmetrics takes them for one ever after.
+    self.pair.update(1.0 if self.global_step == 0 else -1.0)
     return loss
 
 
-def make_drawing_model():
-    model = make_model(training_step=drawing_step)
+def log_measured(self):
+    """Log what the module measures by itself: over the epoch, and over the whole training."""
+    self.log("whole", self.whole.compute())
+    self.log_dict(self.pair.compute())
+    self.log("seen", float(self.seen.compute()))
+    self.pair.reset()
+
+
+def measuring_validation(self, batch, batch_idx):
+    outputs = self.layers(batch[0])
+    self.seen.update(1)
+    self.validated(outputs, batch[1])
+    self.log("validated", self.validated)
+    loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+    self.log("val_loss", loss)
+    if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+        self.log("earlier_loss", loss)
+
+
+def make_drawing_model(*, on_device=False):
+    model = make_model(
+        training_step=drawing_step,
+        validation_step=measuring_validation,
+        on_train_epoch_end=log_measured,
+    )
+    model.on_device = on_device
     DEVICE.generator.manual_seed(2)
     model.own = random.Random(6)
     model.noise = torch.Generator().manual_seed(3)
     model.numpy = np.random.default_rng(4)
     model.legacy = np.random.RandomState(5)
+    model.accuracy, model.validated = MulticlassAccuracy(10), MulticlassAccuracy(10)
+    model.early, model.whole, model.seen = MeanMetric(), SumMetric(), SumMetric()
+    model.pair = MetricCollection({"numbers": Total(sizes=False), "sizes": Total(sizes=True)})
     return model
 
 
@@ -95,11 +136,14 @@ RUN = {
     "callbacks": lambda: [DrawingCallback()],
     "validate": lambda: DataLoader(DrawingDigits(), batch_size=16),
     "accumulate_grad_batches": 2,
-    "val_check_interval": 4,
+    "val_check_interval": 3,
+    "max_epochs": 2,
 }
+ON_DEVICE = RUN | {"model": lambda: make_drawing_model(on_device=True)}
 OTHER = torch.Generator().manual_seed(1).get_state()
 
 
+NUMPY = encode_rng(capture_rng())["numpy"]["state"]
 PYTHON = {
     "version": 3,
     "words": torch.cat([torch.arange(1, 625), torch.tensor([624])]),
@@ -118,44 +162,83 @@ def change(rank, path, value):
         rank[last] = value(rank[last])
 
 
-GENERATORS = [
-    "model.own",
-    "model.noise",
-    "model.numpy",
-    "model.legacy",
-    "callbacks.1.rng",
-    "train.0.dataset.rng",
-    "train.0.collate_fn.rng",
-    "validate.0.dataset.rng",
+GENERATORS = {
+    "model.own": random.Random(1),
+    "model.noise": torch.Generator().manual_seed(1),
+    "model.numpy": np.random.default_rng(1),
+    "model.legacy": np.random.RandomState(1),
+    "callbacks.DrawingCallback.rng": np.random.RandomState(1),
+    "train.0.dataset.rng": np.random.default_rng(1),
+    "train.0.collate_fn.rng": random.Random(1),
+    "validate.0.dataset.rng": np.random.default_rng(1),
+}
+METRICS = [
+    "model.accuracy",
+    "model.early",
+    "model.whole",
+    "model.seen",
+    "model.pair",
+    "model.pair.numbers",
+    "callbacks.DrawingCallback.sum",
 ]
+
+
+def another(name):
+    """Return the state of a generator of the same kind."""
+    return lambda old: capture_generators({"other": GENERATORS[name]})["other"]
+
+
 # What is left out or changed, for each piece that a rank saves.
 PIECES = {
     "Python's generator": (["rng", "python"], lambda old: PYTHON),
-    "NumPy's generator": (["rng", "numpy", "state", "pos"], lambda old: old - 1),
+    "NumPy's generator": (["rng", "numpy"], lambda old: old | {"state": NUMPY}),
     "torch's generator": (["rng", "torch"], lambda old: OTHER),
     "a device's generator": (["rng", "devices"], lambda old: {}),
     "all generators of the process": (["rng"], None),
-    **{f"the generator {name}": (["generators", name], None) for name in GENERATORS},
+    **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
+    **{f"the metric {name}": (["measured", "states", name], None) for name in METRICS},
+    "that a metric was logged": (["results", "training_step.early"], None),
     "generators that a sampler keeps": (["samplers"], lambda old: {}),
     "gradients of micro-batches": (["gradients"], lambda old: {}),
-    "sums of what was logged": (["results"], lambda old: {}),
+    "sums of what was logged": (["results", "training_step.train_loss"], None),
     "metrics of an earlier validation": (["metrics"], lambda old: {}),
     "evaluations that were not written yet": (["testimony", "evaluations"], lambda old: []),
     "where its ledger stood": (["ledger"], lambda old: {}),
+}
+# What all ranks share.
+SHARED = {
+    "its epoch": (["place", "epoch"], lambda n: n - 1),
+    "its batch": (["place", "batch"], lambda n: n - 1),
+    "its moment": (["place", "moment"], lambda _: "epoch"),
+    "its step": (["place", "step"], lambda n: n - 1),
+    "which fit it is": (["fit"], lambda n: n + 1),
+}
+# What makes a resume inexact, and is said.
+REFUSED = {
+    "all of it": ([KEY], None, "holds no state of lightning_d9m"),
+    "an older format": ([KEY, "format"], lambda n: 1, "has format 1; this version reads 2"),
+    "another seed": ([KEY, "settings", "seed"], lambda n: 4, "saved with seed=4; now it is 3"),
+    "another world": ([KEY, "world_size"], lambda n: 2, "saved by 2 ranks; now there are 1"),
+    "half a batch": (
+        [KEY, "place", "moment"],
+        lambda n: "within",
+        "while batch 5 of epoch 1 was trained",
+    ),
+    "a generator": ([KEY, "ranks", 0, "generators", "model.own"], None, "here.*: model.own"),
+    "a metric": ([KEY, "ranks", 0, "measured", "paths", 0], None, "here.*: model.accuracy"),
+    "what it lacks": ([KEY, "ranks", 0, "lacks"], lambda old: ["A lack."], "- A lack."),
 }
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """Train once straight and once to the middle of an epoch, between two micro-batches."""
-    from lightning_d9m.control import seeding, session
-
     fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "simulated", DEVICE, raising=False)
         patch.setattr(seeding, "_initialised_devices", lambda: [("simulated", DEVICE)])
-        straight = evidence(fits.fit(**RUN))
-        fits.interrupt(**RUN, at={"batch": 5})
+        straight = evidence(fits.fit(**ON_DEVICE))
+        fits.interrupt(**ON_DEVICE, at={"batch": 5})
         yield fits, straight
 
 
@@ -167,11 +250,15 @@ def resume(interrupted, edit):
     edit(checkpoint)
     path = fits.folder / "edited.ckpt"
     torch.save(checkpoint, path)
-    found = evidence(fits.fit(**RUN, resume=path))
-    return all(found.get(key) == record for key, record in straight.items())
+    folder = fits.fit(**ON_DEVICE, resume=path)
+    found = evidence(folder)
+    (place,) = find_breaks(folder / "rank-0.jsonl")
+    return (place.epoch, place.step, place.batch) == (1, 5, 5) and all(
+        found.get(key) == record for key, record in straight.items()
+    )
 
 
-@pytest.mark.usefixtures("unseeded")
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 class TestPieces:
     """A checkpoint that was saved between two micro-batches."""
 
@@ -185,26 +272,14 @@ class TestPieces:
             interrupted, lambda checkpoint: change(checkpoint[KEY]["ranks"][0], path, value)
         )
 
-    @pytest.mark.parametrize(
-        ("path", "value"),
-        [(["place", "batch"], lambda n: n - 1), (["fit"], lambda n: n + 1)],
-        ids=["its place", "which fit it is"],
-    )
-    def test_does_not_without_what_all_ranks_share(self, interrupted, path, value):
+    @pytest.mark.parametrize("piece", SHARED.values(), ids=SHARED.keys())
+    def test_does_not_without_what_all_ranks_share(self, interrupted, piece):
+        path, value = piece
         assert not resume(interrupted, lambda checkpoint: change(checkpoint[KEY], path, value))
 
-    @pytest.mark.parametrize(
-        ("path", "value", "message"),
-        [
-            ([KEY], None, "holds no state of lightning_d9m"),
-            ([KEY, "format"], lambda n: 99, "has format 99; this version reads 1"),
-            ([KEY, "settings", "seed"], lambda n: 4, "saved with seed=4; now it is 3"),
-            ([KEY, "world_size"], lambda n: 2, "saved by 2 ranks; now there are 1"),
-            ([KEY, "place", "moment"], lambda n: "within", "while batch 5 of epoch 1 was trained"),
-        ],
-        ids=["all of it", "a newer format", "another seed", "another world", "half a batch"],
-    )
-    def test_says_what_cannot_be_exact(self, interrupted, path, value, message):
+    @pytest.mark.parametrize("piece", REFUSED.values(), ids=REFUSED.keys())
+    def test_says_what_cannot_be_exact(self, interrupted, piece):
+        path, value, message = piece
         with pytest.raises(D9mError, match=message):
             resume(interrupted, lambda checkpoint: change(checkpoint, path, value))
 
@@ -215,31 +290,21 @@ class TestPieces:
         assert not resume(interrupted, flip)
 
 
-def test_every_piece_is_tested(interrupted):
-    """What else there is has a test of its own: when loaders were loaded, and the last loss."""
-    fits, _ = interrupted
-    (rank,) = torch.load(fits.checkpoint, weights_only=True)[KEY]["ranks"]
-    tested = {path[0] for path, _ in PIECES.values()}
-    assert set(rank) - tested == {"reload_epoch"}
-    assert all(rank[name] for name in tested)
-    assert set(rank["rng"]) == {"python", "numpy", "torch", "devices"}
-    assert set(rank["generators"]) == set(GENERATORS)
-    assert set(rank["testimony"]) == {"evaluations", "loss"}
-
-
 class Stages(L.LightningDataModule):
     """Gives other data in every second epoch."""
 
     def train_dataloader(self):
-        stage = self.trainer.current_epoch // 2
-        return DataLoader(NoisyDigits(96 + 16 * stage), batch_size=16, shuffle=True)
+        return DataLoader(self.make_data(), batch_size=16, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(NoisyDigits(), batch_size=16)
+        return DataLoader(self.make_data(), batch_size=16)
+
+    def make_data(self):
+        return NoisyDigits(96 + 16 * (self.trainer.current_epoch // 2))
 
 
-def without(fits, name, **words):
-    """Resume with a piece of the rank's left out, and with nothing left out; return the folders."""
+def without(fits, name, value=None, **words):
+    """Resume with a piece of the rank's left out, and with all of them; return the evidence."""
     whole = fits.resume(**words)
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
     del checkpoint[KEY]["seal"]
@@ -247,23 +312,22 @@ def without(fits, name, **words):
     *above, last = name
     for part in above:
         rank = rank[part]
-    rank[last] = None
+    rank[last] = value
     torch.save(checkpoint, fits.checkpoint)
     return evidence(whole), evidence(fits.resume(**words))
 
 
-@pytest.mark.usefixtures("unseeded")
-def test_when_loaders_were_loaded_matters(tmp_path, new_process):
+@pytest.mark.parametrize("name", ["reload_epoch", "validation_reload_epoch"])
+def test_when_loaders_were_loaded_matters(tmp_path, new_process, name):
     fits = Fits(tmp_path, new_process)
     words = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
     straight = evidence(fits.fit(**words))
     fits.interrupt(**words, at={"epoch": 1})
-    whole, lacking = without(fits, ["reload_epoch"], **words)
+    whole, lacking = without(fits, [name], **words)
     assert whole == straight
     assert lacking != straight
 
 
-@pytest.mark.usefixtures("unseeded")
 def test_the_last_loss_matters_at_the_end_of_an_epoch(tmp_path, new_process):
     fits = Fits(tmp_path, new_process)
     straight = evidence(fits.fit(max_epochs=2))
@@ -271,3 +335,60 @@ def test_the_last_loss_matters_at_the_end_of_an_epoch(tmp_path, new_process):
     whole, lacking = without(fits, ["testimony", "loss"], max_epochs=2)
     assert whole == straight
     assert lacking != straight
+
+
+def make_persistent_model():
+    """Return a model whose metrics Lightning saves in the weights: as they were, not reset yet."""
+    model = make_drawing_model()
+    model.accuracy.persistent(mode=True)
+    return model
+
+
+def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    words = RUN | {"model": make_persistent_model}
+    straight = evidence(fits.fit(**words))
+    fits.interrupt(**words, at={"hook": "on_train_epoch_end", "epoch": 0, "batch": 6})
+    whole, lacking = without(fits, ["measured", "reset"], [], **words)
+    assert whole == straight
+    assert lacking != straight
+
+
+ELSEWHERE = {
+    ("reload_epoch",): test_when_loaders_were_loaded_matters,
+    ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
+    ("testimony", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
+    ("measured", "reset"): test_which_metrics_are_reset_matters_between_epochs,
+    ("measured", "paths"): TestPieces.test_says_what_cannot_be_exact,
+    ("lacks",): TestPieces.test_says_what_cannot_be_exact,
+}
+
+
+def test_every_piece_is_tested(interrupted):
+    """A piece that is added to a checkpoint needs a test that fails without it."""
+    fits, _ = interrupted
+    state = torch.load(fits.checkpoint, weights_only=True)[KEY]
+    (rank,) = state.pop("ranks")
+    tested = {tuple(path[:2]) for path, _ in PIECES.values()}
+    pieces = set()
+    for name, value in rank.items():
+        inside = name in {"rng", "generators", "measured", "testimony"}
+        pieces |= {(name, part) for part in value} if inside else {(name,)}
+    tested |= {(path[0],) for path in tested}
+    assert pieces - tested == ELSEWHERE.keys()
+    assert all(rank[path[0]] for path in tested)
+    assert set(rank["generators"]) == set(GENERATORS)
+    # The collection's other metric shares the states of its first; one is reset by Lightning.
+    untested = {"model.pair.sizes", "model.validated"}
+    assert set(rank["measured"]["states"]) - set(METRICS) == untested
+    told = {"seed", "seal"}  # to people; and see the test of a changed weight
+    refused = {path[1] for path, *_ in REFUSED.values() if path[1:]}
+    assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
+
+
+def test_a_validation_that_is_done_again_draws_and_measures_the_same(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    straight = fits.fit(**RUN)
+    for hook in ("on_validation_batch_end", "on_validation_end"):
+        fits.interrupt(**RUN, at={"hook": hook, "batch": 3, "epoch": 0})
+        agree(straight, fits.resume(**RUN))

@@ -1,0 +1,172 @@
+"""The states of torchmetrics' metrics as plain values: Lightning saves none of them.
+
+A metric adds up over an epoch, or over a whole training, in states that are in no ``state_dict``.
+They are found in the module and in its callbacks, at any depth. Kept are the states that a metric
+has declared (``add_state``), the tensors among its other attributes, and its private numbers, such
+as how often it was updated; what it was configured with is left to the program.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+LIMIT = 16 * 2**20
+"""How many bytes of states are kept for a rank; a metric that has more is left out, and named."""
+
+_MODULE = frozenset(vars(nn.Module()))
+# How torchmetrics remembers which of a collection's metrics share their states.
+_OF_COLLECTION = ("_groups", "_groups_checked", "_state_is_copy")
+
+
+class NotPlainError(TypeError):
+    """A value that a checkpoint cannot hold without pickled objects."""
+
+
+def to_plain(value: Any) -> Any:
+    """Return tensors, numbers, texts and what holds them as a copy on the CPU.
+
+    Raises:
+        NotPlainError: For anything else.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is list or type(value) is tuple:
+        return type(value)(to_plain(part) for part in value)
+    if isinstance(value, Mapping):
+        return {to_plain(key): to_plain(part) for key, part in value.items()}
+    raise NotPlainError(f"{type(value).__name__} is no plain value")
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Return a copy of plain values whose tensors are on a device."""
+    if isinstance(value, Tensor):
+        return torch.empty_like(value, device=device).copy_(value)
+    if isinstance(value, list | tuple):
+        return type(value)(move(part, device) for part in value)
+    if isinstance(value, dict):
+        return {key: move(part, device) for key, part in value.items()}
+    return value
+
+
+@dataclass
+class Measured:
+    """What is kept of metrics.
+
+    Attributes:
+        paths: The path of every metric that was there.
+        states: The attributes of each metric, by its path and their name.
+        reset: The metrics of the module that Lightning resets in the same moment.
+        left_out: Why metrics were left out, by path, as the end of a sentence.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reset: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {"paths": self.paths, "states": self.states, "reset": self.reset}
+
+
+def capture_metrics(trainer: Any, reset: list[str]) -> Measured:
+    """Return the state of every metric.
+
+    Args:
+        trainer: The Trainer.
+        reset: Names of the module's metrics that Lightning is about to reset.
+    """
+    found = find_metrics(trainer)
+    known = [found[path] for name in reset if (path := f"model.{name}") in found]
+    begun_anew = {id(part) for metric in known for part in metric.modules()}
+    measured = Measured(paths=list(found), reset=reset)
+    room = LIMIT
+    for path, metric in found.items():
+        if id(metric) in begun_anew:
+            continue
+        try:
+            states = _capture(metric)
+        except NotPlainError as error:
+            measured.left_out[path] = f"of which a part cannot be saved: {error}"
+            continue
+        size = _count_bytes(states)
+        if size > room:
+            measured.left_out[path] = f"of {size} bytes, where {LIMIT} are kept for all metrics"
+        else:
+            room -= size
+            measured.states[path] = states
+    return measured
+
+
+def restore_metrics(trainer: Any, measured: Measured) -> None:
+    """Put every metric that is there back into its state."""
+    found = find_metrics(trainer)
+    for path, states in measured.states.items():
+        if path not in found:
+            continue
+        metric = found[path]
+        on_cpu = getattr(metric, "compute_on_cpu", False)
+        device = getattr(metric, "device", torch.device("cpu"))
+        for name, value in states.items():
+            stays = on_cpu and isinstance(value, list)
+            vars(metric)[name] = move(value, torch.device("cpu") if stays else device)
+    for name in measured.reset:
+        if (metric := found.get(f"model.{name}")) is not None:
+            metric.reset()
+
+
+def find_metrics(trainer: Any) -> dict[str, Any]:
+    """Return the metrics and collections of the module and of its callbacks, by path."""
+    found: dict[str, Any] = {}
+    for path, owner in _owners(trainer):
+        for name, module in owner.named_modules():
+            if isinstance(module, Metric | MetricCollection):
+                found[f"{path}.{name}" if name else path] = module
+    return found
+
+
+def _owners(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    yield "model", trainer.lightning_module
+    for path, callback in name_callbacks(trainer.callbacks).items():
+        for name, value in getattr(callback, "__dict__", {}).items():
+            if isinstance(value, nn.Module) and value is not trainer.lightning_module:
+                yield f"{path}.{name}", value
+
+
+def name_callbacks(callbacks: list[Any]) -> dict[str, Any]:
+    """Return callbacks by names that do not change when others are added."""
+    named: dict[str, Any] = {}
+    for callback in callbacks:
+        base = f"callbacks.{type(callback).__name__}"
+        count = sum(name.partition("#")[0] == base for name in named)
+        named[f"{base}#{count}" if count else base] = callback
+    return named
+
+
+def _capture(metric: Any) -> dict[str, Any]:
+    if isinstance(metric, MetricCollection):
+        return {name: to_plain(getattr(metric, name)) for name in _OF_COLLECTION}
+    states = {name: to_plain(getattr(metric, name)) for name in metric._defaults}  # noqa: SLF001
+    for name, value in vars(metric).items():
+        if name in _MODULE or name in states:
+            continue
+        number = name.startswith("_") and isinstance(value, bool | int | float)
+        if number or isinstance(value, Tensor) or name in ("_computed", "_forward_cache"):
+            states[name] = to_plain(value)
+    return states
+
+
+def _count_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(_count_bytes(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_count_bytes(part) for part in value)
+    return len(value) if isinstance(value, str) else 0
