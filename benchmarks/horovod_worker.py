@@ -101,7 +101,8 @@ def distribute(model, optimizer):
             model, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
-    if mode in {"static", "off"}:
+    if mode in {"static", "static-horovod"}:
+        from lightning_d9m.adapters.horovod.allocator import keep_freed_memory
         from lightning_d9m.adapters.horovod.buckets import BUCKET_BYTES, GradientBuckets
         from lightning_d9m.adapters.horovod.settings import switch_on
         from lightning_d9m.adapters.horovod.wire import Wire
@@ -110,8 +111,12 @@ def distribute(model, optimizer):
         import horovod.torch as hvd
 
         hvd.init()
-        size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES)) if mode == "static" else 0
-        buckets = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)
+        keep_freed_memory()
+        wire = Wire(hvd)
+        if mode == "static":
+            wire.connect(limit_seconds=600)
+        size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES))
+        buckets = GradientBuckets(model.named_parameters(), wire, bucket_bytes=size)
         return hvd.rank(), model, optimizer, buckets
     import horovod.torch as hvd
 

@@ -13,7 +13,9 @@ import pytest
 
 HERE = Path(__file__).parent
 # Run by ranks.
-collect_ignore = ["faults.py", "fusion.py", "models.py", "ported.py", "surface.py", "train.py"]
+collect_ignore = [
+    f"{name}.py" for name in ("faults", "fusion", "models", "ported", "resume", "surface", "train")
+]
 _LIMIT_SECONDS = 240
 
 

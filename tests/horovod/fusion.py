@@ -52,13 +52,12 @@ def horovods_own(model, optimizer):
     return step
 
 
-def buckets(size):
+def buckets(size, wire):
     """Reduce with our buckets; a size of 0 reduces each gradient alone."""
     from lightning_d9m.adapters.horovod.buckets import GradientBuckets
-    from lightning_d9m.adapters.horovod.wire import Wire
 
     def reduced(model, optimizer):
-        own = GradientBuckets(model.named_parameters(), Wire(hvd), bucket_bytes=size)
+        own = GradientBuckets(model.named_parameters(), wire, bucket_bytes=size)
 
         def step(loss):
             optimizer.zero_grad()
@@ -72,7 +71,15 @@ def buckets(size):
 
 
 if mode == "ours":
-    result = {"static": train(buckets(65536)), "off": train(buckets(0))}
+    from lightning_d9m.adapters.horovod.wire import Wire
+
+    wire, result = Wire(hvd), {}
+    for transport in ("horovod", "torch"):
+        if transport == "torch":
+            wire.connect(limit_seconds=60)
+        for fusion, size in (("static", 65536), ("off", 0)):
+            result[f"{fusion} over {transport}"] = train(buckets(size, wire))
+    wire.disconnect()
 else:
     result = {"default": train(horovods_own)}
 Path(folder, f"rank-{hvd.rank()}.json").write_text(json.dumps(result))

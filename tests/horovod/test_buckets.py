@@ -74,9 +74,16 @@ def test_sum_doubles_equal_gradients():
 
 
 def test_reduction_starts_while_the_backward_pass_runs():
-    """The bucket of the last layer is on its way before the first layer has a gradient."""
+    """The bucket of the last layer is on its way before the first layer has a gradient.
+
+    Not in the first pass: until the ranks have agreed once, another may have other buckets.
+    """
     module, reducer = model(), Twins()
     buckets = GradientBuckets(module.named_parameters(), reducer, bucket_bytes=1)
+    with buckets.backward():
+        module(torch.randn(2, 3)).sum().backward()
+    assert reducer.events[0] == "agree"
+    reducer.events.clear()
     module[0].weight.register_hook(lambda _: reducer.events.append("first layer"))
     with buckets.backward():
         module(torch.randn(2, 3)).sum().backward()
@@ -263,6 +270,8 @@ def test_second_gradient_after_launch_is_an_error():
     def run(x):
         return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
 
+    with buckets.backward():
+        layer(inputs).sum().backward()
     with pytest.raises(SettingError, match="second gradient"), buckets.backward():
         run(run(inputs)).sum().backward()
 

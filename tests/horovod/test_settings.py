@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_d9m.adapters.horovod import batchnorm, settings
+from lightning_d9m.adapters.horovod import allocator, batchnorm, settings
 from lightning_d9m.adapters.horovod.launch import HorovodEnvironment, Layout, read_layout
 from lightning_d9m.adapters.horovod.settings import PINNED, check_ranks, describe_rank, switch_on
 from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
@@ -122,7 +122,14 @@ def test_environment_follows_horovod(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"fusion": "dynamic"}, {"op": "max"}, {"compression": "int8"}, {"bucket_bytes": -1}]
+    "options",
+    [
+        {"fusion": "dynamic"},
+        {"op": "max"},
+        {"compression": "int8"},
+        {"bucket_bytes": -1},
+        {"transport": "x"},
+    ],
 )
 def test_strategy_refuses_unknown_options(options):
     with pytest.raises(SettingError, match=next(iter(options))):
@@ -146,6 +153,38 @@ def test_root_device_is_that_of_the_local_rank(monkeypatch, visible, devices, lo
     )
     strategy = HorovodDeterministicStrategy(parallel_devices=chosen)
     assert str(strategy.root_device) == expected
+
+
+def test_gradients_on_a_cpu_are_summed_by_torch_and_on_cuda_by_horovod(monkeypatch):
+    """Unless one chooses; torch's groups are on the CPU only."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cuda = {"parallel_devices": [torch.device("cuda", 0)]}
+    assert HorovodDeterministicStrategy().transport == "torch"
+    assert HorovodDeterministicStrategy(transport="horovod").transport == "horovod"
+    assert HorovodDeterministicStrategy(**cuda).transport == "horovod"
+    with pytest.raises(SettingError, match=r"transport='torch' sums on the CPU.*cuda:0"):
+        _ = HorovodDeterministicStrategy(transport="torch", **cuda).transport
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")],
+)
+def test_a_users_choice_of_allocation_stays(monkeypatch, name, value):
+    """Else the thresholds of glibc's malloc are raised, where there is one."""
+    for variable in ("GLIBC_TUNABLES", *allocator._VARIABLES):
+        monkeypatch.delenv(variable, raising=False)
+    calls = []
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call) or 1)
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: library)
+    assert allocator.keep_freed_memory()
+    assert calls == [(-1, 2**28), (-3, 2**25)]
+    monkeypatch.setenv(name, value)
+    assert not allocator.keep_freed_memory()
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert not allocator.keep_freed_memory()
+    assert len(calls) == 2
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):

@@ -35,8 +35,6 @@ class Bucket:
         slots: The places of its parameters.
         fired: Positions of the slots whose gradients have arrived.
         packed: Positions of those that lie in the buffer already.
-        awaited: How many are to arrive before the bucket is on its way.
-        launched: Whether it is on its way.
     """
 
     index: int
@@ -44,8 +42,11 @@ class Bucket:
     slots: list[Slot]
     fired: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)
-    awaited: int = 0
-    launched: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have arrived."""
+        return len(self.fired) == len(self.slots)
 
 
 def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:

@@ -3,7 +3,7 @@
 What Horovod fuses depends on which gradients happen to be ready when its cycle comes round, and the
 ring sums an element in an order that depends on its place in the fused buffer. Here the place of
 every gradient is decided once, from the order of the parameters alone: one flat buffer per bucket,
-always reduced whole under the same name. Nothing is left to timing.
+always reduced whole under the same name, one after the other. Nothing is left to timing.
 
 This file knows neither Horovod nor Lightning: what crosses the ranks is passed in.
 """
@@ -35,11 +35,14 @@ class Reducer(Protocol):
 
     size: int
 
-    def start(self, tensor: Tensor, name: str) -> int:
-        """Start to sum a contiguous tensor over the ranks in place, and return a handle."""
+    def start(self, tensor: Tensor, name: str) -> Any:
+        """Start to sum a contiguous tensor over the ranks in place, and return what to wait for.
+
+        Every rank has to start the same in the same order.
+        """
         ...
 
-    def wait(self, handle: int, doing: str) -> Any:
+    def wait(self, handle: Any, doing: str) -> Any:
         """Wait until what was started is done."""
         ...
 
@@ -56,7 +59,7 @@ class _Mode(Enum):
 
 @dataclass(frozen=True)
 class _Flight:
-    handle: int
+    handle: Any
     target: Tensor
     wire: Tensor
 
@@ -112,6 +115,8 @@ class GradientBuckets:
         self._flights: list[_Flight] = []
         self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
         self._buckets: list[Bucket] = []
+        self._is_common = False  # whether all ranks are known to have these buckets
+        self._next = 0  # the first bucket that is not on its way
         self._frozen: list[Parameter] = []
         self._build()
 
@@ -157,8 +162,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.fired.clear()
             bucket.packed.clear()
-            bucket.launched = False
-            bucket.awaited = sum(slot.parameter.requires_grad for slot in bucket.slots)
+        self._next = 0
         self._mode = _Mode.RUNNING
         try:
             yield
@@ -185,6 +189,7 @@ class GradientBuckets:
         ]
         self._plan = "\n".join([self._options, *layout])
         self._fingerprints = {}
+        self._is_common = False
         self._places = {
             id(slot.parameter): (bucket, position)
             for bucket in self._buckets
@@ -208,8 +213,8 @@ class GradientBuckets:
             bucket.fired.add(position)
             if bucket.slots[position].view.nbytes >= _LARGE_BYTES:
                 self._pack(bucket, [position])
-            if len(bucket.fired) == bucket.awaited:
-                self._launch(bucket)
+            if self._is_common:
+                self._launch_complete()
 
     @staticmethod
     def _check_second(bucket: Bucket, position: int) -> None:
@@ -221,12 +226,15 @@ class GradientBuckets:
                 "use_reentrant=False to torch.utils.checkpoint."
             )
 
+    def _launch_complete(self) -> None:
+        """Start what all ranks will start, whatever else they do: whole buckets, in order."""
+        while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
-        bucket.launched = True
-        if self._reducer.size == 1:
-            return
         # Neighbours have the same difference between their number and their place.
         numbered = enumerate(sorted(bucket.fired))
         for _, group in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
@@ -314,9 +322,9 @@ class GradientBuckets:
             fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
         doing = "the backward pass"
         self._reducer.agree_on(fingerprint, doing, self._claim_items)
-        for bucket in self._buckets:
-            if bucket.fired and not bucket.launched:
-                self._launch(bucket)
+        self._is_common = True
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
         for flight in self._flights:
             self._reducer.wait(flight.handle, "the gradients of the other ranks")
             if flight.wire.data_ptr() != flight.target.data_ptr():

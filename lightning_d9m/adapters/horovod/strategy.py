@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_d9m.adapters.horovod import batchnorm
+from lightning_d9m.adapters.horovod.allocator import keep_freed_memory
 from lightning_d9m.adapters.horovod.buckets import BUCKET_BYTES, GradientBuckets, check_options
 from lightning_d9m.adapters.horovod.collectives import (
     gather_with_gradients,
@@ -48,6 +49,9 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
             ``"off"`` each by itself. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
+        transport: ``"torch"`` sums over connections of torch's Gloo, ``"horovod"`` over Horovod's
+            own. Torch's cost less where ranks compute on the cores that the exchange needs, and
+            are the default on a CPU; on CUDA, Horovod's NCCL is.
         bucket_bytes: Size at which a bucket is closed; the first at 1 MiB, to start early.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they travel.
         sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
@@ -71,6 +75,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         *,
         fusion: Literal["static", "off"] = "static",
         op: Literal["average", "sum"] = "average",
+        transport: Literal["horovod", "torch"] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         sparse_as_dense: bool = False,
@@ -83,6 +88,10 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     ) -> None:
         if fusion not in {"static", "off"}:
             raise SettingError(f"fusion={fusion!r} is not known: pass 'static' or 'off'.")
+        if transport not in {None, "horovod", "torch"}:
+            raise SettingError(
+                f"transport={transport!r} is not known: pass 'torch', 'horovod' or None."
+            )
         check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
         super().__init__(
             accelerator=accelerator,
@@ -97,6 +106,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
         }
+        self._transport = transport
         self._broadcast_buffers = broadcast_buffers
         self._stall_seconds = stall_seconds
         self._wire: Wire | None = None
@@ -143,6 +153,17 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
+    def transport(self) -> Literal["horovod", "torch"]:
+        """By what gradients are summed."""
+        on_cpu = self.root_device.type == "cpu"
+        if self._transport == "torch" and not on_cpu:
+            raise SettingError(
+                f"transport='torch' sums on the CPU, but this rank trains on {self.root_device}: "
+                "leave transport away, and Horovod's NCCL sums there."
+            )
+        return self._transport or ("torch" if on_cpu else "horovod")
+
+    @property
     def wire(self) -> Wire:
         """The collectives of this run, from ``setup_environment`` on."""
         if self._wire is None:
@@ -160,6 +181,8 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         )
         if not hvd.is_initialized():
             hvd.init()
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
         cast(HorovodEnvironment, self.cluster_environment).adopt(hvd)
         self.set_world_ranks()
         self._wire = Wire(hvd)
@@ -169,6 +192,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         described = describe_rank(
             {
                 **self._options,
+                "transport": self.transport,
                 "broadcast_buffers": self._broadcast_buffers,
                 "device": self.root_device.type,
                 "precision": str(self.precision_plugin.precision),
@@ -176,6 +200,8 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         )
         self._wire.agree(Claim("the start of the run"))
         check_ranks(self._wire.gather_objects(described))
+        if self.transport == "torch":
+            self._wire.connect(limit_seconds=self._stall_seconds)
 
     def setup(self, trainer: Any) -> None:
         """Lightning's setup; then the buckets, when there will be gradients."""
@@ -340,6 +366,8 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
             batchnorm.unsynchronize(self.model)
             self.model = self._layer_sync.revert(self.model)
         self._buffers = []
+        if self._wire is not None:
+            self._wire.disconnect()
         super().teardown()
         if self._switched is not None:
             self._switched.restore()

@@ -1,12 +1,11 @@
-"""Everything that crosses from rank to rank: Horovod's collectives, without spinning or hanging.
+"""Everything that crosses from rank to rank, without spinning or hanging.
 
-Two habits make a run end instead of hang. Every rank waits by polling and sleeping, so that ranks
-that outnumber the cores leave them to those who compute. And before each exchange the ranks agree
-on what it is: all reduce one fingerprint under one fixed name, so that a rank in the backward pass
-meets a rank at a barrier there, and both can say so.
+Before each exchange the ranks agree on what it is: all reduce one fingerprint, so that a rank in
+the backward pass meets a rank at a barrier there, and both can say so.
 """
 
 import hashlib
+import math
 import pickle
 import sys
 import time
@@ -19,13 +18,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from lightning_d9m.adapters.horovod.transport import (
+    HorovodPending,
+    HorovodTransport,
+    Pending,
+    TorchTransport,
+    Transport,
+)
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 
 T = TypeVar("T")
-# Look again after a twentieth of what the wait has taken so far, within these bounds: looking often
-# takes the core from a rank that computes, looking seldom leaves a result lying.
-_POLL_SECONDS = (0.0001, 0.002)
-_POLL_SHARE = 0.05
+_SLICE_SECONDS = 1.0  # between two of which Python handles signals
 _LIMIT_OF_NAMES = 8
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
@@ -66,27 +69,41 @@ class Wire:
         self.broken: RankLostError | RanksDisagreeError | None = None
         self.rank: int = self._hvd.rank()
         self.size: int = self._hvd.size()
+        self._transport: Transport = HorovodTransport(hvd)
 
-    def start(self, tensor: Tensor, name: str) -> int:
+    def connect(self, *, limit_seconds: float) -> None:
+        """Let sums and agreements travel by torch's Gloo from now on; all ranks have to do so.
+
+        Args:
+            limit_seconds: What takes longer fails.
+        """
+        if self.size > 1:
+            self._transport = TorchTransport(
+                self.rank, self.size, self.gather_objects, limit_seconds=limit_seconds
+            )
+
+    def disconnect(self) -> None:
+        """Let them travel by Horovod again; what other ranks never joined is abandoned."""
+        self._transport.close(broken=self.broken is not None)
+        self._transport = HorovodTransport(self._hvd)
+
+    def start(self, tensor: Tensor, name: str) -> Pending:
         """Start to sum a contiguous tensor over the ranks in place; `wait` ends it."""
-        return self._start(self._hvd.allreduce_async_, tensor, name=name, op=self._hvd.Sum)
+        return self._start(self._transport.start, tensor, name, "Sum")
 
-    def wait(self, handle: int, doing: str, *, seconds: float | None = None) -> Any:
+    def wait(self, pending: Pending, doing: str, *, seconds: float | None = None) -> Any:
         """Wait for what was started and return its result.
 
         Raises:
-            RankLostError: A rank ended, or Horovod refused what the ranks asked for.
+            RankLostError: A rank ended, or what the ranks asked for was refused.
             TimeoutError: It took longer than ``seconds``.
         """
-        began = time.monotonic()
-        # hvd.synchronize() alone spins on yield(), and takes the core from a rank that computes.
-        while not self._hvd.poll(handle):
-            waited = time.monotonic() - began
-            if seconds is not None and waited > seconds:
+        limit = math.inf if seconds is None else time.monotonic() + seconds
+        while not pending.is_done_within(min(_SLICE_SECONDS, limit - time.monotonic())):
+            if time.monotonic() > limit:
                 raise TimeoutError(doing)
-            time.sleep(min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1]))
         try:
-            return self._hvd.synchronize(handle)
+            return pending.get_result()
         except RuntimeError as error:  # HorovodInternalError is one
             raise self._lost(doing, error) from error
 
@@ -176,34 +193,37 @@ class Wire:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for index, group in enumerate(by_device.values()):
             flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            handle = self._start(self._hvd.broadcast_async_, flat, 0, name=f"{name}.{index}")
-            self.wait(handle, name)
+            handle = self._start(self._broadcast, flat, f"{name}.{index}")
+            self.wait(HorovodPending(self._hvd, handle), name)
             if self.rank == 0:
                 continue
             parts = _cut(flat, [tensor.numel() * tensor.element_size() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
 
-    def _start(self, function: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    def _start(self, function: Callable[..., T], tensor: Tensor, name: str, *others: Any) -> T:
         try:
-            return function(*args, **kwargs)
+            return function(tensor, name, *others)
         except RuntimeError as error:  # HorovodInternalError is one
-            raise self._lost(kwargs["name"], error) from error
+            raise self._lost(name, error) from error
         except ValueError as error:
             if self._hvd.is_initialized():
                 raise  # what was asked for is not possible
-            raise self._lost(kwargs["name"], error) from error
+            raise self._lost(name, error) from error
+
+    def _broadcast(self, tensor: Tensor, name: str) -> int:
+        return cast(int, self._hvd.broadcast_async_(tensor, 0, name=name))
 
     def _gather(self, tensor: Tensor, name: str) -> Tensor:
-        handle = self._start(self._hvd.allgather_async, tensor, name=name)
-        return cast(Tensor, self.wait(handle, name))
+        handle = self._start(self._hvd.allgather_async, tensor, name)
+        return cast(Tensor, self.wait(HorovodPending(self._hvd, handle), name))
 
     @_normal_tensors
     def _is_common(self, fingerprint: int, doing: str, seconds: float | None = None) -> bool:
         # The minimum of x and of -x at once: all equal exactly when they are opposite.
         both = torch.tensor([fingerprint, -fingerprint])
-        handle = self._start(self._hvd.allreduce_async_, both, name="d9m.agree", op=self._hvd.Min)
-        self.wait(handle, doing, seconds=seconds)
+        pending = self._start(self._transport.start, both, "d9m.agree", "Min")
+        self.wait(pending, doing, seconds=seconds)
         return bool(both[0] == -both[1])
 
     def _explain(self, claim: Claim) -> None:
@@ -220,7 +240,7 @@ class Wire:
         text = str(error).strip().splitlines()
         self.broken = RankLostError(
             f"Rank {self.rank} waited for {doing}, but another rank ended or Horovod stopped: look "
-            "at the output of the other ranks for the first error. Horovod says: "
+            "at the output of the other ranks for the first error. What came back is: "
             f"{text[0] if text else type(error).__name__}",
             rank=self.rank,
             doing=doing,

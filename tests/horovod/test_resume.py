@@ -1,0 +1,28 @@
+"""A run of four ranks, one of which was killed, goes on to the bits of a run that was not."""
+
+import pytest
+
+from lightning_d9m.evidence.compare import compare_ledgers
+from lightning_d9m.evidence.ledger import read_ledger
+from lightning_d9m.evidence.lineage import find_breaks
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
+RANKS = 4
+
+
+def test_four_ranks_resume_after_one_was_killed(horovodrun, tmp_path):
+    """From a checkpoint in the middle of an epoch."""
+    status, output = horovodrun(RANKS, "resume.py", tmp_path, "straight", "killed")
+    assert status != 0
+    assert (tmp_path / "middle.ckpt").exists(), output[-4000:]
+    status, output = horovodrun(RANKS, "resume.py", tmp_path, "resumed")
+    assert status == 0, output[-4000:]
+    straight, resumed = (
+        read_ledger(tmp_path / name / "fit-000") for name in ("straight", "resumed")
+    )
+    comparison = compare_ledgers(straight, resumed)
+    assert comparison.equal, comparison
+    assert [rank.rank for rank in comparison.ranks] == list(range(RANKS))
+    for file in resumed.files.values():
+        (found,) = find_breaks(file)
+        assert (found.epoch, found.batch, found.problem) == (1, 1, None)
