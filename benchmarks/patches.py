@@ -22,6 +22,7 @@ import torch
 from patch_models import MODELS
 from patch_workloads import WORKLOADS, Call, Workload
 
+from lightning_d9m.errors import D9mError
 from lightning_d9m.evidence.digest import digest_many
 from lightning_d9m.patches.catalogue import find_op
 from lightning_d9m.patches.registration import patches_applied
@@ -145,7 +146,9 @@ Ours over the original: geometric mean {result["geometric_mean"]:.2f} (goal {GOA
         "| - | -: | -: | -: | -: | -: |",
     ]
     lines += [
-        f"| {row['model']} | {row['plain_us']:.0f} | {row['fill_off_us']:.0f} | "
+        f"| {row['model']} | failed: {row['error']} |"
+        if "error" in row
+        else f"| {row['model']} | {row['plain_us']:.0f} | {row['fill_off_us']:.0f} | "
         f"{row['fill_off_ratio']:.2f} | {row['fill_on_us']:.0f} | {row['fill_on_ratio']:.2f} |"
         for row in result["models"]
     ]
@@ -169,14 +172,17 @@ def main() -> None:
             continue
         try:
             ops.append(run_workload(workload, words.device, words.rounds, words.calls))
-        except RuntimeError as error:
+        except (RuntimeError, D9mError) as error:
             first = str(error).splitlines()[0]
             ops.append({"op": workload.op, "shape": workload.shape, "error": first})
         print(json.dumps(ops[-1]), flush=True)
     for name in MODELS if not words.only else ():
         if time.monotonic() - begin > words.seconds:
             break
-        models.append(run_model(name, words.device, words.rounds))
+        try:
+            models.append(run_model(name, words.device, words.rounds))
+        except (RuntimeError, D9mError) as error:
+            models.append({"model": name, "error": str(error).splitlines()[0]})
         print(json.dumps(models[-1]), flush=True)
     ratios = [row["ratio"] for row in ops if "ratio" in row]
     device = (

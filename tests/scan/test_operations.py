@@ -9,7 +9,7 @@ from lightning_d9m.scan.operations import FUNCTIONS, METHODS, explain, rule_of
 
 # What the catalogue has and no spelling leads to: deterministic, or out of reach of the source.
 UNSPELLED = {
-    "apple_devices",  # raises there; spelled as the ops that it names
+    "apple_devices",  # a kind of device, and no op
     "avg_pool2d_backward",  # deterministic
     "ctc_loss_cudnn",  # chosen by shapes
     "cumsum",  # deterministic
