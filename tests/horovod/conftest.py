@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore = [
-    f"{name}.py" for name in ("faults", "fusion", "models", "resume", "surface", "train")
-]
+collect_ignore = [f"{name}.py" for name in ("faults", "fusion", "models", "surface", "train")]
 _LIMIT_SECONDS = 240
 
 
