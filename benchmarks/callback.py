@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
+from lightning_d9m.adapters import pieces
 from lightning_d9m.adapters.takeover import Takeover
 from lightning_d9m.control.loaders import LoaderControl
 from lightning_d9m.control.samples import Apart
@@ -95,7 +96,8 @@ def time_entrances():
         _time(DeterminismCallback, name)
     for owner, names in {
         DeterminismCallback: ("setup", "teardown"),
-        Takeover: ("start_evaluation", "end_evaluation"),
+        Takeover: ("start_evaluation", "end_evaluation", "restart_epoch"),
+        pieces: ("capture_drawn",),
         LoaderControl: ("take_over", "start_epoch"),
         Apart: ("begin", "end"),
         Stream: ("derive",),

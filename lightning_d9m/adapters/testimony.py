@@ -24,6 +24,7 @@ from lightning_d9m.evidence.records import Digests, End, Header, Json, LoaderFac
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
 from lightning_d9m.evidence.stack import capture_stack
 from lightning_d9m.evidence.together import Ranks
+from lightning_d9m.evidence.whereabouts import Whereabouts
 
 Moment = Literal["initial", "epoch", "final"]
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
@@ -48,6 +49,7 @@ class Testimony:
         self._ledger_dir = ledger_dir
         self._ignored_metrics = tuple(ignored_metrics)
         self._ranks = Ranks(0)
+        self._whereabouts = Whereabouts()
         self._recorder: Recorder | None = None
         self._outputs: OutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
@@ -57,8 +59,8 @@ class Testimony:
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"_recorder": None, "_outputs": None, "_loss": None, "_ranks": Ranks(0)}
-        return self.__dict__ | mine
+        mine = {"_recorder": None, "_outputs": None, "_loss": None}
+        return self.__dict__ | mine | {"_ranks": Ranks(0), "_whereabouts": Whereabouts()}
 
     def check_reference(self) -> None:
         """Raise now, rather than after the set-up, if the reference cannot be read."""
@@ -234,7 +236,7 @@ class Testimony:
         if moment != "final":  # other callbacks may have given back their switches by then
             run.verify()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        snapshot = take_snapshot(module, trainer.optimizers, schedulers)
+        snapshot = take_snapshot(module, trainer.optimizers, schedulers, self._whereabouts)
         return Digests(
             moment=moment,
             epoch=self._epoch,

@@ -273,10 +273,11 @@ class _Taken:
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)
-        # As torch draws it; see `WorkerInit`.
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-        self._stream.workers = int(drawn)
-        self._generator.manual_seed(seed)
+        if loader.num_workers > 0:
+            # As torch draws it; see `WorkerInit`.
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            self._stream.workers = int(drawn)
+            self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
             restore_generators(self._owners(), consumed.samplers.get(str(self.number), {}))

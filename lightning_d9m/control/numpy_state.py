@@ -16,6 +16,8 @@ import numpy as np
 # struct mt19937_state: uint32 key[624]; int pos.
 _KEY_BYTES = 624 * 4
 _SIZE = _KEY_BYTES + 4
+# Kept: ctypes would make the type anew whenever garbage has been collected, which takes longest.
+_Memory = ctypes.c_char * _SIZE
 
 
 def capture_numpy() -> dict[str, Any]:
@@ -55,4 +57,4 @@ def _find_memory() -> Any:
     generator = np.random.mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
-    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
+    return _Memory.from_address(generator.ctypes.state_address)

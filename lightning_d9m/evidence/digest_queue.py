@@ -14,8 +14,8 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.digest import _follow, _load_kernel, _plan, _Recipe
-from lightning_d9m.evidence.standing import Located
 from lightning_d9m.evidence.tensors import Plain, locate, take_apart
+from lightning_d9m.evidence.whereabouts import Located, digest_located
 
 
 @dataclass
@@ -53,9 +53,7 @@ class DigestQueue:
 
     def add_located(self, located: Located) -> None:
         """Put the digests of memory of this process in their places."""
-        leaves = chunks_cpu.hash_chunks(located.memory)
-        parts = zip(located.headers, leaves, strict=True)
-        self._recipes += [xxh3_128_hexdigest(header + own) for header, own in parts]
+        self._recipes += digest_located(located)
 
     def add_one(self, tensor: torch.Tensor) -> None:
         """Begin the digest of one tensor.

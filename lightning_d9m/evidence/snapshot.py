@@ -16,6 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_d9m.errors import DigestError
 from lightning_d9m.evidence.digest import digest_many, digest_value
 from lightning_d9m.evidence.values import encode
+from lightning_d9m.evidence.whereabouts import Whereabouts, digest_located
 
 Groups = dict[str, dict[str, str]]
 
@@ -47,6 +48,7 @@ def take_snapshot(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
+    whereabouts: Whereabouts | None = None,
 ) -> Snapshot:
     """Digest all state that a training carries from step to step.
 
@@ -58,6 +60,7 @@ def take_snapshot(
         optimizers: Their state by parameter, and the settings of their parameter groups.
         schedulers: Objects with ``state_dict()``. An object in it whose bytes are not defined
             counts by its type: what it does shows in the learning rates.
+        whereabouts: Where the tensors lay at the last snapshot: most lie there still.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
@@ -81,7 +84,10 @@ def take_snapshot(
                 groups["optimizers"][f"{number}.{name}"] = _digest_state(value)
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
-    for (group, name), value in zip(tensors, digest_many(list(tensors.values())), strict=True):
+    values = list(tensors.values())
+    located = None if whereabouts is None else whereabouts.find(values)
+    digests = digest_many(values) if located is None else digest_located(located)
+    for (group, name), value in zip(tensors, digests, strict=True):
         groups[group][name] = value
     return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
 

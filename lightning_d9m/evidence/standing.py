@@ -1,28 +1,19 @@
 """Tensors that are digested in every batch and mostly stay where they are: weights and buffers.
 
-To walk a model, and to find out where its tensors lie, takes longer than to hash small ones. Both
-are remembered here, and done again when anything that they depend on has changed.
+To walk a model takes longer than to hash small tensors. It is done again when the model has others.
 """
 
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_d9m.evidence.snapshot import plain_name
-from lightning_d9m.evidence.tensors import Plain, locate, take_apart
+from lightning_d9m.evidence.whereabouts import Located, Whereabouts
 
 _TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
-
-
-class Located(NamedTuple):
-    """Where tensors lie: what precedes each in its digest, and the addresses and sizes in bytes."""
-
-    headers: list[bytes]
-    memory: list[tuple[int, int]]
 
 
 class Standing(dict[str, Tensor]):
@@ -30,53 +21,11 @@ class Standing(dict[str, Tensor]):
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(tensors)
-        self._located: Located | None = None
-        self._form: tuple[list[Any], ...] | None = None
+        self._whereabouts = Whereabouts()
 
     def locate(self) -> Located | None:
-        """Return where the tensors lie; None unless all lie on the CPU, real and in order.
-
-        What was found before counts as long as each has the address, shape, strides and dtype that
-        it had: a storage that is freed or resized, a cast and ``tensor.data = other`` change these.
-        Complex ones are not remembered, because they can be conjugated where they are.
-
-        Raises:
-            DigestError: As ``digest``, for the first tensor that has none.
-        """
-        if not self or next(iter(self.values())).device.type != "cpu":
-            return None
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            form = _form_of(self.values())
-            if form is None or form != self._form:
-                self._form = form
-                self._located = None if form is None else _locate(self.values())
-            return self._located
-
-
-def _form_of(tensors: Iterable[Tensor]) -> tuple[list[Any], ...] | None:
-    """Return what changes when a tensor moves; None if one has no memory to ask for."""
-    try:
-        return (
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-        )
-    except RuntimeError:  # sparse, fake, not initialized yet
-        return None
-
-
-def _locate(tensors: Iterable[Tensor]) -> Located | None:
-    found = Located([], [])
-    for tensor in tensors:
-        part = take_apart(tensor)
-        # A copy in order would be of this moment only.
-        there = isinstance(part, Plain) and part.data is tensor
-        if not there or tensor.device.type != "cpu" or tensor.is_complex():
-            return None
-        found.headers.append(part.header)
-        found.memory.append(locate(tensor))
-    return found
+        """Return where the tensors lie; see :meth:`Whereabouts.find`."""
+        return self._whereabouts.find(list(self.values()))
 
 
 class Roster:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
+from lightning_d9m.evidence.whereabouts import Whereabouts
 
 
 @pytest.fixture
@@ -140,3 +141,34 @@ def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():
     assert before["weights"]["0.weight"] != after["weights"]["0.weight"]
     assert describe_model(model)[0] != description
     assert describe_model(model)[1] == 15 + 6
+
+
+def test_where_tensors_lay_before_changes_no_digest():
+    """Across steps, a state that is loaded, memory that is taken anew, and a cast."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    whereabouts = Whereabouts()
+    seen = []
+
+    def check():
+        taken = take_snapshot(model, [optimizer], whereabouts=whereabouts)
+        assert taken == take_snapshot(model, [optimizer])
+        seen.append(taken.totals)
+
+    check()
+    for _ in range(2):
+        model(torch.randn(2, 3)).square().sum().backward()
+        optimizer.step()
+        check()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + 1
+    optimizer.load_state_dict(state)
+    check()
+    model[0].weight.data = model[0].weight.data + 1
+    check()
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+    check()
+    model[0].double()
+    check()
+    assert len({str(totals) for totals in seen}) == len(seen)

@@ -1,0 +1,81 @@
+"""Where tensors lie: found once, and remembered as long as they stay there.
+
+To find out takes longer than to hash small tensors, and most are digested again and again.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from lightning_d9m.evidence import chunks_cpu
+from lightning_d9m.evidence.tensors import Plain, locate, take_apart
+
+
+class Located(NamedTuple):
+    """Where tensors lie: what precedes each in its digest, and the addresses and sizes in bytes."""
+
+    headers: list[bytes]
+    memory: list[tuple[int, int]]
+
+
+class Whereabouts:
+    """Where the tensors lay that were last asked for."""
+
+    def __init__(self) -> None:
+        self._located: Located | None = None
+        self._form: tuple[list[Any], ...] | None = None
+
+    def find(self, tensors: Sequence[Tensor]) -> Located | None:
+        """Return where tensors lie; None unless all lie on the CPU, real and in order.
+
+        What was found before counts as long as each has the address, shape, strides and dtype that
+        it had: a storage that is freed or resized, a cast and ``tensor.data = other`` change these.
+        Complex ones are not remembered, because they can be conjugated where they are.
+
+        Raises:
+            DigestError: As ``digest``, for the first tensor that has none.
+        """
+        if not tensors or tensors[0].device.type != "cpu":
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
+            form = _form_of(tensors)
+            if form is None or form != self._form:
+                self._form = form
+                self._located = None if form is None else _locate(tensors)
+            return self._located
+
+
+def digest_located(located: Located) -> list[str]:
+    """Return the digests of what lies in memory of this process, as ``digest_many`` does."""
+    leaves = chunks_cpu.hash_chunks(located.memory)
+    parts = zip(located.headers, leaves, strict=True)
+    return [xxh3_128_hexdigest(header + own) for header, own in parts]
+
+
+def _form_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
+    """Return what changes when a tensor moves; None if one has no memory to ask for."""
+    try:
+        return (
+            [tensor.data_ptr() for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+        )
+    except RuntimeError:  # sparse, fake, not initialized yet
+        return None
+
+
+def _locate(tensors: Sequence[Tensor]) -> Located | None:
+    found = Located([], [])
+    for tensor in tensors:
+        part = take_apart(tensor)
+        # A copy in order would be of this moment only.
+        there = isinstance(part, Plain) and part.data is tensor
+        if not there or tensor.device.type != "cpu" or tensor.is_complex():
+            return None
+        found.headers.append(part.header)
+        found.memory.append(locate(tensor))
+    return found
