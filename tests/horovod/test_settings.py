@@ -128,12 +128,16 @@ def test_environment_follows_horovod(monkeypatch):
         {"op": "max"},
         {"compression": "int8"},
         {"bucket_bytes": -1},
-        {"transport": "x"},
     ],
 )
 def test_strategy_refuses_unknown_options(options):
     with pytest.raises(SettingError, match=next(iter(options))):
         HorovodDeterministicStrategy(**options)
+
+
+def test_strategy_refuses_an_unknown_transport():
+    with pytest.raises(SettingError, match=r"='mpi' is not known: pass 'torch', 'horovod'"):
+        HorovodDeterministicStrategy(transport="mpi")
 
 
 @pytest.mark.parametrize(

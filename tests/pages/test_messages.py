@@ -364,9 +364,9 @@ CASES = [
     ),
     ("patches.catalogue", lambda g: g.module.find_op("no_such_op"), "The catalogue has no op"),
     (
-        "patches.catalogue",
-        lambda g: g.module.read_raising_ops(""),
-        "no longer lists the ops that raise",
+        "patches.documentation",
+        lambda g: g.module.read_documentation(""),
+        "in the form that is read",
     ),
     ("scan.files", lambda g: list(g.module.list_files([Path("no")], [])), "nothing to scan at"),
     ("scan.files", name_a_pipe, "is neither a file nor a folder."),
