@@ -55,7 +55,7 @@ def test_mpi_and_nccl_need_their_compilers(tools):
     environment = tools("c++", "make", "cmake")
     with pytest.raises(CommandError, match="libopenmpi-dev"):
         find_tools(Target(torch="2", mpi=True, nccl=False), environment)
-    with pytest.raises(CommandError, match="NCCL operations need the CUDA compiler.*--gpu none"):
+    with pytest.raises(CommandError, match=r"NCCL operations need the CUDA compiler.*--gpu none"):
         find_tools(Target(torch="2", mpi=False, nccl=True), environment)
 
 
