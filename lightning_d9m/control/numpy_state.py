@@ -16,7 +16,7 @@ import numpy as np
 # struct mt19937_state: uint32 key[624]; int pos.
 _KEY_BYTES = 624 * 4
 _SIZE = _KEY_BYTES + 4
-# Kept: ctypes would make the type anew whenever garbage has been collected, which takes longest.
+# Made once: ctypes forgets an array type that nobody keeps.
 _Memory = ctypes.c_char * _SIZE
 
 
