@@ -4,7 +4,7 @@ import importlib
 import random
 
 import numpy as np
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
@@ -26,6 +26,21 @@ class OwnOrder:
 
     def __len__(self):
         return 6
+
+
+class Numbers(IterableDataset):
+    """A stream that cannot say where it was."""
+
+    def __iter__(self):
+        digits = NoisyDigits()
+        return (digits[index] for index in range(96))
+
+    def __len__(self):
+        return 96
+
+
+def stream():
+    return DataLoader(Numbers(), batch_size=16)
 
 
 class DrawingDigits(NoisyDigits):

@@ -5,11 +5,10 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
-from adapters.resuming import Fits, agree, evidence
+from adapters.resuming import Fits, agree, evidence, stream
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader, IterableDataset
-from trainings import QUIET, NoisyDigits, make_loader, make_model
+from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.adapters.checkpoint_file import KEY
@@ -219,21 +218,6 @@ def test_what_others_change_in_a_checkpoint_is_no_damage(fits):
     words = {"model": partial(make_model, on_save_checkpoint=halve)}
     fits.interrupt(**words)
     fits.resume(**words)
-
-
-class Numbers(IterableDataset):
-    """A stream that cannot say where it was."""
-
-    def __iter__(self):
-        digits = NoisyDigits()
-        return (digits[index] for index in range(96))
-
-    def __len__(self):
-        return 96
-
-
-def stream():
-    return DataLoader(Numbers(), batch_size=16)
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning")

@@ -3,10 +3,10 @@
 from functools import partial
 
 import pytest
-from adapters.resuming import DrawingDigits, Fits, agree, in_order
+from adapters.resuming import DrawingDigits, Fits, agree, in_order, stream
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
-from trainings import NoisyDigits, make_loader, make_model
+from torch.utils.data import DataLoader
+from trainings import make_loader, make_model
 
 from lightning_d9m.errors import InexactResumeError
 
@@ -21,23 +21,8 @@ def fits(tmp_path, new_process):
     return Fits(tmp_path, new_process)
 
 
-class Numbers(IterableDataset):
-    """A stream that cannot say where it was."""
-
-    def __iter__(self):
-        digits = NoisyDigits()
-        return (digits[index] for index in range(96))
-
-    def __len__(self):
-        return 96
-
-
 def drawing(**words):
     return DataLoader(DrawingDigits(), batch_size=16, **words)
-
-
-def stream():
-    return DataLoader(Numbers(), batch_size=16)
 
 
 WORKERS = {"num_workers": 1}
