@@ -10,7 +10,7 @@ import pytest
 
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import algorithms, variables
-from lightning_d9m.evidence import rank_file, records, schema
+from lightning_d9m.evidence import rank_file, record_text, records, schema
 from lightning_d9m.evidence.ledger import LedgerWriter
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +86,7 @@ def test_the_ledger_page_shows_records_as_they_are():
         assert list(shown)[-1] == "check"
         check = shown.pop("check")
         assert len(check) == len(CHECK)
-        record = schema.decode_record(json.dumps(shown).encode())
+        record = record_text.decode_record(json.dumps(shown).encode())
         assert type(record) is not records.Opaque
         written = record.as_record()
         assert list(written) == list(shown)
@@ -105,7 +105,7 @@ def test_the_ledger_page_has_the_limits_of_the_reader():
     for text in (
         f"a line has at most {rank_file.MAX_LINE // 2**20} MiB",
         f"(the header {rank_file.MAX_HEADER // 2**20} MiB)",
-        f"at most {schema.MAX_ITEMS:,} values nested at most {schema.MAX_DEPTH} deep",
+        f"at most {record_text.MAX_ITEMS:,} values nested at most {record_text.MAX_DEPTH} deep",
         f"a name {records.MAX_NAME:,} characters",
         f"a ledger {schema.MAX_RANKS:,} ranks",
         f"a list of at most {records.MAX_PLACES:,} `[kind, name, call]`",

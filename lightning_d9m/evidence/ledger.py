@@ -23,8 +23,9 @@ from lightning_d9m.evidence.rank_file import (
     explain,
     seal_record,
 )
+from lightning_d9m.evidence.record_text import encode_record
 from lightning_d9m.evidence.records import Digests, End, Header, Json, Record
-from lightning_d9m.evidence.schema import MAX_RANKS, FieldError, encode_record
+from lightning_d9m.evidence.schema import MAX_RANKS, FieldError
 
 _FIT = re.compile(r"fit-([0-9]{3,9})")
 _EVALUATION = re.compile(r"(?:predict|test|validate)-[0-9]{3,9}")

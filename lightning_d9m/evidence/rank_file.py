@@ -19,6 +19,7 @@ from typing import BinaryIO
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.display import shown
 from lightning_d9m.evidence.layouts import Layouts
+from lightning_d9m.evidence.record_text import decode_record
 from lightning_d9m.evidence.records import (
     DIGEST_DIGITS,
     SCHEMA,
@@ -28,7 +29,7 @@ from lightning_d9m.evidence.records import (
     Probes,
     Record,
 )
-from lightning_d9m.evidence.schema import FieldError, decode_record
+from lightning_d9m.evidence.schema import FieldError
 
 CHAIN_START = b"0" * 16
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.

@@ -1,10 +1,9 @@
-"""Records as JSON: checked in full when written and when read.
+"""What a record may hold: checked in full when it is written and when it is read.
 
 A ledger may come from elsewhere, so nothing of it is used before its types, ranges, lengths and
 nesting have been checked. Nothing is unpickled, nothing is executed.
 """
 
-import json
 import math
 import re
 from collections import Counter
@@ -32,9 +31,6 @@ from lightning_d9m.evidence.records import (
 
 MAX_RANKS = 65_536
 MAX_WHOLE = 2**63 - 1
-MAX_DEPTH = 16
-# Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.
-MAX_ITEMS = 1_000_000
 
 _HEX_32 = re.compile(r"[0-9a-f]{32}")
 _CHECK = re.compile(r"[0-9a-f]{16}")
@@ -124,6 +120,13 @@ def _are_digests(values: Collection[Json]) -> bool:
     except (TypeError, UnicodeEncodeError):
         return False
     return set(map(len, values)) <= {DIGEST_DIGITS} and not digits.translate(None, _HEX)
+
+
+def holds_digests(text: bytes) -> bool:
+    """Return whether a text is the digests of at least one place, one after the other."""
+    size = len(text)
+    whole = 0 < size <= DIGEST_DIGITS * MAX_PLACES and not size % DIGEST_DIGITS
+    return whole and not text.translate(None, _HEX)
 
 
 def _digest(path: str, value: Json) -> str:
@@ -228,7 +231,7 @@ def _parse_place(index: int, entry: Json) -> Place:
 
 def _parse_probes(fields: _Fields) -> Probes:
     digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_PLACES)
-    if not digests or len(digests) % DIGEST_DIGITS or digests.encode().translate(None, _HEX):
+    if not holds_digests(digests.encode()):
         allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
         raise FieldError("digests", f"{allowed}, and has {len(digests)} characters")
     return Probes(
@@ -294,139 +297,3 @@ def parse_record(fields: Json) -> Record:
     rest = {name: value for name, value in fields.items() if name != "kind"}
     parser = _PARSERS.get(kind)
     return Opaque(kind, rest) if parser is None else parser(_Fields(rest))
-
-
-def _check_depth(fields: Json) -> None:
-    for name, value in fields.items() if isinstance(fields, dict) else ():
-        if not _nests_within(value, MAX_DEPTH):
-            raise FieldError(name, f"nests deeper than {MAX_DEPTH} levels")
-
-
-def _nests_within(value: Json, depth: int) -> bool:
-    if not isinstance(value, dict | list):
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(_nests_within(entry, depth - 1) for entry in inner)
-
-
-def _reject_constant(name: str) -> None:
-    raise FieldError(name, "is not JSON: a ledger writes floats as texts of float.hex()")
-
-
-def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise FieldError(next(name for name in names if names.count(name) > 1), "occurs twice")
-    return table
-
-
-_decode_quickly = json.JSONDecoder(parse_constant=_reject_constant).decode
-_decode_unique = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant).decode
-
-
-def _decode(body: bytes) -> Json:
-    """Decode JSON in which no object has a name twice.
-
-    The check of each object by itself takes most of the time. It is left out where the text became
-    as many names as it has colons: every pair has one, and a name that comes twice is one name.
-    """
-    text = body.decode("utf-8")
-    fields = _decode_quickly(text)
-    return fields if _count_names(fields) == body.count(b":") else _decode_unique(text)
-
-
-def _count_names(value: Json) -> int:
-    if isinstance(value, dict):
-        inner = [entry for entry in value.values() if isinstance(entry, dict | list)]
-        return len(value) + sum(map(_count_names, inner))
-    if isinstance(value, list):
-        return sum(map(_count_names, value))
-    return 0
-
-
-_NUMBER = rb"(0|[1-9][0-9]{0,17})"
-_PROBES_HEAD = re.compile(
-    rb'{"kind":"probes","epoch":%b,"step":%b,"batch":%b,"layout":%b,"digests":"' % ((_NUMBER,) * 4)
-)
-
-
-def _decode_probes(body: bytes) -> Probes | None:
-    """Read probes as lightning_d9m writes them, ten times faster than as any JSON."""
-    head = _PROBES_HEAD.match(body)
-    if head is None or not body.endswith(b'"}'):
-        return None
-    digests = body[head.end() : -2]
-    size = len(digests)
-    whole = 0 < size <= DIGEST_DIGITS * MAX_PLACES and not size % DIGEST_DIGITS
-    if not whole or digests.translate(None, _HEX):
-        return None
-    epoch, step, batch, layout = map(int, head.groups())
-    text = digests.decode("ascii")
-    return Probes(epoch=epoch, step=step, batch=batch, layout=layout, digests=text)
-
-
-_PROBES_FIELDS = ("kind", "epoch", "step", "batch", "layout", "digests")
-_PROBES_TYPES = (str, int, int, int, int, str)
-_PROBES_FORM = '{"kind":"%s","epoch":%s,"step":%s,"batch":%s,"layout":%s,"digests":"%s"}'
-
-
-def _encode_probes(record: Mapping[str, Json]) -> bytes | None:
-    """Write probes without a detour through JSON; None for a record that needs a closer look.
-
-    It stands in every step of a training, where each line of Python costs microseconds.
-    """
-    values = tuple(record.values())
-    if tuple(record) != _PROBES_FIELDS or tuple(map(type, values)) != _PROBES_TYPES:
-        return None
-    size = len(values[5])
-    whole = 0 < size <= DIGEST_DIGITS * MAX_PLACES and not size % DIGEST_DIGITS
-    if not whole or min(values[1:5]) < 0 or max(values[1:5]) > MAX_WHOLE:
-        return None
-    digests = values[5].encode()
-    return None if digests.translate(None, _HEX) else (_PROBES_FORM % values).encode()
-
-
-def decode_record(body: bytes) -> Record:
-    """Parse the JSON text of one record, without its check.
-
-    Raises:
-        FieldError: When it is not JSON, or not a record of the schema.
-    """
-    if len(body) > MAX_ITEMS and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_ITEMS:
-        raise FieldError("record", f"holds more than {MAX_ITEMS} values")
-    if (record := _decode_probes(body)) is not None:
-        return record
-    fields: Json
-    try:
-        fields = _decode(body)
-    except UnicodeDecodeError as error:
-        raise FieldError("record", f"is not UTF-8: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise FieldError("record", f"is not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
-    except ValueError as error:
-        if isinstance(error, FieldError):
-            raise
-        raise FieldError("record", "holds a number of thousands of digits") from error
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_depth(fields)
-    return parse_record(fields)
-
-
-def encode_record(record: Mapping[str, Json]) -> bytes:
-    """Return the JSON text of one record: ASCII, compact, fields in the order given.
-
-    Raises:
-        FieldError: When the record is not one that ``decode_record`` would accept.
-    """
-    if (body := _encode_probes(record)) is not None:
-        return body
-    parse_record(dict(record))
-    _check_depth(record)
-    try:
-        text = json.dumps(record, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise FieldError("record", f"cannot be written as JSON: {error}") from error
-    return text.encode("ascii")

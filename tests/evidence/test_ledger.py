@@ -19,8 +19,8 @@ from lightning_d9m.evidence.ledger import (
     rank_path,
     read_ledger,
 )
+from lightning_d9m.evidence.record_text import encode_record
 from lightning_d9m.evidence.records import Digests, End
-from lightning_d9m.evidence.schema import encode_record
 
 WRITE_FOR_EVER = """
 import sys

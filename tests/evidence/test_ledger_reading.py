@@ -11,8 +11,8 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence import rank_file
 from lightning_d9m.evidence.ledger import LedgerWriter, rank_path, read_ledger
 from lightning_d9m.evidence.rank_file import CHAIN_START, seal_record
+from lightning_d9m.evidence.record_text import encode_record
 from lightning_d9m.evidence.records import Digests, End, Header, LoaderFacts, Opaque, RunFacts
-from lightning_d9m.evidence.schema import encode_record
 
 
 def seal(lines):
