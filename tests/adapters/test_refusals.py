@@ -1,11 +1,16 @@
-"""Errors that other tests raise in processes of their own, raised in this one."""
+"""Errors of all commands that no test of one of them makes, at least not in this process."""
+
+from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.strategies import FSDPStrategy
 
-from lightning_d9m.adapters import autoload
+from lightning_d9m.adapters import autoload, scan
 from lightning_d9m.adapters.audit.op_arms import check_device
+from lightning_d9m.adapters.audit.op_rows import RowFile
 from lightning_d9m.adapters.audit.op_worker import plan_cases
-from lightning_d9m.errors import SettingError, TooLateError
+from lightning_d9m.adapters.probing.replay import _check_repeatable
+from lightning_d9m.errors import CommandError, SettingError, TooLateError
 
 
 def test_an_audit_of_what_is_not_here():
@@ -13,6 +18,22 @@ def test_an_audit_of_what_is_not_here():
         check_device("nowhere")
     with pytest.raises(SettingError, match="--ops names 'no_such_op', which is no op"):
         next(plan_cases(["no_such_op"], ["float32"], quick=True))
+
+
+def test_an_output_that_cannot_be_written(tmp_path):
+    with pytest.raises(CommandError, match=r"rows of the audit cannot be kept in .*Is a directory"):
+        RowFile(tmp_path, {})
+    with pytest.raises(SettingError, match=r"findings cannot be written to .*Is a directory"):
+        scan._write(tmp_path, "")
+
+
+def test_a_strategy_that_shards_is_not_replayed():
+    class OwnStrategy(FSDPStrategy):
+        """A user's."""
+
+    trainer = SimpleNamespace(strategy=object.__new__(OwnStrategy))
+    with pytest.raises(SettingError, match="strategy is OwnStrategy, which divides the weights"):
+        _check_repeatable(trainer, SimpleNamespace(automatic_optimization=True))
 
 
 @pytest.fixture
