@@ -4,6 +4,7 @@ To find out takes longer than to hash small tensors, and most are digested again
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.tensors import Plain, locate, take_apart
+
+_READS = (Tensor.data_ptr, attrgetter("shape"), Tensor.stride, attrgetter("dtype"))
 
 
 class Located(NamedTuple):
@@ -58,12 +61,7 @@ def digest_located(located: Located) -> list[str]:
 def _form_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
     """Return what changes when a tensor moves; None if one has no memory to ask for."""
     try:
-        return (
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-        )
+        return tuple(list(map(read, tensors)) for read in _READS)
     except RuntimeError:  # sparse, fake, not initialized yet
         return None
 
