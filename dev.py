@@ -166,7 +166,9 @@ def test(words: list[str]) -> None:
     sites.write_text("")
     pytest = (PYTHON, "-m", "pytest", "--raise-sites", sites)
     say("tests and doctests, two at once")
-    statuses = [execute(*pytest, "-n", "2", "--dist", "loadfile", "-m", f"not ({ALONE})")]
+    two = (*pytest, "-n", "2", "--dist", "loadfile")
+    # One thread each: those of two processes would wait for each other in every small operation.
+    statuses = [execute(*two, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
     say("tests that need the cores for themselves")
     statuses += [execute(*pytest, "-m", ALONE)]
     # Silent unless there is an error of ours that no test has made.
