@@ -24,6 +24,8 @@ class Replacements:
             AttributeError: When the owner does not let it be set; nothing is changed then.
         """
         original = _find_original(owner, name)
+        if original is value:  # in every epoch but the first
+            return
         # A DataLoader refuses to set `dataset` and its like once it is built, for it may have
         # derived a sampler from it. What is set here has the same length and the same samples.
         object.__setattr__(owner, name, value)
