@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from lightning_d9m.evidence.records import Json, Probes, Record
-from lightning_d9m.evidence.schema import FieldError, holds_digests, parse_record
+from lightning_d9m.evidence.schema import MAX_WHOLE, FieldError, holds_digests, parse_record
 
 MAX_DEPTH = 16
 # Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.
@@ -70,37 +70,41 @@ _PROBES_HEAD = re.compile(
 )
 
 
-def _match_probes(body: bytes) -> re.Match[bytes] | None:
-    """Return the match of the fields before the digests, if a text is probes as written here."""
-    head = _PROBES_HEAD.match(body)
-    whole = head is not None and body.endswith(b'"}') and holds_digests(body[head.end() : -2])
-    return head if whole else None
-
-
 def _decode_probes(body: bytes) -> Probes | None:
     """Read probes as lightning_d9m writes them, ten times faster than as any JSON."""
-    head = _match_probes(body)
-    if head is None:
+    head = _PROBES_HEAD.match(body)
+    if head is None or not body.endswith(b'"}'):
+        return None
+    digests = body[head.end() : -2]
+    if not holds_digests(digests):
         return None
     epoch, step, batch, layout = map(int, head.groups())
-    digests = body[head.end() : -2].decode("ascii")
-    return Probes(epoch=epoch, step=step, batch=batch, layout=layout, digests=digests)
+    text = digests.decode("ascii")
+    return Probes(epoch=epoch, step=step, batch=batch, layout=layout, digests=text)
 
 
-_PROBES_FIELDS = ("kind", "epoch", "step", "batch", "layout", "digests")
-# As a value is shown, so that a text or a truth value is no number.
-_PROBES_FORM = '{"kind":"%s","epoch":%r,"step":%r,"batch":%r,"layout":%r,"digests":"%s"}'
+_PROBES_FIELDS = ["kind", "epoch", "step", "batch", "layout", "digests"]
+_PROBES_TYPES = [str, int, int, int, int, str]
 
 
 def _encode_probes(record: Mapping[str, Json]) -> bytes | None:
     """Write probes without a detour through JSON; None for a record that needs a closer look.
 
-    It stands in every step of a training, where each line of Python costs microseconds.
+    It stands in every step of a training, where each function that is called costs microseconds.
     """
-    if tuple(record) != _PROBES_FIELDS:
+    if [*record] != _PROBES_FIELDS or [*map(type, record.values())] != _PROBES_TYPES:
         return None
-    body = (_PROBES_FORM % tuple(record.values())).encode()
-    return body if _match_probes(body) else None
+    kind, epoch, step, batch, layout, digests = record.values()
+    if kind != "probes" or not holds_digests(digests.encode()):
+        return None
+    if not (0 <= epoch <= MAX_WHOLE and 0 <= step <= MAX_WHOLE):
+        return None
+    if not (0 <= batch <= MAX_WHOLE and 0 <= layout <= MAX_WHOLE):
+        return None
+    return (
+        f'{{"kind":"probes","epoch":{epoch},"step":{step},"batch":{batch},"layout":{layout},'
+        f'"digests":"{digests}"}}'
+    ).encode()
 
 
 def decode_record(body: bytes) -> Record:

@@ -21,11 +21,12 @@ class Standing(dict[str, Tensor]):
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(tensors)
+        self._tensors = list(self.values())
         self._whereabouts = Whereabouts()
 
     def locate(self) -> Located | None:
         """Return where the tensors lie; see :meth:`Whereabouts.find`."""
-        return self._whereabouts.find(list(self.values()))
+        return self._whereabouts.find(self._tensors)
 
 
 class Roster:

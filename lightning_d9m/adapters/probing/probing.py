@@ -73,7 +73,8 @@ class Probing:
 
     def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Take what the batch starts from, and hook the model if the batch is probed."""
-        self._end_replay()
+        if self._replayed is not None:
+            self._end_replay()
         if self._probes is not None:
             self._start_probes(trainer, module, batch, batch_idx)
         # Last, because it comes off first.
@@ -117,7 +118,8 @@ class Probing:
 
     def end_batch(self, trainer: Any, outputs: Any) -> None:
         """Take what the batch left behind, and write it."""
-        self._end_replay()
+        if self._replayed is not None:
+            self._end_replay()
         if self._probes is None:
             return
         if not self._took_loss:
