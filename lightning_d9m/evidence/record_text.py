@@ -13,6 +13,7 @@ from lightning_d9m.evidence.schema import MAX_WHOLE, FieldError, holds_digests, 
 MAX_DEPTH = 16
 # Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.
 MAX_ITEMS = 1_000_000
+_CONTAINERS = frozenset({dict, list})
 
 
 def _check_depth(fields: Json) -> None:
@@ -52,16 +53,16 @@ def _decode(body: bytes) -> Json:
     """
     text = body.decode("utf-8")
     fields = _decode_quickly(text)
-    return fields if _count_names(fields) == body.count(b":") else _decode_unique(text)
+    whole = type(fields) in _CONTAINERS and _count_names(fields) == body.count(b":")
+    return fields if whole else _decode_unique(text)
 
 
 def _count_names(value: Json) -> int:
-    if isinstance(value, dict):
-        inner = [entry for entry in value.values() if isinstance(entry, dict | list)]
-        return len(value) + sum(map(_count_names, inner))
-    if isinstance(value, list):
-        return sum(map(_count_names, value))
-    return 0
+    inner = value.values() if type(value) is dict else value
+    names = len(value) if type(value) is dict else 0
+    if not _CONTAINERS.isdisjoint(map(type, inner)):  # most hold none: they are asked together
+        names += sum(_count_names(entry) for entry in inner if type(entry) in _CONTAINERS)
+    return names
 
 
 _NUMBER = rb"(0|[1-9][0-9]{0,17})"
