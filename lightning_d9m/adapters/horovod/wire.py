@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.adapters.horovod.transport import (
-    HorovodPending,
     HorovodTransport,
     Pending,
     TorchTransport,
@@ -72,7 +70,7 @@ class Wire:
         self._transport: Transport = HorovodTransport(hvd)
 
     def connect(self, *, limit_seconds: float) -> None:
-        """Let sums and agreements travel by torch's Gloo from now on; all ranks have to do so.
+        """Let all travel by torch's Gloo from now on; all ranks have to do so.
 
         Args:
             limit_seconds: What takes longer fails.
@@ -83,15 +81,15 @@ class Wire:
             )
 
     def disconnect(self) -> None:
-        """Let them travel by Horovod again; what other ranks never joined is abandoned."""
+        """Let all travel by Horovod again; what other ranks never joined is abandoned."""
         self._transport.close(broken=self.broken is not None)
         self._transport = HorovodTransport(self._hvd)
 
     def start(self, tensor: Tensor, name: str) -> Pending:
         """Start to sum a contiguous tensor over the ranks in place; `wait` ends it."""
-        return self._start(self._transport.start, tensor, name, "Sum")
+        return self._start(self._transport.sum, tensor, name)
 
-    def wait(self, pending: Pending, doing: str, *, seconds: float | None = None) -> Any:
+    def wait(self, pending: Pending, doing: str, *, seconds: float | None = None) -> Tensor:
         """Wait for what was started and return its result.
 
         Raises:
@@ -147,10 +145,11 @@ class Wire:
         if self.size == 1:
             return [value]
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather(torch.tensor([len(payload)]), "d9m.sizes").tolist()
-        parts = _cut(self._gather(payload, "d9m.objects"), sizes)
         # What is unpickled was pickled by the same program on another rank of this run.
-        return [cast(T, pickle.loads(part.numpy().tobytes())) for part in parts]  # noqa: S301
+        return [
+            cast(T, pickle.loads(part.numpy().tobytes()))  # noqa: S301
+            for part in self._gather_bytes(payload, "d9m.objects")
+        ]
 
     @_normal_tensors
     def gather_equal(self, tensor: Tensor, name: str) -> Tensor:
@@ -162,7 +161,9 @@ class Wire:
         self.agree(Claim(f"{name} of a tensor {tuple(tensor.shape)}, {tensor.dtype}"))
         if self.size == 1:
             return tensor.detach().clone()[None]
-        gathered = self._gather(_as_bytes(tensor), "d9m.equal")
+        if tensor.numel() == 0:
+            return tensor.new_empty(self.size, *tensor.shape)
+        gathered = self._gather(_as_bytes(tensor), "d9m.equal", name)
         return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     def broadcast_object(self, value: T, source: int) -> T:
@@ -175,12 +176,11 @@ class Wire:
         if self.size == 1:
             return [tensor]
         shapes = self.gather_objects(tuple(tensor.shape))
-        gathered = self._gather(_as_bytes(tensor), "d9m.tensors")
-        sizes = [tensor.element_size() * torch.Size(shape).numel() for shape in shapes]
+        parts = self._gather_bytes(_as_bytes(tensor), "d9m.tensors")
         # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
         return [
             part.clone().view(tensor.dtype).reshape(shape)
-            for part, shape in zip(_cut(gathered, sizes), shapes, strict=True)
+            for part, shape in zip(parts, shapes, strict=True)
         ]
 
     @_normal_tensors
@@ -193,17 +193,18 @@ class Wire:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for index, group in enumerate(by_device.values()):
             flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            handle = self._start(self._broadcast, flat, f"{name}.{index}")
-            self.wait(HorovodPending(self._hvd, handle), name)
+            self.wait(self._start(self._transport.broadcast, flat, f"{name}.{index}"), name)
             if self.rank == 0:
                 continue
-            parts = _cut(flat, [tensor.numel() * tensor.element_size() for tensor in group])
+            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
 
-    def _start(self, function: Callable[..., T], tensor: Tensor, name: str, *others: Any) -> T:
+    def _start(
+        self, function: Callable[[Tensor, str], Pending], tensor: Tensor, name: str
+    ) -> Pending:
         try:
-            return function(tensor, name, *others)
+            return function(tensor, name)
         except RuntimeError as error:  # HorovodInternalError is one
             raise self._lost(name, error) from error
         except ValueError as error:
@@ -211,18 +212,23 @@ class Wire:
                 raise  # what was asked for is not possible
             raise self._lost(name, error) from error
 
-    def _broadcast(self, tensor: Tensor, name: str) -> int:
-        return cast(int, self._hvd.broadcast_async_(tensor, 0, name=name))
+    def _gather(self, tensor: Tensor, name: str, doing: str) -> Tensor:
+        return self.wait(self._start(self._transport.gather, tensor, name), doing)
 
-    def _gather(self, tensor: Tensor, name: str) -> Tensor:
-        handle = self._start(self._hvd.allgather_async, tensor, name)
-        return cast(Tensor, self.wait(HorovodPending(self._hvd, handle), name))
+    def _gather_bytes(self, flat: Tensor, name: str) -> list[Tensor]:
+        """Gather bytes whose number may differ from rank to rank."""
+        length = torch.tensor([len(flat)])
+        sizes = self._gather(length, f"{name}.sizes", name).tolist()
+        padded = flat.new_zeros(max(1, *sizes))
+        padded[: len(flat)] = flat
+        rows = self._gather(padded, name, name).view(self.size, -1)
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     @_normal_tensors
     def _is_common(self, fingerprint: int, doing: str, seconds: float | None = None) -> bool:
         # The minimum of x and of -x at once: all equal exactly when they are opposite.
         both = torch.tensor([fingerprint, -fingerprint])
-        pending = self._start(self._transport.start, both, "d9m.agree", "Min")
+        pending = self._start(self._transport.minimise, both, "d9m.agree")
         self.wait(pending, doing, seconds=seconds)
         return bool(both[0] == -both[1])
 
@@ -276,7 +282,3 @@ def _describe(error: BaseException) -> str:
 def _as_bytes(tensor: Tensor) -> Tensor:
     normal = tensor.clone() if tensor.is_inference() else tensor
     return normal.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _cut(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    return torch.tensor_split(flat, list(accumulate(sizes))[:-1])
