@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,9 +24,6 @@ from lightning_d9m.errors import SettingError
 
 MEBIBYTE = 2**20
 BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores
-# A gradient of this size is packed as soon as it is there: it is still in the cache, and what it
-# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call.
-_LARGE_BYTES = 2**16
 
 
 class Reducer(Protocol):
@@ -211,9 +207,9 @@ class GradientBuckets:
             self._check_second(bucket, position)
         else:
             bucket.fired.add(position)
-            if bucket.slots[position].view.nbytes >= _LARGE_BYTES:
+            if bucket.slots[position].is_alone:
                 self._pack(bucket, [position])
-            if self._is_common:
+            if self._is_common and bucket.is_complete:
                 self._launch_complete()
 
     @staticmethod
@@ -235,10 +231,7 @@ class GradientBuckets:
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
-        # Neighbours have the same difference between their number and their place.
-        numbered = enumerate(sorted(bucket.fired))
-        for _, group in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
-            positions = [position for _, position in group]
+        for positions in bucket.find_runs():
             slots = bucket.slots[positions[0] : positions[-1] + 1]
             self._pack(bucket, positions)
             target = bucket.flat[slots[0].start : slots[-1].stop]
@@ -254,9 +247,9 @@ class GradientBuckets:
         if self._reducer.size == 1:
             return
         scale = self._scale if self._travels_as_it_is(bucket.flat) else 1.0
-        views: list[Tensor] = []
-        gradients: list[Tensor] = []
         unscaled: list[Tensor] = []
+        run: list[Tensor] = []  # gradients of neighbours, which lie one behind the other
+        begin = end = 0
         for position in positions:
             if position in bucket.packed:
                 continue
@@ -264,17 +257,20 @@ class GradientBuckets:
             gradient = self._densify(slot)
             if gradient.data_ptr() == slot.view.data_ptr():
                 unscaled.append(slot.view)
-            elif slot.view.nbytes >= _LARGE_BYTES:
+            elif slot.is_alone:
                 torch.mul(gradient, scale, out=slot.view)  # one pass, with any strides
             else:
-                views.append(slot.view)
-                gradients.append(gradient)
+                if run and slot.start != end:
+                    unscaled.append(torch.cat(run, out=bucket.flat[begin:end]))
+                    run = []
+                begin, end = slot.start if not run else begin, slot.stop
+                run += (gradient.reshape(-1), slot.padding)
             slot.parameter.grad = slot.view
         bucket.packed.update(positions)
-        if views:
-            torch._foreach_copy_(views, gradients)
-        if scale != 1.0 and (unscaled or views):
-            torch._foreach_mul_(unscaled + views, scale)
+        if run:
+            unscaled.append(torch.cat(run, out=bucket.flat[begin:end]))
+        if scale != 1.0 and unscaled:
+            torch._foreach_mul_(unscaled, scale)
 
     def _densify(self, slot: Slot) -> Tensor:
         name, gradient = slot.name, slot.parameter.grad
