@@ -31,6 +31,11 @@ class Reducer(Protocol):
 
     size: int
 
+    @property
+    def asks(self) -> bool:
+        """Whether `finish` finds out by itself that a rank does something else."""
+        ...
+
     def start(self, tensor: Tensor, name: str) -> Any:
         """Start to sum a contiguous tensor over the ranks in place, and return what to wait for.
 
@@ -38,8 +43,8 @@ class Reducer(Protocol):
         """
         ...
 
-    def wait(self, handle: Any, doing: str) -> Any:
-        """Wait until what was started is done."""
+    def finish(self, pending: Any, doing: str, agree: Callable[[], None]) -> None:
+        """Wait until the first of what was started is done; call ``agree`` in doubt."""
         ...
 
     def agree_on(self, fingerprint: int, doing: str, items: Callable[[], tuple[str, ...]]) -> None:
@@ -310,21 +315,25 @@ class GradientBuckets:
         """Agree on which gradients there are, reduce the rest, wait for all."""
         if self._reducer.size == 1:
             return
+        # Where every rank has started every bucket, no rank lacks a gradient.
+        if self._next < len(self._buckets) or not self._reducer.asks:
+            self._agree()
+        self._is_common = True
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        for flight in self._flights:
+            self._reducer.finish(flight.handle, "the backward pass", self._agree)
+            if flight.wire.data_ptr() != flight.target.data_ptr():
+                flight.target.copy_(flight.wire)
+
+    def _agree(self) -> None:
         fired = tuple(frozenset(bucket.fired) for bucket in self._buckets)
         fingerprint = self._fingerprints.get(fired)
         if fingerprint is None:
             text = "\n".join([self._plan, *self._fired_names()]).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
             fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
-        doing = "the backward pass"
-        self._reducer.agree_on(fingerprint, doing, self._claim_items)
-        self._is_common = True
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
-        for flight in self._flights:
-            self._reducer.wait(flight.handle, "the gradients of the other ranks")
-            if flight.wire.data_ptr() != flight.target.data_ptr():
-                flight.target.copy_(flight.wire)
+        self._reducer.agree_on(fingerprint, "the backward pass", self._claim_items)
 
     def _fired_names(self) -> tuple[str, ...]:
         return tuple(b.slots[position].name for b in self._buckets for position in sorted(b.fired))

@@ -24,6 +24,7 @@ else:
 # takes the core from a rank that computes, looking seldom leaves a result lying.
 _POLL_SECONDS = (0.0001, 0.002)
 _POLL_SHARE = 0.05
+_PATIENCE = timedelta(days=365)
 
 
 class Pending(Protocol):
@@ -41,9 +42,13 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Moves contiguous tensors between the ranks.
 
-    Sums may be under way while a rank does something else: all ranks start them in one order.
-    Whatever else is started is waited for at once.
+    Sums and broadcasts have one order, the same on every rank; so have minima and what is gathered.
+
+    Attributes:
+        is_patient: Whether what only some ranks have started may lie for hours.
     """
+
+    is_patient: bool
 
     def sum(self, tensor: Tensor, name: str) -> Pending:
         """Start to sum a tensor over the ranks in place."""
@@ -61,8 +66,8 @@ class Transport(Protocol):
         """Start to overwrite a tensor with that of rank 0."""
         ...
 
-    def close(self, *, broken: bool) -> None:
-        """Give the connections up; broken, without waiting for what is under way."""
+    def close(self) -> None:
+        """Give the connections up, without waiting for what is under way."""
         ...
 
 
@@ -91,6 +96,8 @@ class _HorovodPending:
 class HorovodTransport:
     """Horovod's own collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name."""
 
+    is_patient = False  # it warns of what lies for a minute, and ends the run in the end
+
     def __init__(self, hvd: ModuleType) -> None:
         self._hvd: Any = hvd
 
@@ -114,7 +121,7 @@ class HorovodTransport:
         handle = self._hvd.allreduce_async_(tensor, name=name, op=operation)
         return _HorovodPending(self._hvd, handle)
 
-    def close(self, *, broken: bool) -> None:
+    def close(self) -> None:
         """Horovod runs on until the process ends."""
 
 
@@ -140,14 +147,17 @@ class TorchTransport:
     """Gloo groups of torch, which no other code sees: torch.distributed stays uninitialised.
 
     Gloo pairs what the ranks start by its order. So sums, which may be under way when a rank turns
-    to something else, have one group, and what the ranks say to each other has another.
+    to something else, have one group, and what the ranks say to each other has another, in which
+    an exchange may lie until the last rank joins it.
 
     Args:
         rank: This rank.
         size: The number of ranks.
         gather: Gathers an object from all ranks; the connections are made known by it.
-        limit_seconds: An exchange that takes longer fails.
+        limit_seconds: A sum or a broadcast that takes longer fails.
     """
+
+    is_patient = True
 
     def __init__(
         self,
@@ -173,7 +183,8 @@ class TorchTransport:
 
     def minimise(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        return _TorchPending(self._talk.allreduce(tensor, distributed.ReduceOp.MIN), tensor)
+        work = self._talk.allreduce(tensor, distributed.ReduceOp.MIN, timeout=_PATIENCE)
+        return _TorchPending(work, tensor)
 
     def gather(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
@@ -183,13 +194,12 @@ class TorchTransport:
 
     def broadcast(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        return _TorchPending(self._talk.broadcast(tensor, 0), tensor)
+        return _TorchPending(self._sums.broadcast(tensor, 0), tensor)
 
-    def close(self, *, broken: bool) -> None:
+    def close(self) -> None:
         """Close the connections."""
-        if broken:
-            self._sums.abort()
-            self._talk.abort()
+        self._sums.abort()
+        self._talk.abort()
         del self._sums, self._talk
 
 

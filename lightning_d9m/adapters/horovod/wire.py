@@ -2,6 +2,12 @@
 
 Before each exchange the ranks agree on what it is: all reduce one fingerprint, so that a rank in
 the backward pass meets a rank at a barrier there, and both can say so.
+
+Sums whose start is agreement enough (all gradients arrived, in buckets that are known to be equal)
+need none while they come. A rank that waits for long only asks: it reduces a fingerprint that says
+nothing, and does not wait for the answer. The others answer with what they reduce next, whenever
+that is. Who has claimed something then claims it again, as does the asker, unless its sum is on the
+way: a rank has finished it already.
 """
 
 import hashlib
@@ -26,7 +32,10 @@ from lightning_d9m.adapters.horovod.transport import (
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 
 T = TypeVar("T")
-_SLICE_SECONDS = 1.0  # between two of which Python handles signals
+_SLICE_SECONDS = (
+    0.5  # between two of which Python handles signals, and a rank asks where others are
+)
+_ASKS = -1  # the fingerprint of a rank that only asks
 _LIMIT_OF_NAMES = 8
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
@@ -68,6 +77,14 @@ class Wire:
         self.rank: int = self._hvd.rank()
         self.size: int = self._hvd.size()
         self._transport: Transport = HorovodTransport(hvd)
+        self._limit = math.inf  # of an agreement, in seconds; Horovod has its own
+        self._finished = 0  # sums whose result is here
+        self._question: Pending | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether a rank that waits for a sum finds out what the others do."""
+        return self._transport.is_patient
 
     def connect(self, *, limit_seconds: float) -> None:
         """Let all travel by torch's Gloo from now on; all ranks have to do so.
@@ -79,27 +96,42 @@ class Wire:
             self._transport = TorchTransport(
                 self.rank, self.size, self.gather_objects, limit_seconds=limit_seconds
             )
+            self._limit = limit_seconds
 
     def disconnect(self) -> None:
         """Let all travel by Horovod again; what other ranks never joined is abandoned."""
-        self._transport.close(broken=self.broken is not None)
-        self._transport = HorovodTransport(self._hvd)
+        self._transport.close()
+        self._transport, self._limit = HorovodTransport(self._hvd), math.inf
+        self._question = None
 
     def start(self, tensor: Tensor, name: str) -> Pending:
-        """Start to sum a contiguous tensor over the ranks in place; `wait` ends it."""
+        """Start to sum a contiguous tensor over the ranks in place; `finish` ends it."""
         return self._start(self._transport.sum, tensor, name)
 
-    def wait(self, pending: Pending, doing: str, *, seconds: float | None = None) -> Tensor:
+    def finish(self, pending: Pending, doing: str, agree: Callable[[], None]) -> None:
+        """Wait for a sum, the first of those that were started.
+
+        Args:
+            pending: What `start` returned.
+            doing: In words, for the error.
+            agree: Claims what this rank does; called when others turn out to do something else.
+        """
+        while not pending.is_done_within(_SLICE_SECONDS):
+            if self.asks and self._is_awaited_elsewhere(doing):
+                agree()
+        self.wait(pending, doing)
+        self._finished += 1
+
+    def wait(self, pending: Pending, doing: str, *, until: float = math.inf) -> Tensor:
         """Wait for what was started and return its result.
 
         Raises:
             RankLostError: A rank ended, or what the ranks asked for was refused.
-            TimeoutError: It took longer than ``seconds``.
+            TimeoutError: It was not there ``until`` then, by the monotonic clock.
         """
-        limit = math.inf if seconds is None else time.monotonic() + seconds
-        while not pending.is_done_within(min(_SLICE_SECONDS, limit - time.monotonic())):
-            if time.monotonic() > limit:
-                raise TimeoutError(doing)
+        while not pending.is_done_within(min(_SLICE_SECONDS, until - time.monotonic())):
+            if time.monotonic() > until:
+                raise TimeoutError(f"It took too long: {doing}.")
         try:
             return pending.get_result()
         except RuntimeError as error:  # HorovodInternalError is one
@@ -119,7 +151,11 @@ class Wire:
             return
         if self.broken is not None:
             raise self.broken
-        if not self._is_common(fingerprint, doing):
+        try:
+            is_common = self._is_common(fingerprint, doing, time.monotonic() + self._limit)
+        except TimeoutError as error:
+            raise self._lost(doing, error) from error
+        if not is_common:
             self._explain(Claim(doing, items()))
 
     def announce(self, error: BaseException) -> None:
@@ -131,7 +167,8 @@ class Wire:
             return
         claim = Claim("ends with an error")
         try:
-            if not self._is_common(claim.fingerprint(), claim.doing, self._grace):
+            limit = time.monotonic() + self._grace
+            if not self._is_common(claim.fingerprint(), claim.doing, limit):
                 self._explain(Claim(f"ends with {_describe(error)}"))
         except (RankLostError, RanksDisagreeError, TimeoutError):
             return
@@ -224,13 +261,31 @@ class Wire:
         rows = self._gather(padded, name, name).view(self.size, -1)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
+    def _is_common(self, fingerprint: int, doing: str, until: float) -> bool:
+        if self._question is not None:
+            self.wait(self._question, doing, until=until)
+            self._question = None
+        lowest = _ASKS
+        while lowest == _ASKS:
+            answer = self.wait(self._claim(fingerprint), doing, until=until)
+            lowest, opposite, _ = answer.tolist()
+        return bool(lowest == -opposite)
+
+    def _is_awaited_elsewhere(self, doing: str) -> bool:
+        """Ask, without waiting: whether a rank claims something, and none has finished this sum."""
+        if self._question is None:
+            self._question = self._claim(_ASKS)
+        if not self._question.is_done_within(0.0):
+            return False
+        _, opposite, finished = self.wait(self._question, doing).tolist()
+        self._question = None
+        return bool(-opposite != _ASKS and -finished <= self._finished)
+
     @_normal_tensors
-    def _is_common(self, fingerprint: int, doing: str, seconds: float | None = None) -> bool:
+    def _claim(self, fingerprint: int) -> Pending:
         # The minimum of x and of -x at once: all equal exactly when they are opposite.
-        both = torch.tensor([fingerprint, -fingerprint])
-        pending = self._start(self._transport.minimise, both, "d9m.agree")
-        self.wait(pending, doing, seconds=seconds)
-        return bool(both[0] == -both[1])
+        numbers = torch.tensor([fingerprint, -fingerprint, -self._finished])
+        return self._start(self._transport.minimise, numbers, "d9m.agree")
 
     def _explain(self, claim: Claim) -> None:
         current = sys.exc_info()[1]
