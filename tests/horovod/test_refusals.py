@@ -62,31 +62,27 @@ def test_a_horovod_that_is_not_there(monkeypatch):
         import_horovod()
 
 
-class Ranks:
-    """Two ranks on one wire: what the other one brings is said here."""
+@pytest.fixture
+def make_wire(monkeypatch):
+    """Make the wire of two ranks; what the other one says is said here."""
 
-    def __init__(self, *, agree):
-        # The least of a number and of its opposite: that of two ranks is another's.
-        self.least = lambda both: both if agree else torch.tensor([0, 1])
-
-    def make_wire(self, monkeypatch):
+    def make(*, agree):
         wire = Wire(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-        done = SimpleNamespace(is_done_within=lambda _: True, get_result=lambda: None)
-        wire._transport = SimpleNamespace(
-            start=lambda both, *_: (both.copy_(self.least(both)), done)[1]
-        )
+        monkeypatch.setattr(wire, "_is_common", lambda *_: agree)
         monkeypatch.setattr(wire, "gather_objects", lambda claim: [claim, Claim("the end")])
         return wire
 
+    return make
 
-def test_ranks_that_do_different_things(monkeypatch):
-    wire = Ranks(agree=False).make_wire(monkeypatch)
+
+def test_ranks_that_do_different_things(make_wire):
+    wire = make_wire(agree=False)
     with pytest.raises(RanksDisagreeError, match="rank 0: a barrier\n  rank 1: the end"):
         wire.agree(Claim("a barrier"))
 
 
-def test_ranks_that_end_together_exchange_no_more(monkeypatch):
-    wire = Ranks(agree=True).make_wire(monkeypatch)
+def test_ranks_that_end_together_exchange_no_more(make_wire):
+    wire = make_wire(agree=True)
     wire.announce(ValueError("all have it"))
     assert str(wire.broken) == "This rank has ended its part of the run."
 
