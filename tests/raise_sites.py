@@ -1,6 +1,6 @@
 """Note in a file which places of the package that make an error the tests have executed.
 
-``pytest --raise-sites FILE`` adds to it, as do several runs, xdist's workers and the processes that
+``pytest --raise-sites=FILE`` adds to it, as do several runs, xdist's workers and the processes that
 tests fork. Processes that a test starts as programs are not seen. ``raise_sites.py FILE`` lists the
 places that are not in the file; its exit status is 1 if there are any.
 """
