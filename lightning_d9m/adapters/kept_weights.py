@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.evidence.snapshot import plain_name
+from lightning_d9m.evidence.standing import plain_name
 
 WEIGHTS_VARIABLE = "LIGHTNING_D9M_KEEP_WEIGHTS"
 

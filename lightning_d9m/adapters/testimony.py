@@ -23,8 +23,8 @@ from lightning_d9m.evidence.recorder import Policy, Recorder
 from lightning_d9m.evidence.records import Digests, End, Header, Json, LoaderFacts, RunFacts
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
 from lightning_d9m.evidence.stack import capture_stack
+from lightning_d9m.evidence.standing import Roster
 from lightning_d9m.evidence.together import Ranks
-from lightning_d9m.evidence.whereabouts import Whereabouts
 
 Moment = Literal["initial", "epoch", "final"]
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
@@ -49,7 +49,7 @@ class Testimony:
         self._ledger_dir = ledger_dir
         self._ignored_metrics = tuple(ignored_metrics)
         self._ranks = Ranks(0)
-        self._whereabouts = Whereabouts()
+        self._roster: Roster | None = None
         self._recorder: Recorder | None = None
         self._outputs: OutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
@@ -59,8 +59,8 @@ class Testimony:
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"_recorder": None, "_outputs": None, "_loss": None}
-        return self.__dict__ | mine | {"_ranks": Ranks(0), "_whereabouts": Whereabouts()}
+        mine = {"_recorder": None, "_outputs": None, "_loss": None, "_roster": None}
+        return self.__dict__ | mine | {"_ranks": Ranks(0)}
 
     def check_reference(self) -> None:
         """Raise now, rather than after the set-up, if the reference cannot be read."""
@@ -76,6 +76,7 @@ class Testimony:
             self._loss = None
             self._evaluations.clear()
         self._epoch = trainer.current_epoch
+        self._roster = Roster(module)
         self._ranks = ranks_of(trainer)
         header, facts, replicated = self._ranks.together(
             lambda: (
@@ -229,7 +230,7 @@ class Testimony:
         if self._recorder is not None:
             self._append_evaluations()
         recorder, self._recorder = self._recorder, None
-        self._loss = None
+        self._loss = self._roster = None
         if recorder is not None:
             recorder.end(End(status=status, error=error))
 
@@ -237,7 +238,7 @@ class Testimony:
         if moment != "final":  # other callbacks may have given back their switches by then
             run.verify()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        snapshot = take_snapshot(module, trainer.optimizers, schedulers, self._whereabouts)
+        snapshot = take_snapshot(self._roster or module, trainer.optimizers, schedulers)
         return Digests(
             moment=moment,
             epoch=self._epoch,

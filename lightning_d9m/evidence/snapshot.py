@@ -15,8 +15,9 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.evidence.digest import digest_many, digest_value
+from lightning_d9m.evidence.standing import Roster, plain_name
 from lightning_d9m.evidence.values import encode
-from lightning_d9m.evidence.whereabouts import Whereabouts, digest_located
+from lightning_d9m.evidence.whereabouts import digest_located
 
 Groups = dict[str, dict[str, str]]
 
@@ -38,20 +39,10 @@ class Snapshot:
     totals: dict[str, str]
 
 
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefix of ``torch.compile``.
-
-    >>> plain_name("encoder._orig_mod.layers.0.weight")
-    'encoder.layers.0.weight'
-    """
-    return name.replace("_orig_mod.", "")
-
-
 def take_snapshot(
-    model: nn.Module,
+    model: nn.Module | Roster,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
-    whereabouts: Whereabouts | None = None,
 ) -> Snapshot:
     """Digest all state that a training carries from step to step.
 
@@ -59,22 +50,20 @@ def take_snapshot(
 
     Args:
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
-            take part in the computation.
+            take part in the computation. A roster of it remembers them until the next snapshot.
         optimizers: Their state by parameter, and the settings of their parameter groups.
         schedulers: Objects with ``state_dict()``. An object in it whose bytes are not defined
             counts by its type: what it does shows in the learning rates.
-        whereabouts: Where the tensors lay at the last snapshot: most lie there still.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    parameters = [(plain_name(name), tensor) for name, tensor in model.named_parameters()]
-    buffers = [(plain_name(name), tensor) for name, tensor in model.named_buffers()]
-    names = {id(parameter): name for name, parameter in parameters}
+    roster = model if isinstance(model, Roster) else Roster(model)
+    parameters, buffers, names = roster.look()
     tensors: dict[tuple[str, str], Tensor] = {}
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
     for group, entries in (("weights", parameters), ("buffers", buffers)):
-        for name, tensor in entries:
+        for name, tensor in entries.items():
             if _is_lazy(tensor):
                 groups[group][name] = digest_value(type(tensor))
             else:
@@ -88,7 +77,7 @@ def take_snapshot(
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     values = list(tensors.values())
-    located = None if whereabouts is None else whereabouts.find(values)
+    located = roster.whereabouts.find(values)
     digests = digest_many(values) if located is None else digest_located(located)
     for (group, name), value in zip(tensors, digests, strict=True):
         groups[group][name] = value

@@ -10,10 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_d9m.evidence.snapshot import plain_name
 from lightning_d9m.evidence.whereabouts import Located, Whereabouts
 
 _TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefix of ``torch.compile``.
+
+    >>> plain_name("encoder._orig_mod.layers.0.weight")
+    'encoder.layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
 
 
 class Standing(dict[str, Tensor]):
@@ -34,18 +42,27 @@ class Roster:
 
     Args:
         model: The model.
-        takes: Says of a parameter's or buffer's name whether it is selected.
+        takes: Says of a parameter's or buffer's name whether it is selected; None takes all.
+
+    Attributes:
+        whereabouts: Of what is digested together with them.
     """
 
-    def __init__(self, model: nn.Module, takes: Callable[[str], bool]) -> None:
+    def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
+        self.whereabouts = Whereabouts()
         self._model = model
-        self._takes = takes
+        self._takes = lambda entry: takes is None or takes(entry[0])
         self._tables: list[dict[str, Any]] = []
         self._sizes: list[int] = []
         self._keys: list[str] = []
         self._held: list[object] = []
         self._parameters = self._buffers = Standing(())
         self._names: dict[int, str] = {}
+
+    def look(self) -> tuple[Standing, Standing, dict[int, str]]:
+        """Return the parameters, the buffers and the names at once."""
+        self._walk()
+        return self._parameters, self._buffers, self._names
 
     @property
     def parameters(self) -> Standing:
@@ -76,8 +93,8 @@ class Roster:
         parameters = [(plain_name(name), own) for name, own in self._model.named_parameters()]
         buffers = [(plain_name(name), own) for name, own in self._model.named_buffers()]
         self._names = {id(own): name for name, own in parameters}
-        self._parameters = Standing(entry for entry in parameters if self._takes(entry[0]))
-        self._buffers = Standing(entry for entry in buffers if self._takes(entry[0]))
+        self._parameters = Standing(filter(self._takes, parameters))
+        self._buffers = Standing(filter(self._takes, buffers))
 
     def _is_as_walked(self) -> bool:
         """Return whether modules hold the same under the same names.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_d9m.evidence.snapshot import describe_model, replicated_names, take_snapshot
-from lightning_d9m.evidence.whereabouts import Whereabouts
+from lightning_d9m.evidence.standing import Roster
 
 
 @pytest.fixture
@@ -147,11 +147,11 @@ def test_where_tensors_lay_before_changes_no_digest():
     """Across steps, a state that is loaded, memory that is taken anew, and a cast."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters())
-    whereabouts = Whereabouts()
+    roster = Roster(model)
     seen = []
 
     def check():
-        taken = take_snapshot(model, [optimizer], whereabouts=whereabouts)
+        taken = take_snapshot(roster, [optimizer])
         assert taken == take_snapshot(model, [optimizer])
         seen.append(taken.totals)
 
@@ -170,5 +170,7 @@ def test_where_tensors_lay_before_changes_no_digest():
         model[0].weight[0, 0] += 1
     check()
     model[0].double()
+    check()
+    model.append(nn.Linear(4, 2))
     check()
     assert len({str(totals) for totals in seen}) == len(seen)

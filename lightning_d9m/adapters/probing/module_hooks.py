@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_d9m.evidence.leaves import list_leaves
 from lightning_d9m.evidence.probe_settings import ROOT, ProbeSettings
 from lightning_d9m.evidence.probes import Listener
-from lightning_d9m.evidence.snapshot import plain_name
+from lightning_d9m.evidence.standing import plain_name
 
 
 def hook_model(

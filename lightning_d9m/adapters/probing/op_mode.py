@@ -26,7 +26,7 @@ from lightning_d9m.adapters.probing.module_hooks import eager_modules
 from lightning_d9m.evidence.dumps import keep, written_arguments
 from lightning_d9m.evidence.probe_settings import ROOT, ProbeSettings
 from lightning_d9m.evidence.probes import Probes
-from lightning_d9m.evidence.snapshot import plain_name
+from lightning_d9m.evidence.standing import plain_name
 
 _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 # What they return is not there yet: the transfer goes on in the background.

@@ -22,7 +22,7 @@ from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.evidence.probe_settings import ROOT, ProbeSettings
 from lightning_d9m.evidence.probes import Difference, Moment, Trace, find_difference
-from lightning_d9m.evidence.snapshot import plain_name
+from lightning_d9m.evidence.standing import plain_name
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 # Each rank holds a part of every weight, which is gathered and freed within a step.
