@@ -107,13 +107,14 @@ def distribute(model, optimizer):
         from lightning_d9m.adapters.horovod.settings import switch_on
         from lightning_d9m.adapters.horovod.wire import Wire
 
-        switch_on(initialized=False, stall_seconds=600)
+        transport = "torch" if mode == "static" else "horovod"
+        switch_on(initialized=False, stall_seconds=600, transport=transport)
         import horovod.torch as hvd
 
         hvd.init()
         keep_freed_memory()
         wire = Wire(hvd)
-        if mode == "static":
+        if transport == "torch":
             wire.connect(limit_seconds=600)
         size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES))
         buckets = GradientBuckets(model.named_parameters(), wire, bucket_bytes=size)

@@ -16,7 +16,10 @@ MAX_ITEMS = 1_000_000
 _CONTAINERS = frozenset({dict, list})
 
 
-def _check_depth(fields: Json) -> None:
+def _check_depth(body: bytes, fields: object) -> None:
+    """Raise if a record nests too deeply; most have too few brackets for that."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
     for name, value in fields.items() if isinstance(fields, dict) else ():
         if not _nests_within(value, MAX_DEPTH):
             raise FieldError(name, f"nests deeper than {MAX_DEPTH} levels")
@@ -41,6 +44,8 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return table
 
 
+# Made once: `json.dumps` makes one in each call.
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _decode_quickly = json.JSONDecoder(parse_constant=_reject_constant).decode
 _decode_unique = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant).decode
 
@@ -131,8 +136,7 @@ def decode_record(body: bytes) -> Record:
         if isinstance(error, FieldError):
             raise
         raise FieldError("record", "holds a number of thousands of digits") from error
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_depth(fields)
+    _check_depth(body, fields)
     return parse_record(fields)
 
 
@@ -145,9 +149,12 @@ def encode_record(record: Mapping[str, Json]) -> bytes:
     if (body := _encode_probes(record)) is not None:
         return body
     parse_record(dict(record))
-    _check_depth(record)
     try:
-        text = json.dumps(record, separators=(",", ":"), allow_nan=False)
+        text = _to_json(record)
+    except RecursionError as error:
+        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
     except (TypeError, ValueError) as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
-    return text.encode("ascii")
+    body = text.encode("ascii")
+    _check_depth(body, record)
+    return body

@@ -160,6 +160,12 @@ class TestWriter:
                 writer.write({"kind": "probe", "value": float("nan")})
             with pytest.raises(LedgerError, match="cannot be written as JSON"):
                 writer.write({"kind": "probe", "value": object()})
+            for depth in (17, 10**5):
+                nested: list[object] = []
+                for _ in range(depth):
+                    nested = [nested]
+                with pytest.raises(LedgerError, match="nests deeper than 16 levels"):
+                    writer.write({"kind": "probe", "value": nested})
             writer.write(runs.facts().as_record())
         assert len(read_all(path)[1]) == 1
 

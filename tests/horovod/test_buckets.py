@@ -17,6 +17,7 @@ class Twins:
     """Two ranks that hold the same gradients; notes what is started, agreed on and waited for."""
 
     size = 2
+    asks = False
 
     def __init__(self):
         self.events = []
@@ -28,8 +29,8 @@ class Twins:
         tensor.add_(tensor.clone())
         return len(self.events)
 
-    def wait(self, handle, doing):
-        self.events.append(f"wait {handle}")
+    def finish(self, pending, doing, agree):
+        self.events.append(f"wait {pending}")
 
     def agree_on(self, fingerprint, doing, items):
         self.events.append("agree")
@@ -89,6 +90,19 @@ def test_reduction_starts_while_the_backward_pass_runs():
         module(torch.randn(2, 3)).sum().backward()
     assert reducer.events.index("d9m.bucket.0.0-0") < reducer.events.index("first layer")
     assert reducer.events.count("agree") == 1
+
+
+def test_whole_buckets_are_agreement_enough():
+    """Over a wire that asks by itself the ranks agree once, and when a gradient is missing."""
+    module, reducer = model(), Twins()
+    reducer.asks = True
+    buckets = GradientBuckets(module.named_parameters(), reducer, bucket_bytes=1)
+    counts = []
+    for part in (module, module, module[:3], module):
+        with buckets.backward():
+            part(torch.randn(2, 3)).sum().backward()
+        counts.append(reducer.events.count("agree"))
+    assert counts == [1, 1, 2, 2]
 
 
 def test_gradients_are_views_and_are_not_copied_again():

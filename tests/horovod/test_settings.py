@@ -32,6 +32,24 @@ def test_variables_are_set_and_restored():
     assert not [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]
 
 
+@pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "20")])
+def test_horovod_rests_longer_where_torch_moves_the_tensors(monkeypatch, transport, expected):
+    """Its cycle is left alone where CUDA is there, and where a user chose."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with_transport = {"initialized": False, "stall_seconds": 60, "transport": transport}
+    switched = switch_on(**with_transport)
+    assert os.environ["HOROVOD_CYCLE_TIME"] == expected
+    switched.restore()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    switch_on(**with_transport).restore()
+    assert "HOROVOD_CYCLE_TIME" not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    switched = switch_on(**with_transport)
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
+    switched.restore()
+
+
 def test_a_users_choice_of_nccl_stays(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     switched = switch_on(initialized=False, stall_seconds=60)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -10,19 +11,30 @@ from torch.nn import Parameter
 # A gradient at an odd address takes another path through vectorised reductions (its norm, when it
 # is clipped) than one that was allocated for itself.
 _ALIGNMENT_BYTES = 64
+# A gradient of this size is packed as soon as it is there: it is still in the cache, and what it
+# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call.
+_LARGE_BYTES = 2**16
 # The first bucket is small, as DDP's is, so that something travels early.
 _FIRST_BYTES = 2**20
 
 
 @dataclass
 class Slot:
-    """The place of one parameter: a view of its bucket's buffer."""
+    """The place of one parameter: a view of its bucket's buffer.
+
+    Attributes:
+        padding: Zeros that fill the place up behind the view.
+        is_alone: Whether its gradient is packed by itself: it is large, or its strides are not
+            those of a flat buffer.
+    """
 
     name: str
     parameter: Parameter
     start: int
     stop: int
     view: Tensor
+    padding: Tensor
+    is_alone: bool
 
 
 @dataclass
@@ -47,6 +59,16 @@ class Bucket:
     def is_complete(self) -> bool:
         """Whether all gradients have arrived."""
         return len(self.fired) == len(self.slots)
+
+    def find_runs(self) -> Iterator[Sequence[int]]:
+        """The positions of gradients that have arrived, cut where one is missing."""
+        if self.is_complete:
+            yield range(len(self.slots))
+            return
+        # Neighbours have the same difference between their number and their place.
+        numbered = enumerate(sorted(self.fired))
+        for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
+            yield [position for _, position in run]
 
 
 def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:
@@ -95,10 +117,12 @@ def _make_bucket(
     for _, parameter in members:
         starts.append(starts[-1] + -(-parameter.numel() // step) * step)
     flat = torch.zeros(starts[-1], dtype=dtype, device=device)
-    slots = [
-        Slot(name, parameter, start, stop, _view_like(flat, start, parameter))
-        for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True)
-    ]
+    slots = []
+    for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True):
+        view = _view_like(flat, start, parameter)
+        padding = flat.new_zeros(stop - start - parameter.numel())
+        is_alone = view.nbytes >= _LARGE_BYTES or not view.is_contiguous()
+        slots.append(Slot(name, parameter, start, stop, view, padding, is_alone))
     return Bucket(index, flat, slots)
 
 

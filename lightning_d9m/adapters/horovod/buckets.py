@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,15 +24,17 @@ from lightning_d9m.errors import SettingError
 
 MEBIBYTE = 2**20
 BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores
-# A gradient of this size is packed as soon as it is there: it is still in the cache, and what it
-# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call.
-_LARGE_BYTES = 2**16
 
 
 class Reducer(Protocol):
     """What crosses the ranks."""
 
     size: int
+
+    @property
+    def asks(self) -> bool:
+        """Whether `finish` finds out by itself that a rank does something else."""
+        ...
 
     def start(self, tensor: Tensor, name: str) -> Any:
         """Start to sum a contiguous tensor over the ranks in place, and return what to wait for.
@@ -42,8 +43,8 @@ class Reducer(Protocol):
         """
         ...
 
-    def wait(self, handle: Any, doing: str) -> Any:
-        """Wait until what was started is done."""
+    def finish(self, pending: Any, doing: str, agree: Callable[[], None]) -> None:
+        """Wait until the first of what was started is done; call ``agree`` in doubt."""
         ...
 
     def agree_on(self, fingerprint: int, doing: str, items: Callable[[], tuple[str, ...]]) -> None:
@@ -211,9 +212,9 @@ class GradientBuckets:
             self._check_second(bucket, position)
         else:
             bucket.fired.add(position)
-            if bucket.slots[position].view.nbytes >= _LARGE_BYTES:
+            if bucket.slots[position].is_alone:
                 self._pack(bucket, [position])
-            if self._is_common:
+            if self._is_common and bucket.is_complete:
                 self._launch_complete()
 
     @staticmethod
@@ -235,10 +236,7 @@ class GradientBuckets:
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
-        # Neighbours have the same difference between their number and their place.
-        numbered = enumerate(sorted(bucket.fired))
-        for _, group in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
-            positions = [position for _, position in group]
+        for positions in bucket.find_runs():
             slots = bucket.slots[positions[0] : positions[-1] + 1]
             self._pack(bucket, positions)
             target = bucket.flat[slots[0].start : slots[-1].stop]
@@ -254,9 +252,9 @@ class GradientBuckets:
         if self._reducer.size == 1:
             return
         scale = self._scale if self._travels_as_it_is(bucket.flat) else 1.0
-        views: list[Tensor] = []
-        gradients: list[Tensor] = []
         unscaled: list[Tensor] = []
+        run: list[Tensor] = []  # gradients of neighbours, which lie one behind the other
+        begin = end = 0
         for position in positions:
             if position in bucket.packed:
                 continue
@@ -264,17 +262,20 @@ class GradientBuckets:
             gradient = self._densify(slot)
             if gradient.data_ptr() == slot.view.data_ptr():
                 unscaled.append(slot.view)
-            elif slot.view.nbytes >= _LARGE_BYTES:
+            elif slot.is_alone:
                 torch.mul(gradient, scale, out=slot.view)  # one pass, with any strides
             else:
-                views.append(slot.view)
-                gradients.append(gradient)
+                if run and slot.start != end:
+                    unscaled.append(torch.cat(run, out=bucket.flat[begin:end]))
+                    run = []
+                begin, end = slot.start if not run else begin, slot.stop
+                run += (gradient.reshape(-1), slot.padding)
             slot.parameter.grad = slot.view
         bucket.packed.update(positions)
-        if views:
-            torch._foreach_copy_(views, gradients)
-        if scale != 1.0 and (unscaled or views):
-            torch._foreach_mul_(unscaled + views, scale)
+        if run:
+            unscaled.append(torch.cat(run, out=bucket.flat[begin:end]))
+        if scale != 1.0 and unscaled:
+            torch._foreach_mul_(unscaled, scale)
 
     def _densify(self, slot: Slot) -> Tensor:
         name, gradient = slot.name, slot.parameter.grad
@@ -314,21 +315,25 @@ class GradientBuckets:
         """Agree on which gradients there are, reduce the rest, wait for all."""
         if self._reducer.size == 1:
             return
+        # Where every rank has started every bucket, no rank lacks a gradient.
+        if self._next < len(self._buckets) or not self._reducer.asks:
+            self._agree()
+        self._is_common = True
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        for flight in self._flights:
+            self._reducer.finish(flight.handle, "the backward pass", self._agree)
+            if flight.wire.data_ptr() != flight.target.data_ptr():
+                flight.target.copy_(flight.wire)
+
+    def _agree(self) -> None:
         fired = tuple(frozenset(bucket.fired) for bucket in self._buckets)
         fingerprint = self._fingerprints.get(fired)
         if fingerprint is None:
             text = "\n".join([self._plan, *self._fired_names()]).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
             fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
-        doing = "the backward pass"
-        self._reducer.agree_on(fingerprint, doing, self._claim_items)
-        self._is_common = True
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
-        for flight in self._flights:
-            self._reducer.wait(flight.handle, "the gradients of the other ranks")
-            if flight.wire.data_ptr() != flight.target.data_ptr():
-                flight.target.copy_(flight.wire)
+        self._reducer.agree_on(fingerprint, "the backward pass", self._claim_items)
 
     def _fired_names(self) -> tuple[str, ...]:
         return tuple(b.slots[position].name for b in self._buckets for position in sorted(b.fired))

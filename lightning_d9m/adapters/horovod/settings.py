@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +35,10 @@ CHOSEN = {
     # Protocols cut a message into different chunks, and a chunk decides where its sum begins.
     "NCCL_PROTO": "Simple",
 }
+# Milliseconds between two cycles of Horovod's threads, in each of which they exchange messages even
+# if there is nothing to do: at its own 1 ms they take a good part of the cores from ranks that
+# compute on them. Where torch moves the tensors, there never is. No bit depends on it.
+CYCLE_MS = {"horovod": "3", "torch": "20"}
 
 _switched_on: dict[str, str] | None = None  # the variables with which this process started Horovod
 
@@ -54,12 +58,15 @@ class Switched:
                 os.environ[name] = value
 
 
-def switch_on(*, initialized: bool, stall_seconds: float) -> Switched:
+def switch_on(
+    *, initialized: bool, stall_seconds: float, transport: Literal["horovod", "torch"] = "horovod"
+) -> Switched:
     """Set the variables for a Horovod that starts next, or check those of one that runs.
 
     Args:
         initialized: Whether Horovod runs already.
         stall_seconds: How long Horovod waits for a rank that does not come.
+        transport: By what tensors will travel.
 
     Raises:
         SettingError: A variable asks for the opposite.
@@ -91,10 +98,7 @@ def switch_on(*, initialized: bool, stall_seconds: float) -> Switched:
     # Ends a wait that would last for ever, when a rank hangs without ending.
     bounds = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, round(stall_seconds)))}
     if not torch.cuda.is_available():
-        # In each cycle Horovod's threads exchange messages even if there is nothing to do: at its
-        # own 1 ms they take a good part of the cores from ranks that compute on them. No bit
-        # depends on it.
-        bounds["HOROVOD_CYCLE_TIME"] = "3"
+        bounds["HOROVOD_CYCLE_TIME"] = CYCLE_MS[transport]
     missing = {n: v for n, v in {**wanted, **bounds}.items() if n not in os.environ}
     previous = {name: os.environ.get(name) for name in missing}
     os.environ.update(missing)

@@ -49,9 +49,8 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
             ``"off"`` each by itself. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
-        transport: ``"torch"`` sums over connections of torch's Gloo, ``"horovod"`` over Horovod's
-            own. Torch's cost less where ranks compute on the cores that the exchange needs, and
-            are the default on a CPU; on CUDA, Horovod's NCCL is.
+        transport: ``"torch"`` lets all travel by torch's Gloo, ``"horovod"`` by Horovod itself.
+            Torch's costs less where ranks compute on the cores that it needs: the default on a CPU.
         bucket_bytes: Size at which a bucket is closed; the first at 1 MiB, to start early.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they travel.
         sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
@@ -154,7 +153,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
 
     @property
     def transport(self) -> Literal["horovod", "torch"]:
-        """By what gradients are summed."""
+        """By what tensors travel between the ranks."""
         on_cpu = self.root_device.type == "cpu"
         if self._transport == "torch" and not on_cpu:
             raise SettingError(
@@ -176,10 +175,11 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     def setup_environment(self) -> None:
         """Set the variables, start Horovod, and compare the ranks."""
         hvd = import_horovod()
+        running, stall = hvd.is_initialized(), self._stall_seconds
         self._switched = switch_on(
-            initialized=hvd.is_initialized(), stall_seconds=self._stall_seconds
+            initialized=running, stall_seconds=stall, transport=self.transport
         )
-        if not hvd.is_initialized():
+        if not running:
             hvd.init()
         if self.root_device.type == "cpu":
             keep_freed_memory()
@@ -201,7 +201,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         self._wire.agree(Claim("the start of the run"))
         check_ranks(self._wire.gather_objects(described))
         if self.transport == "torch":
-            self._wire.connect(limit_seconds=self._stall_seconds)
+            self._wire.connect(limit_seconds=stall)
 
     def setup(self, trainer: Any) -> None:
         """Lightning's setup; then the buckets, when there will be gradients."""

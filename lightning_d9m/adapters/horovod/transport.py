@@ -1,4 +1,4 @@
-"""How a sum over the ranks travels: by Horovod, or by torch's Gloo among Horovod's ranks.
+"""How what crosses the ranks travels: by Horovod, or by torch's Gloo among Horovod's ranks.
 
 Horovod starts nothing between two cycles of its threads, and in each cycle its ranks exchange
 messages even if there is nothing to do. Where ranks compute on the cores that the exchange needs,
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, distributed
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Store as _Store
 
-Operation = Literal["Sum", "Min"]
 # Look again after a twentieth of what the wait has taken so far, within these bounds: looking often
 # takes the core from a rank that computes, looking seldom leaves a result lying.
 _POLL_SECONDS = (0.0001, 0.002)
 _POLL_SHARE = 0.05
+_PATIENCE = timedelta(days=365)
 
 
 class Pending(Protocol):
@@ -34,24 +34,44 @@ class Pending(Protocol):
         """Wait for its end, at most so long, without taking a core from who computes."""
         ...
 
-    def get_result(self) -> Any:
+    def get_result(self) -> Tensor:
         """Return what came of it once it is done, or raise the RuntimeError that ended it."""
         ...
 
 
 class Transport(Protocol):
-    """Reduces tensors over the ranks."""
+    """Moves contiguous tensors between the ranks.
 
-    def start(self, tensor: Tensor, name: str, operation: Operation) -> Pending:
-        """Start to reduce a contiguous tensor in place. Sums start in one order on every rank."""
+    Sums and broadcasts have one order, the same on every rank; so have minima and what is gathered.
+
+    Attributes:
+        is_patient: Whether what only some ranks have started may lie for hours.
+    """
+
+    is_patient: bool
+
+    def sum(self, tensor: Tensor, name: str) -> Pending:
+        """Start to sum a tensor over the ranks in place."""
         ...
 
-    def close(self, *, broken: bool) -> None:
-        """Give the connections up; broken, without waiting for what is under way."""
+    def minimise(self, tensor: Tensor, name: str) -> Pending:
+        """Start to take the smallest of each element over the ranks, in place."""
+        ...
+
+    def gather(self, tensor: Tensor, name: str) -> Pending:
+        """Start to join flat tensors of one length, at least 1, in rank order."""
+        ...
+
+    def broadcast(self, tensor: Tensor, name: str) -> Pending:
+        """Start to overwrite a tensor with that of rank 0."""
+        ...
+
+    def close(self) -> None:
+        """Give the connections up, without waiting for what is under way."""
         ...
 
 
-class HorovodPending:
+class _HorovodPending:
     """What Horovod knows by a handle."""
 
     def __init__(self, hvd: ModuleType, handle: int) -> None:
@@ -68,30 +88,47 @@ class HorovodPending:
             time.sleep(min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1]))
         return True
 
-    def get_result(self) -> Any:
-        """Return the tensor."""
-        return self._hvd.synchronize(self._handle)
+    def get_result(self) -> Tensor:
+        result: Tensor = self._hvd.synchronize(self._handle)
+        return result
 
 
 class HorovodTransport:
-    """Horovod's own allreduce: NCCL on CUDA, Gloo or MPI elsewhere."""
+    """Horovod's own collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name."""
+
+    is_patient = False  # it warns of what lies for a minute, and ends the run in the end
 
     def __init__(self, hvd: ModuleType) -> None:
         self._hvd: Any = hvd
 
-    def start(self, tensor: Tensor, name: str, operation: Operation) -> Pending:
-        """Horovod pairs what the ranks start by its name."""
-        reduction = getattr(self._hvd, operation)
-        handle = self._hvd.allreduce_async_(tensor, name=name, op=reduction)
-        return HorovodPending(self._hvd, handle)
+    def sum(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        return self._reduce(tensor, name, self._hvd.Sum)
 
-    def close(self, *, broken: bool) -> None:
+    def minimise(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        return self._reduce(tensor, name, self._hvd.Min)
+
+    def gather(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        return _HorovodPending(self._hvd, self._hvd.allgather_async(tensor, name=name))
+
+    def broadcast(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        return _HorovodPending(self._hvd, self._hvd.broadcast_async_(tensor, 0, name=name))
+
+    def _reduce(self, tensor: Tensor, name: str, operation: Any) -> Pending:
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=operation)
+        return _HorovodPending(self._hvd, handle)
+
+    def close(self) -> None:
         """Horovod runs on until the process ends."""
 
 
 class _TorchPending:
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, result: Tensor) -> None:
         self._work = work
+        self._result = result
 
     def is_done_within(self, seconds: float) -> bool:
         try:
@@ -101,22 +138,26 @@ class _TorchPending:
             return bool(self._work.is_completed())
         return True
 
-    def get_result(self) -> None:
+    def get_result(self) -> Tensor:
         self._work.wait()
+        return self._result
 
 
 class TorchTransport:
     """Gloo groups of torch, which no other code sees: torch.distributed stays uninitialised.
 
-    Gloo pairs what the ranks start by its order. So sums, which may be under way while a rank is
-    about to do something else, have one group, and minima, by which the ranks agree, another.
+    Gloo pairs what the ranks start by its order. So sums, which may be under way when a rank turns
+    to something else, have one group, and what the ranks say to each other has another, in which
+    an exchange may lie until the last rank joins it.
 
     Args:
         rank: This rank.
         size: The number of ranks.
         gather: Gathers an object from all ranks; the connections are made known by it.
-        limit_seconds: An exchange that takes longer fails.
+        limit_seconds: A sum or a broadcast that takes longer fails.
     """
+
+    is_patient = True
 
     def __init__(
         self,
@@ -126,27 +167,40 @@ class TorchTransport:
         *,
         limit_seconds: float,
     ) -> None:
-        self._groups: dict[Operation, Any] = {}
+        self._size = size
         gloo: Any = distributed.ProcessGroupGloo
-        for operation in ("Sum", "Min"):
+        groups = []
+        for _ in range(2):
             options = gloo._Options()  # noqa: SLF001 - else it takes the host's name, not a device
             options._devices = [_make_device(gloo)]  # noqa: SLF001
             options._timeout = timedelta(seconds=limit_seconds)  # noqa: SLF001
-            self._groups[operation] = gloo(_GatheredStore(gather), rank, size, options)
+            groups.append(gloo(_GatheredStore(gather), rank, size, options))
+        self._sums, self._talk = groups
 
-    def start(self, tensor: Tensor, name: str, operation: Operation) -> Pending:
-        """Start in this group's order."""
-        options: Any = distributed.AllreduceOptions()
-        if operation == "Min":
-            options.reduceOp = distributed.ReduceOp.MIN
-        return _TorchPending(self._groups[operation].allreduce([tensor], options))
+    def sum(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        return _TorchPending(self._sums.allreduce(tensor, distributed.ReduceOp.SUM), tensor)
 
-    def close(self, *, broken: bool) -> None:
+    def minimise(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        work = self._talk.allreduce(tensor, distributed.ReduceOp.MIN, timeout=_PATIENCE)
+        return _TorchPending(work, tensor)
+
+    def gather(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        gathered = tensor.new_empty(self._size * len(tensor))
+        work = self._talk.allgather(list(gathered.chunk(self._size)), tensor)
+        return _TorchPending(work, gathered)
+
+    def broadcast(self, tensor: Tensor, name: str) -> Pending:
+        """See `Transport`."""
+        return _TorchPending(self._sums.broadcast(tensor, 0), tensor)
+
+    def close(self) -> None:
         """Close the connections."""
-        for group in self._groups.values():
-            if broken:
-                group.abort()
-        self._groups = {}
+        self._sums.abort()
+        self._talk.abort()
+        del self._sums, self._talk
 
 
 class _GatheredStore(_Store):

@@ -2,6 +2,12 @@
 
 Before each exchange the ranks agree on what it is: all reduce one fingerprint, so that a rank in
 the backward pass meets a rank at a barrier there, and both can say so.
+
+Sums whose start is agreement enough (all gradients arrived, in buckets that are known to be equal)
+need none while they come. A rank that waits for long only asks: it reduces a fingerprint that says
+nothing, and does not wait for the answer. The others answer with what they reduce next, whenever
+that is. Who has claimed something then claims it again, as does the asker, unless its sum is on the
+way: a rank has finished it already.
 """
 
 import hashlib
@@ -11,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -19,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.adapters.horovod.transport import (
-    HorovodPending,
     HorovodTransport,
     Pending,
     TorchTransport,
@@ -28,7 +32,10 @@ from lightning_d9m.adapters.horovod.transport import (
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 
 T = TypeVar("T")
-_SLICE_SECONDS = 1.0  # between two of which Python handles signals
+_SLICE_SECONDS = (
+    0.5  # between two of which Python handles signals, and a rank asks where others are
+)
+_ASKS = -1  # the fingerprint of a rank that only asks
 _LIMIT_OF_NAMES = 8
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
@@ -70,9 +77,17 @@ class Wire:
         self.rank: int = self._hvd.rank()
         self.size: int = self._hvd.size()
         self._transport: Transport = HorovodTransport(hvd)
+        self._limit = math.inf  # of an agreement, in seconds; Horovod has its own
+        self._finished = 0  # sums whose result is here
+        self._question: Pending | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether a rank that waits for a sum finds out what the others do."""
+        return self._transport.is_patient
 
     def connect(self, *, limit_seconds: float) -> None:
-        """Let sums and agreements travel by torch's Gloo from now on; all ranks have to do so.
+        """Let all travel by torch's Gloo from now on; all ranks have to do so.
 
         Args:
             limit_seconds: What takes longer fails.
@@ -81,27 +96,42 @@ class Wire:
             self._transport = TorchTransport(
                 self.rank, self.size, self.gather_objects, limit_seconds=limit_seconds
             )
+            self._limit = limit_seconds
 
     def disconnect(self) -> None:
-        """Let them travel by Horovod again; what other ranks never joined is abandoned."""
-        self._transport.close(broken=self.broken is not None)
-        self._transport = HorovodTransport(self._hvd)
+        """Let all travel by Horovod again; what other ranks never joined is abandoned."""
+        self._transport.close()
+        self._transport, self._limit = HorovodTransport(self._hvd), math.inf
+        self._question = None
 
     def start(self, tensor: Tensor, name: str) -> Pending:
-        """Start to sum a contiguous tensor over the ranks in place; `wait` ends it."""
-        return self._start(self._transport.start, tensor, name, "Sum")
+        """Start to sum a contiguous tensor over the ranks in place; `finish` ends it."""
+        return self._start(self._transport.sum, tensor, name)
 
-    def wait(self, pending: Pending, doing: str, *, seconds: float | None = None) -> Any:
+    def finish(self, pending: Pending, doing: str, agree: Callable[[], None]) -> None:
+        """Wait for a sum, the first of those that were started.
+
+        Args:
+            pending: What `start` returned.
+            doing: In words, for the error.
+            agree: Claims what this rank does; called when others turn out to do something else.
+        """
+        while not pending.is_done_within(_SLICE_SECONDS):
+            if self.asks and self._is_awaited_elsewhere(doing):
+                agree()
+        self.wait(pending, doing)
+        self._finished += 1
+
+    def wait(self, pending: Pending, doing: str, *, until: float = math.inf) -> Tensor:
         """Wait for what was started and return its result.
 
         Raises:
             RankLostError: A rank ended, or what the ranks asked for was refused.
-            TimeoutError: It took longer than ``seconds``.
+            TimeoutError: It was not there ``until`` then, by the monotonic clock.
         """
-        limit = math.inf if seconds is None else time.monotonic() + seconds
-        while not pending.is_done_within(min(_SLICE_SECONDS, limit - time.monotonic())):
-            if time.monotonic() > limit:
-                raise TimeoutError(doing)
+        while not pending.is_done_within(min(_SLICE_SECONDS, until - time.monotonic())):
+            if time.monotonic() > until:
+                raise TimeoutError(f"It took too long: {doing}.")
         try:
             return pending.get_result()
         except RuntimeError as error:  # HorovodInternalError is one
@@ -121,7 +151,11 @@ class Wire:
             return
         if self.broken is not None:
             raise self.broken
-        if not self._is_common(fingerprint, doing):
+        try:
+            is_common = self._is_common(fingerprint, doing, time.monotonic() + self._limit)
+        except TimeoutError as error:
+            raise self._lost(doing, error) from error
+        if not is_common:
             self._explain(Claim(doing, items()))
 
     def announce(self, error: BaseException) -> None:
@@ -133,7 +167,8 @@ class Wire:
             return
         claim = Claim("ends with an error")
         try:
-            if not self._is_common(claim.fingerprint(), claim.doing, self._grace):
+            limit = time.monotonic() + self._grace
+            if not self._is_common(claim.fingerprint(), claim.doing, limit):
                 self._explain(Claim(f"ends with {_describe(error)}"))
         except (RankLostError, RanksDisagreeError, TimeoutError):
             return
@@ -147,10 +182,11 @@ class Wire:
         if self.size == 1:
             return [value]
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather(torch.tensor([len(payload)]), "d9m.sizes").tolist()
-        parts = _cut(self._gather(payload, "d9m.objects"), sizes)
         # What is unpickled was pickled by the same program on another rank of this run.
-        return [cast(T, pickle.loads(part.numpy().tobytes())) for part in parts]  # noqa: S301
+        return [
+            cast(T, pickle.loads(part.numpy().tobytes()))  # noqa: S301
+            for part in self._gather_bytes(payload, "d9m.objects")
+        ]
 
     @_normal_tensors
     def gather_equal(self, tensor: Tensor, name: str) -> Tensor:
@@ -162,7 +198,9 @@ class Wire:
         self.agree(Claim(f"{name} of a tensor {tuple(tensor.shape)}, {tensor.dtype}"))
         if self.size == 1:
             return tensor.detach().clone()[None]
-        gathered = self._gather(_as_bytes(tensor), "d9m.equal")
+        if tensor.numel() == 0:
+            return tensor.new_empty(self.size, *tensor.shape)
+        gathered = self._gather(_as_bytes(tensor), "d9m.equal", name)
         return gathered.view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     def broadcast_object(self, value: T, source: int) -> T:
@@ -175,12 +213,11 @@ class Wire:
         if self.size == 1:
             return [tensor]
         shapes = self.gather_objects(tuple(tensor.shape))
-        gathered = self._gather(_as_bytes(tensor), "d9m.tensors")
-        sizes = [tensor.element_size() * torch.Size(shape).numel() for shape in shapes]
+        parts = self._gather_bytes(_as_bytes(tensor), "d9m.tensors")
         # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.
         return [
             part.clone().view(tensor.dtype).reshape(shape)
-            for part, shape in zip(_cut(gathered, sizes), shapes, strict=True)
+            for part, shape in zip(parts, shapes, strict=True)
         ]
 
     @_normal_tensors
@@ -193,17 +230,18 @@ class Wire:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for index, group in enumerate(by_device.values()):
             flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            handle = self._start(self._broadcast, flat, f"{name}.{index}")
-            self.wait(HorovodPending(self._hvd, handle), name)
+            self.wait(self._start(self._transport.broadcast, flat, f"{name}.{index}"), name)
             if self.rank == 0:
                 continue
-            parts = _cut(flat, [tensor.numel() * tensor.element_size() for tensor in group])
+            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
 
-    def _start(self, function: Callable[..., T], tensor: Tensor, name: str, *others: Any) -> T:
+    def _start(
+        self, function: Callable[[Tensor, str], Pending], tensor: Tensor, name: str
+    ) -> Pending:
         try:
-            return function(tensor, name, *others)
+            return function(tensor, name)
         except RuntimeError as error:  # HorovodInternalError is one
             raise self._lost(name, error) from error
         except ValueError as error:
@@ -211,20 +249,43 @@ class Wire:
                 raise  # what was asked for is not possible
             raise self._lost(name, error) from error
 
-    def _broadcast(self, tensor: Tensor, name: str) -> int:
-        return cast(int, self._hvd.broadcast_async_(tensor, 0, name=name))
+    def _gather(self, tensor: Tensor, name: str, doing: str) -> Tensor:
+        return self.wait(self._start(self._transport.gather, tensor, name), doing)
 
-    def _gather(self, tensor: Tensor, name: str) -> Tensor:
-        handle = self._start(self._hvd.allgather_async, tensor, name)
-        return cast(Tensor, self.wait(HorovodPending(self._hvd, handle), name))
+    def _gather_bytes(self, flat: Tensor, name: str) -> list[Tensor]:
+        """Gather bytes whose number may differ from rank to rank."""
+        length = torch.tensor([len(flat)])
+        sizes = self._gather(length, f"{name}.sizes", name).tolist()
+        padded = flat.new_zeros(max(1, *sizes))
+        padded[: len(flat)] = flat
+        rows = self._gather(padded, name, name).view(self.size, -1)
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def _is_common(self, fingerprint: int, doing: str, until: float) -> bool:
+        if self._question is not None:
+            self.wait(self._question, doing, until=until)
+            self._question = None
+        lowest = _ASKS
+        while lowest == _ASKS:
+            answer = self.wait(self._claim(fingerprint), doing, until=until)
+            lowest, opposite, _ = answer.tolist()
+        return bool(lowest == -opposite)
+
+    def _is_awaited_elsewhere(self, doing: str) -> bool:
+        """Ask, without waiting: whether a rank claims something, and none has finished this sum."""
+        if self._question is None:
+            self._question = self._claim(_ASKS)
+        if not self._question.is_done_within(0.0):
+            return False
+        _, opposite, finished = self.wait(self._question, doing).tolist()
+        self._question = None
+        return bool(-opposite != _ASKS and -finished <= self._finished)
 
     @_normal_tensors
-    def _is_common(self, fingerprint: int, doing: str, seconds: float | None = None) -> bool:
+    def _claim(self, fingerprint: int) -> Pending:
         # The minimum of x and of -x at once: all equal exactly when they are opposite.
-        both = torch.tensor([fingerprint, -fingerprint])
-        pending = self._start(self._transport.start, both, "d9m.agree", "Min")
-        self.wait(pending, doing, seconds=seconds)
-        return bool(both[0] == -both[1])
+        numbers = torch.tensor([fingerprint, -fingerprint, -self._finished])
+        return self._start(self._transport.minimise, numbers, "d9m.agree")
 
     def _explain(self, claim: Claim) -> None:
         current = sys.exc_info()[1]
@@ -276,7 +337,3 @@ def _describe(error: BaseException) -> str:
 def _as_bytes(tensor: Tensor) -> Tensor:
     normal = tensor.clone() if tensor.is_inference() else tensor
     return normal.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _cut(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    return torch.tensor_split(flat, list(accumulate(sizes))[:-1])
