@@ -1,8 +1,12 @@
 """What probes cost a training step, and what they take on disk.
 
-Each variant trains the same batches in one process, in rounds that alternate between the variants;
-the time of a step is taken from `on_train_batch_start` of a first callback to `on_train_batch_end`
-of a last one. Usage: python benchmarks/probes.py [--rounds 7] [-o FILE]
+Within one fit, blocks of steps with the callback alternate with blocks without it: the same model,
+the same caches, the same minute. The ratio of two neighbouring blocks is formed from the medians of
+their steps, without the first; given are the median and the quartiles of these ratios. A step lasts
+from the end of the one before to its own. What the callback does to a fit as a whole (seeds, flags,
+loaders, the digests of an epoch) is in both kinds of blocks: benchmarks/callback.py measures it.
+
+    python benchmarks/probes.py [--rounds 2] [-o FILE]
 """
 
 import argparse
@@ -11,6 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -23,7 +28,6 @@ from lightning_d9m.evidence.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
 VARIANTS = {
-    "none": None,
     "epoch digests": {},
     "step digests of weights and loss": {"probes": ["weight", "loss"]},
     "module probes": {"probes": MODULES},
@@ -35,7 +39,9 @@ VARIANTS = {
 class Digits(pl.LightningModule):
     """A small convolutional net on 8 x 8 images, batch 64."""
 
-    steps = 60
+    steps = 400
+    block = 10
+    batch_size = 64
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +72,8 @@ class Digits(pl.LightningModule):
 class Transformer(Digits):
     """An encoder of 10.5 million parameters, 8 sequences of 128 tokens."""
 
-    steps = 4
+    steps = 24
+    block = 3
     batch_size = 8
 
     def __init__(self) -> None:
@@ -93,35 +100,55 @@ class Transformer(Digits):
         return loss
 
 
-class Clock(pl.Callback):
-    """Times steps, from the first callback's start of a batch."""
-
-    def __init__(self) -> None:
-        self.begun = 0.0
-        self.times: list[float] = []
-
-    def on_train_batch_start(self, *_: object) -> None:
-        """Start."""
-        self.begun = time.perf_counter()
+KINDS = {"Digits": Digits, "Transformer": Transformer}
 
 
-class Stop(pl.Callback):
-    """Stops a clock, at the last callback's end of a batch."""
+class Switch(pl.Callback):
+    """Times steps, and takes a callback out of the Trainer for every other block of them.
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    Blocks come in the order on, off, off, on, so that what drifts meets both alike.
+    """
 
-    def on_train_batch_end(self, *_: object) -> None:
-        """Stop."""
-        self.clock.times.append(time.perf_counter() - self.clock.begun)
+    def __init__(self, own: DeterminismCallback, block: int) -> None:
+        self.own = own
+        self.block = block
+        self.blocks: list[list[float]] = [[]]
+        self.ended = 0.0
+
+    def is_on(self) -> bool:
+        """Return whether the block under way is one with the callback."""
+        return len(self.blocks) % 4 in (0, 1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        """Time a step; after the last of a block, switch."""
+        self.blocks[-1].append(time.perf_counter() - self.ended)
+        if len(self.blocks[-1]) == self.block:
+            self.blocks.append([])
+            # A new list, because Lightning is iterating over the other.
+            trainer.callbacks = [self.own, self] if self.is_on() else [self]
+            if not self.is_on():
+                self.own._probing._unhook()  # noqa: SLF001 - what a batch that is not probed does
+        self.ended = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        """Let the callback end the fit that it began."""
+        trainer.callbacks = [self.own, self]
+
+    def ratios(self) -> Iterator[tuple[float, float]]:
+        """Yield (ratio, seconds without) for each two neighbours; the first two warm up."""
+        whole = [own for own in self.blocks if len(own) == self.block]
+        medians = [statistics.median(own[1:]) for own in whole]
+        for number in range(2, len(medians) - 1, 2):  # off, on; on, off
+            pair = medians[number : number + 2]
+            on, off = pair if number % 4 == 0 else pair[::-1]
+            yield on / off, off
 
 
-def train(kind: type[Digits], words: dict | None, folder: Path) -> tuple[list[float], Path | None]:
-    """Train one epoch; return the seconds of each step but the first, and the rank's file."""
+def train(kind: type[Digits], words: dict, folder: Path) -> tuple[list, Path]:
+    """Train one epoch; return the ratios and the rank's file."""
     torch.manual_seed(0)
-    model = kind()
-    clock = Clock()
-    own = [] if words is None else [DeterminismCallback(ledger_dir=folder, **words)]
+    own = DeterminismCallback(ledger_dir=folder, **words)
+    switch = Switch(own, kind.block)
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -129,13 +156,12 @@ def train(kind: type[Digits], words: dict | None, folder: Path) -> tuple[list[fl
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock, *own, Stop(clock)],
+        callbacks=[own, switch],
         deterministic=True,
     )
-    batch_size = getattr(kind, "batch_size", 64)
-    trainer.fit(model, DataLoader(kind.data(), batch_size=batch_size))
-    files = sorted(folder.glob("fit-*/rank-0.jsonl"))
-    return clock.times[1:], files[-1] if own else None
+    trainer.fit(kind(), DataLoader(kind.data(), batch_size=kind.batch_size))
+    (file,) = folder.glob("fit-*/rank-0.jsonl")
+    return list(switch.ratios()), file
 
 
 def measure_file(file: Path) -> dict[str, float]:
@@ -155,50 +181,51 @@ def measure_file(file: Path) -> dict[str, float]:
     }
 
 
-def measure(kind: type[Digits], rounds: int) -> dict:
-    """Alternate between the variants; return the seconds of a step and ratios over none."""
-    medians: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    files: dict[str, dict[str, float]] = {}
-    for number in range(rounds + 1):
-        for name, words in VARIANTS.items():
+def measure(kind: type[Digits], rounds: int) -> Iterator[tuple[str, dict]]:
+    """Yield for each variant the ratio over steps without the callback."""
+    for name, words in VARIANTS.items():
+        found: list[tuple[float, float]] = []
+        for _ in range(rounds):
             with tempfile.TemporaryDirectory() as folder:
-                times, file = train(kind, words, Path(folder))
-                if number:  # the first round warms up
-                    medians[name].append(statistics.median(times))
-                if file is not None:
-                    files[name] = measure_file(file)
-    result = {}
-    for name, own in medians.items():
-        ratios = [a / b for a, b in zip(own, medians["none"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        result[name] = {
-            "step_s": statistics.median(own),
-            "ratio": middle,
-            "ratio_quartiles": [low, high],
-            **files.get(name, {}),
-        }
-    return result
+                ratios, file = train(kind, words, Path(folder))
+                found += ratios
+                size = measure_file(file)
+        low, middle, high = statistics.quantiles([ratio for ratio, _ in found], n=4)
+        yield (
+            name,
+            {
+                "pairs": len(found),
+                "step_without_s": statistics.median(off for _, off in found),
+                "ratio": middle,
+                "ratio_quartiles": [low, high],
+                **size,
+            },
+        )
 
 
 def main() -> None:
     """Measure both models and print, or write, the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="two or more")
+    parser.add_argument("--rounds", type=int, default=1, help="fits of each variant")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    results = {"stack": capture_stack({}), "rounds": arguments.rounds}
-    for kind in (Digits, Transformer):
-        results[kind.__name__] = own = measure(kind, arguments.rounds)
-        for name, row in own.items():
+    results = {"stack": capture_stack({})}
+    if arguments.output and arguments.output.exists():  # of one model, beside the other's
+        results = json.loads(arguments.output.read_text()) | results
+    for kind in arguments.kinds:
+        results[kind] = {}
+        for name, row in measure(KINDS[kind], arguments.rounds):
+            results[kind][name] = row
             low, high = row["ratio_quartiles"]
             print(
-                f"{kind.__name__:12} {name:34} {row['step_s'] * 1e3:8.2f} ms  x{row['ratio']:.3f}"
-                f"  [{low:.3f}, {high:.3f}]  {row.get('bytes_per_place', 0):.1f} B/place",
+                f"{kind:12} {name:34} {row['step_without_s'] * 1e3:8.2f} ms  x{row['ratio']:.3f}"
+                f"  [{low:.3f}, {high:.3f}]  {row['bytes_per_place']:.1f} B/place",
                 flush=True,
             )
-        if arguments.output:  # after each model: what was measured is kept
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+            if arguments.output:  # after each: what was measured is kept
+                arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
