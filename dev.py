@@ -23,6 +23,9 @@ TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 10)
 # What `pip install` runs: an interrupted upgrade of pip leaves parts of it.
 PIP = "pip._internal.commands.install"
+# The marks of tests that have no other at their side: threads have to race in them, or processes,
+# each of which needs a core.
+ALONE = "alone or horovod"
 # There while the environment is being made.
 UNFINISHED = ENVIRONMENT / "unfinished"
 
@@ -32,13 +35,19 @@ def say(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def run(*words: object, **environment: str) -> None:
-    """Run a command in the project's folder; its failure is ours."""
+def execute(*words: object, **environment: str) -> int:
+    """Run a command in the project's folder; return an exit status."""
     bin_path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     variables = {**os.environ, "PATH": bin_path, "VIRTUAL_ENV": str(ENVIRONMENT), **environment}
     status = subprocess.run([str(word) for word in words], cwd=ROOT, env=variables, check=False)
-    if status.returncode != 0:
-        sys.exit(status.returncode if status.returncode > 0 else 1)
+    return status.returncode if status.returncode >= 0 else 1
+
+
+def run(*words: object, **environment: str) -> None:
+    """Run a command in the project's folder; its failure is ours."""
+    status = execute(*words, **environment)
+    if status != 0:
+        sys.exit(status)
 
 
 def make_environment() -> None:
@@ -149,8 +158,22 @@ def test(words: list[str]) -> None:
     run("lint-imports")
     say("documentation")
     run("mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
-    say("tests and doctests")
-    run(PYTHON, "-m", "pytest", *words)
+    if words:
+        say("the tests that were asked for")
+        run(PYTHON, "-m", "pytest", *words)
+        return
+    sites = ENVIRONMENT / "raise-sites"
+    sites.write_text("")
+    pytest = (PYTHON, "-m", "pytest", "--raise-sites", sites)
+    say("tests and doctests, two at once")
+    two = (*pytest, "-n", "2", "--dist", "loadfile")
+    # One thread each: those of two processes would wait for each other in every small operation.
+    statuses = [execute(*two, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
+    say("tests that need the cores for themselves")
+    statuses += [execute(*pytest, "-m", ALONE)]
+    # Silent unless there is an error of ours that no test has made.
+    statuses += [execute(PYTHON, "tests/raise_sites.py", sites)]
+    sys.exit(max(statuses))
 
 
 def main() -> None:

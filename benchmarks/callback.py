@@ -6,7 +6,8 @@ Two models: the digits network of the examples, and a perceptron of 10 million p
 alternate within one process. Two figures: the median of the ratios of neighbouring fits, with their
 quartiles, which holds everything and all the noise of the machine; and the share of a fit that is
 spent in the package (in the callback's hooks, around batches and around loops), which holds little
-noise.
+noise. What a timer takes itself is found in fits with a callback that does nothing, and is taken
+off: a call that a training makes rarely finds nothing in the caches, a timer no more than a hook.
 Results go to ``benchmarks/results/callback-cpu.json``.
 """
 
@@ -66,10 +67,27 @@ class TenMillion(L.LightningModule):
         return DataLoader(TensorDataset(inputs, classes), 64, shuffle=True)
 
 
+class Idle(L.Callback):
+    """A callback that does nothing."""
+
+    def on_train_batch_start(self, *_):
+        """Do nothing."""
+
+    def on_before_backward(self, *_):
+        """Do nothing."""
+
+    def on_before_optimizer_step(self, *_):
+        """Do nothing."""
+
+    def on_train_batch_end(self, *_):
+        """Do nothing."""
+
+
 class Spent:
-    """The seconds that are spent in the package, wherever the training enters it."""
+    """The seconds that are spent in the package, wherever the training enters it, and how often."""
 
     seconds = 0.0
+    entered = 0
     inside = False
 
 
@@ -85,6 +103,7 @@ def _time(owner, name):
             return original(*arguments, **words)
         finally:
             Spent.seconds += time.perf_counter() - start
+            Spent.entered += 1
             Spent.inside = False
 
     setattr(owner, name, timed)
@@ -94,6 +113,8 @@ def time_entrances():
     """Time the hooks, and what is called around loops and batches."""
     for name in [n for n in vars(DeterminismCallback) if n.startswith("on_")]:
         _time(DeterminismCallback, name)
+    for name in [n for n in vars(Idle) if n.startswith("on_")]:
+        _time(Idle, name)
     for owner, names in {
         DeterminismCallback: ("setup", "teardown"),
         Takeover: ("start_evaluation", "end_evaluation", "restart_epoch"),
@@ -126,20 +147,25 @@ def fit_seconds(model, data, epochs, folder, callbacks):
 
 def measure(make_model, make_data, epochs, repeats):
     """Return the ratios with the callback over without, and the seconds of both."""
-    seconds = {"bare": [], "callback": []}
-    shares = []
+    makers = {"bare": list, "idle": lambda: [Idle()], "callback": lambda: [DeterminismCallback()]}
+    seconds = {name: [] for name in makers}
+    shares, raw, timers = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(repeats + 1):
             # Neighbours in both orders, so that a machine that slows down favours neither.
-            order = ["bare", "callback"] if repeat % 2 else ["callback", "bare"]
+            order = ["idle", "bare", "callback"] if repeat % 2 else ["idle", "callback", "bare"]
             for name in order:
                 L.seed_everything(42, verbose=False)
-                callbacks = [DeterminismCallback()] if name == "callback" else []
-                Spent.seconds = 0.0
-                took = fit_seconds(make_model(), make_data(), epochs, folder, callbacks)
-                if repeat:  # the first pair warms up
-                    seconds[name].append(took)
-                    shares += [Spent.seconds / took for _ in callbacks]
+                Spent.seconds, Spent.entered = 0.0, 0
+                took = fit_seconds(make_model(), make_data(), epochs, folder, makers[name]())
+                if not repeat:  # the first fits warm up
+                    continue
+                seconds[name].append(took)
+                if name == "idle":
+                    timers.append(Spent.seconds / Spent.entered)
+                if name == "callback":
+                    raw.append(Spent.seconds / took)
+                    shares.append((Spent.seconds - Spent.entered * timers[-1]) / took)
     ratios = [a / b for a, b in zip(seconds["callback"], seconds["bare"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
@@ -147,6 +173,8 @@ def measure(make_model, make_data, epochs, repeats):
         "repeats": repeats,
         "share_in_package_median": statistics.median(shares),
         "share_in_package_quartiles": statistics.quantiles(shares, n=4)[::2],
+        "share_with_timers_median": statistics.median(raw),
+        "seconds_per_timer_median": statistics.median(timers),
         "ratio_median": middle,
         "ratio_quartiles": [low, high],
         "seconds_bare_median": statistics.median(seconds["bare"]),

@@ -2,14 +2,18 @@
 
     python benchmarks/resume.py
 
+Saving is measured with one rank, and with two and four of DDP on Gloo, which gather their states.
 Medians of several repeats, on the CPU, in seconds, milliseconds or microseconds as named. Results
 go to ``benchmarks/results/resume-cpu.json``; the status is 1 when one of them is over its limit.
 """
 
 import json
 import logging
+import os
 import platform
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,8 +43,11 @@ LIMITS = {
     ("position, in order", "seconds_to_first_batch_after_skip"): 1.0,
     ("position, in order", "samples_loaded"): BATCH,
     ("position, shuffled, 2 workers", "seconds_to_first_batch_after_skip"): 1.0,
-    ("saving", "milliseconds_per_rank"): 10.0,
-    ("saving", "bytes_per_rank"): 100 * 1024,
+    **{
+        (part, name): limit
+        for part in ("saving", "saving, 2 ranks", "saving, 4 ranks")
+        for name, limit in (("milliseconds_per_rank", 10.0), ("bytes_per_rank", 100 * 1024))
+    },
     ("seeding in a worker", "microseconds_per_sample"): 50.0,
 }
 
@@ -78,7 +85,8 @@ def measure_position(*, shuffle: bool, workers: int = 0) -> dict[str, float]:
     What is loaded is that batch, and nothing of what was consumed; workers, who load in processes
     of their own, are not counted.
     """
-    batches = SAMPLES // BATCH
+    # Not at the very end: there torch shuffles once more, and workers are given batches ahead.
+    consumed = SAMPLES // BATCH - 20
 
     def first_batch(skip: int) -> int:
         dataset = Counted(SAMPLES)
@@ -92,13 +100,13 @@ def measure_position(*, shuffle: bool, workers: int = 0) -> dict[str, float]:
         return dataset.loaded
 
     straight = median_seconds(lambda: first_batch(0), 5)
-    resumed = median_seconds(lambda: first_batch(batches - 2), 5)
+    resumed = median_seconds(lambda: first_batch(consumed), 5)
     found = {
         "seconds_to_first_batch_from_start": straight,
         "seconds_to_first_batch_after_skip": resumed,
-        "samples_skipped": (batches - 2) * BATCH,
+        "samples_skipped": consumed * BATCH,
     }
-    return found if workers else {**found, "samples_loaded": first_batch(batches - 2)}
+    return found if workers else {**found, "samples_loaded": first_batch(consumed)}
 
 
 class Perceptron(L.LightningModule):
@@ -140,17 +148,19 @@ class Saving(L.Callback):
         act = lambda: callback.on_save_checkpoint(trainer, pl_module, checkpoint)  # noqa: E731
         self.milliseconds = 1e3 * median_seconds(act, 50)
         with tempfile.TemporaryDirectory() as folder:
-            torch.save(checkpoint, Path(folder, "state.pt"))
+            torch.save(checkpoint["lightning_d9m"]["ranks"][0], Path(folder, "state.pt"))
             self.bytes = Path(folder, "state.pt").stat().st_size
 
 
-def measure_saving() -> dict[str, float]:
-    """Measure the time and the size of one rank's state."""
+def measure_saving(ranks: int = 1) -> dict[str, float]:
+    """Measure the time and the size of one rank's state; every rank calls it."""
     saving = Saving()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             max_epochs=1,
             accelerator="cpu",
+            devices=ranks,
+            strategy="ddp" if ranks > 1 else "auto",
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -158,8 +168,29 @@ def measure_saving() -> dict[str, float]:
             default_root_dir=folder,
             callbacks=[DeterminismCallback(seed=1), saving],
         )
-        trainer.fit(Perceptron(), DataLoader(torch.randn(320, 256), 32))
+        trainer.fit(Perceptron(), DataLoader(torch.randn(320 * ranks, 256), 32))
     return {"milliseconds_per_rank": saving.milliseconds, "bytes_per_rank": saving.bytes}
+
+
+def measure_saving_together(ranks: int) -> dict[str, float]:
+    """Measure the slowest of several ranks, each of which is a process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    shared |= {"TORCHELASTIC_RUN_ID": "resume"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(ranks)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+    return {name: max(one[name] for one in found) for name in found[0]}
 
 
 def measure_seeding() -> dict[str, float]:
@@ -212,11 +243,16 @@ def main() -> int:
     """Measure, print and write; return the exit status."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    if sys.argv[1:]:  # one of several ranks
+        print(json.dumps(measure_saving(int(sys.argv[1]))))
+        return 0
     results = {
         "position, shuffled": measure_position(shuffle=True),
         "position, shuffled, 2 workers": measure_position(shuffle=True, workers=2),
         "position, in order": measure_position(shuffle=False),
         "saving": measure_saving(),
+        "saving, 2 ranks": measure_saving_together(2),
+        "saving, 4 ranks": measure_saving_together(4),
         "seeding in the main process": measure_seeding(),
         "seeding in a worker": measure_seeding_in_a_worker(),
     }

@@ -24,18 +24,13 @@ collect_ignore = ["ddp_probing.py", "ddp_training.py", "resume_training.py"]  # 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--raise-sites", type=Path, metavar="FILE", help=raise_sites.__doc__)
+    about = raise_sites.__doc__.partition("\n")[0]
+    parser.addoption("--raise-sites", type=Path, metavar="FILE", help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.raise_sites:
         config.add_cleanup(raise_sites.note_sites(config.option.raise_sites))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    file = terminalreporter.config.option.raise_sites
-    if file:
-        raise_sites.report(terminalreporter, file)
 
 
 # Lightning and torch write these for their own use; they are not ours to restore.

@@ -114,3 +114,32 @@ def test_an_environment_without_pip_keeps_what_is_in_it(dev, made):
     dev.make_environment()
     assert dev.works("pip")
     assert (dev.ENVIRONMENT / "mine").exists()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, None])
+def test_a_part_that_fails_hides_no_other(dev, monkeypatch, failing):
+    """Each test is in one of the parts, and each part's status counts."""
+    commands = []
+
+    def execute(*words, **_):
+        commands.append(words)
+        return int(len(commands) - 1 == failing)
+
+    for name in ("need_tools", "install", "run"):
+        monkeypatch.setattr(dev, name, lambda *_, **__: None)
+    monkeypatch.setattr(dev, "execute", execute)
+    dev.ENVIRONMENT.mkdir()
+    with pytest.raises(SystemExit) as ended:
+        dev.test([])
+    assert ended.value.code == int(failing is not None)
+    first, second, _ = commands
+    assert first[first.index("-m", 3) + 1] == f"not ({second[second.index('-m', 3) + 1]})"
+
+
+def test_words_go_to_one_run(dev, monkeypatch):
+    commands = []
+    for name in ("need_tools", "install"):
+        monkeypatch.setattr(dev, name, lambda *_, **__: None)
+    monkeypatch.setattr(dev, "run", lambda *words, **_: commands.append(words))
+    dev.test(["tests/control", "-x"])
+    assert commands[-1][1:] == ("-m", "pytest", "tests/control", "-x")

@@ -38,6 +38,7 @@ def weights(graph, monkeypatch, *, plain):
     return tuple(digest(parameter) for parameter in model.parameters())
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("two_threads", "unseeded")
 def test_runs_differ_without_the_callback_and_agree_with_it(graph, monkeypatch):
     """No fault is injected: threads race on the CPU, and the callback ends it.

@@ -1,5 +1,6 @@
 """Importing the package and asking the command line loads neither torch nor Lightning."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_stays_light(statement):
 def test_the_probe_sees_what_is_loaded():
     """The probe above can fail: the digest does load torch and NumPy."""
     assert {"torch", "numpy"} <= loaded_by("import lightning_d9m; lightning_d9m.digest")
+
+
+@pytest.mark.parametrize(
+    ("page", "section"), [("howto.md", "Plain torch"), ("index.md", "Without Lightning")]
+)
+def test_the_recipe_without_lightning_loads_none(page, section):
+    """It runs as it stands on the page, in an interpreter of its own."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    recipe = re.search(rf"^## {section}\n.*?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    loaded = loaded_by(recipe[1])
+    assert "torch" in loaded
+    assert not {name for name in loaded if "lightning" in name}
 
 
 def test_every_public_name_loads():

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_d9m.adapters.callback import DeterminismCallback
 from lightning_d9m.adapters.environment import STEERING, check_known, read_settings, variable_of
-from lightning_d9m.adapters.lightning_package import loaded_packages
+from lightning_d9m.adapters.lightning_package import loaded_packages, rank_zero
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 
@@ -68,7 +68,7 @@ def _report_unused() -> None:
     applied = {*STEERING, *(variable_of(name) for name in Settings.__dataclass_fields__)}
     unused = [name for name in given if name not in applied]
     if unused:
-        import_module(f"{loaded_packages()[0]}.utilities.rank_zero").rank_zero_warn(
+        rank_zero().rank_zero_warn(
             f"The program's own DeterminismCallback is used, so {', '.join(unused)} have no "
             "effect. Unset them, or remove that callback."
         )

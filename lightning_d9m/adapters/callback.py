@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +15,7 @@ import torch
 
 from lightning_d9m.adapters.horovod import strategy as _strategy  # noqa: F401 - makes its name known
 from lightning_d9m.adapters.interruption import steer
-from lightning_d9m.adapters.lightning_package import combined_base, loaded_packages
+from lightning_d9m.adapters.lightning_package import combined_base, rank_zero
 from lightning_d9m.adapters.probing.probing import Probing
 from lightning_d9m.adapters.process_group import close_group_at_exit
 from lightning_d9m.adapters.resumption import Resumption
@@ -313,7 +312,7 @@ def _report_hash_seed() -> None:
     """Say once in a process what cannot be mended once it runs."""
     problem = describe_hash_seed_problem()
     if problem is not None:
-        import_module(f"{loaded_packages()[0]}.utilities.rank_zero").rank_zero_info(problem)
+        rank_zero().rank_zero_info(problem)
 
 
 def _listed(names: Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ would cost seconds, so the packages that are already loaded decide.
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -15,6 +16,11 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def loaded_packages() -> tuple[str, ...]:
     """Return those of Lightning's packages that the program has imported."""
     return tuple(name for name in PACKAGES if sys.modules.get(name) is not None)
+
+
+def rank_zero() -> ModuleType:
+    """Return the module with which the program's Lightning informs and warns on rank 0 alone."""
+    return import_module(f"{loaded_packages()[0]}.utilities.rank_zero")
 
 
 def import_packages() -> tuple[str, ...]:

@@ -12,7 +12,6 @@ It is kept under one key, as plain values that ``torch.load(weights_only=True)``
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
@@ -29,12 +28,13 @@ from lightning_d9m.adapters.inexactness import (
     is_other_world,
     saves_within_epochs,
 )
-from lightning_d9m.adapters.lightning_package import loaded_packages
+from lightning_d9m.adapters.lightning_package import rank_zero
 from lightning_d9m.adapters.logged import restore_latest
 from lightning_d9m.adapters.progress import Place, find_place, settle, skip_to_end
 from lightning_d9m.adapters.takeover import Takeover
 from lightning_d9m.adapters.testimony import Testimony, ranks_of
 from lightning_d9m.control.position import find_position_problem
+from lightning_d9m.control.replacements import Replacements
 from lightning_d9m.errors import InexactResumeError
 
 Policy = Literal["raise", "warn", "raise_early"]
@@ -165,15 +165,18 @@ class Resumption:
                 skip_to_end(trainer)
             self._restore(trainer)
 
-        with (
-            _replaced(fit, reset=settle_and_reset, on_advance_start=restore_and_start),
-            _replaced(fit.epoch_loop, reset=reset_epoch_quietly, on_run_start=start_and_restore),
-            self._validation_wrapped(trainer),
-        ):
+        replacements = Replacements()
+        replacements.replace(fit, "reset", settle_and_reset)
+        replacements.replace(fit, "on_advance_start", restore_and_start)
+        replacements.replace(fit.epoch_loop, "reset", reset_epoch_quietly)
+        replacements.replace(fit.epoch_loop, "on_run_start", start_and_restore)
+        self._wrap_validation(trainer, replacements)
+        try:
             yield
+        finally:
+            replacements.undo()
 
-    @contextmanager
-    def _validation_wrapped(self, trainer: Any) -> Iterator[None]:
+    def _wrap_validation(self, trainer: Any, replacements: Replacements) -> None:
         loop = trainer.fit_loop.epoch_loop.val_loop
         load: Callable[[], None] = loop.setup_data
         run: Callable[[], object] = loop.run
@@ -191,8 +194,8 @@ class Resumption:
             self._before_evaluation = None  # after an exception it is still wanted
             return outputs
 
-        with _replaced(loop, setup_data=load_and_restore, run=keep_and_run):
-            yield
+        replacements.replace(loop, "setup_data", load_and_restore)
+        replacements.replace(loop, "run", keep_and_run)
 
     def _place_loader(self, trainer: Any, run: Takeover, loader: object) -> None:
         if not _has_loaded(trainer):
@@ -282,17 +285,14 @@ class Resumption:
                 reasons=prospects,
             )
         if saves_within_epochs(trainer):
-            _inform(f"{text}\nThis is an error when such a checkpoint is loaded.")
+            rank_zero().rank_zero_info(
+                f"{text}\nThis is an error when such a checkpoint is loaded."
+            )
 
     def _complain_together(self, trainer: Any, rank: Mapping[str, Any]) -> None:
         """Complain of what one of the ranks has found, on all of them."""
         problems = describe_strangers(pieces.find_strangers(trainer, rank))
-        ranks = ranks_of(trainer)
-        if self._on_inexact == "warn":
-            if problems:
-                self._complain(trainer, problems)
-        else:
-            ranks.together(lambda: self._complain(trainer, problems) if problems else None)
+        ranks_of(trainer).together(lambda: self._complain(trainer, problems) if problems else None)
 
     def _complain(self, trainer: Any, problems: list[str]) -> None:
         self._reasons += problems
@@ -306,24 +306,6 @@ class Resumption:
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:
             warn(text, stacklevel=2)
-
-
-@contextmanager
-def _replaced(owner: object, **methods: Callable[..., object]) -> Iterator[None]:
-    """Shadow methods of an object, and give back what shadowed them before, if anything did."""
-    own = vars(owner)
-    before = {name: own[name] for name in methods if name in own}
-    own.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del own[name]
-        own.update(before)
-
-
-def _inform(text: str) -> None:
-    import_module(f"{loaded_packages()[0]}.utilities.rank_zero").rank_zero_info(text)
 
 
 def _is_untrained(state: object) -> bool:

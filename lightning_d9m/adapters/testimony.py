@@ -123,7 +123,8 @@ class Testimony:
         """Keep the loss of a step as it is, on its device."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._loss = loss.detach()
+            # Lightning has detached the loss of an automatic optimization already.
+            self._loss = loss.detach() if loss.requires_grad else loss
 
     def record(self, trainer: Any, module: Any, run: Takeover, moment: Moment) -> None:
         """Record one moment, and hold it against the reference and the other ranks.

@@ -6,7 +6,7 @@ and dicts.
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
 # Most of what is found, and never a generator.
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray})
+_OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
 _MODULE = frozenset(vars(torch.nn.Module()))
 # How deep objects are searched for generators: loader -> dataset -> transform -> its list -> item.
 _DEPTH = 4
@@ -94,20 +95,25 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _parts(value: Any, depth: int) -> list[tuple[str, Any]]:
-    long = isinstance(value, dict | list | tuple) and len(value) > _MOST_ITEMS
-    if long or isinstance(value, torch.Tensor | np.ndarray | type | str | bytes):
-        return []
+def _parts(value: Any, depth: int) -> Iterable[tuple[object, Any]]:
+    """Return what a value holds, by name; nothing where that cannot hold a generator."""
     if isinstance(value, dict):
-        return [(str(key), part) for key, part in value.items()]
-    if isinstance(value, list | tuple):
-        return [(str(number), part) for number, part in enumerate(value)]
+        return value.items() if _may_hold(value.values()) else ()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value) if _may_hold(value) else ()
     if isinstance(value, torch.nn.Module):
         # Its parts are modules with attributes of their own; the caller lists them.
         return [entry for entry in vars(value).items() if entry[0] not in _MODULE]
+    if isinstance(value, _OPAQUE):
+        return ()
     if depth and type(value).__module__.partition(".")[0] in _FOREIGN:
-        return []  # a Trainer, a loader under control
-    return list(getattr(value, "__dict__", {}).items())
+        return ()  # a Trainer, a loader under control
+    return getattr(value, "__dict__", {}).items()
+
+
+def _may_hold(items: Collection[object]) -> bool:
+    """Return whether one of these may hold a generator; without a line of Python for each."""
+    return len(items) <= _MOST_ITEMS and not _ATOMS.issuperset(map(type, items))
 
 
 def _encode(generator: Any) -> dict[str, Any]:

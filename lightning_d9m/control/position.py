@@ -7,10 +7,18 @@ loads it nor on the batches before it, and those that were consumed need not be 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 
 from lightning_d9m.control.generators import find_generators
 from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
@@ -188,15 +196,43 @@ def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int
     """
     if type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
         # Index by index, without a list for each batch.
-        indices = iter(batches.sampler)
         skipped = min(count, len(batches))
-        _exhaust(islice(indices, skipped * batches.batch_size))
+        indices = _skip_indices(batches.sampler, skipped * batches.batch_size)
         if skipped == len(batches):
             _exhaust(indices)  # what it draws at its end, it must have drawn
         return iter(BatchSampler(indices, batches.batch_size, batches.drop_last)), skipped
     iterator = iter(batches)
     skipped = sum(1 for _ in islice(iterator, count))
     return iterator, skipped
+
+
+def _skip_indices(sampler: Any, count: int) -> Iterator[Any]:
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    once = shuffles and sampler.num_samples == len(sampler.data_source)
+    # Without a generator it makes one of its own, from what the process draws.
+    if once and sampler.generator is not None and _shuffles_alike():
+        return _shuffle(sampler, count)
+    indices: Iterator[Any] = iter(sampler)
+    _exhaust(islice(indices, count))
+    return indices
+
+
+def _shuffle(sampler: Any, skip: int) -> Iterator[int]:
+    """Do as torch's sampler does, but make no numbers of what is left out: most of its time."""
+    size, generator = sampler.num_samples, sampler.generator
+    yield from torch.randperm(size, generator=generator)[skip:].tolist()
+    torch.randperm(size, generator=generator)  # of which torch takes as many as are missing: none
+
+
+@cache
+def _shuffles_alike() -> bool:
+    """Return whether the installed torch shuffles as it did when this was written."""
+    orders, states = [], []
+    for iterate in (iter, partial(_shuffle, skip=0)):
+        generator = torch.Generator().manual_seed(0)
+        orders.append(list(iterate(RandomSampler(range(7), generator=generator))))
+        states.append(generator.get_state().tolist())
+    return orders[0] == orders[1] and states[0] == states[1]
 
 
 def _exhaust(iterator: Iterator[Any]) -> None:

@@ -27,9 +27,10 @@ class Replacements:
         # A DataLoader refuses to set `dataset` and its like once it is built, for it may have
         # derived a sampler from it. What is set here has the same length and the same samples.
         object.__setattr__(owner, name, value)
+        if any(known() is owner and name == other for known, other, _ in self._originals):
+            return
         self._originals = [entry for entry in self._originals if entry[0]() is not None]
-        if not any(known() is owner and name == other for known, other, _ in self._originals):
-            self._originals.append((_refer(owner), name, original))
+        self._originals.append((_refer(owner), name, original))
 
     def undo(self) -> None:
         """Put back every attribute whose owner still lives."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -27,6 +27,8 @@ _KINDS = tuple(b'{"kind":"%b"' % kind.encode() for kind in KNOWN_KINDS)
 _EQUAL_DIGESTS = re.compile(
     rb'{"kind":"digests","moment":"(initial|epoch|final)","epoch":([0-9]{1,18}),"step":([0-9]{1,18}),'
 )
+# A digest or a number as ``float.hex`` gives it; no name, because a name follows no colon.
+_VALUE = re.compile(rb':"(?:[0-9a-f]{32}|-?0x[01]\.[0-9a-f]+p[+-][0-9]+)"')
 _LAYOUT = b'{"kind":"layout"'
 _PROBES = b'{"kind":"probes"'
 # Records of one step may come in another order in each run. So many bytes of a step are kept to
@@ -93,7 +95,11 @@ def describe_record(record: Item) -> str:
 
 
 def align_records(
-    expected: RankReader, actual: RankReader, *, whole: bool = True
+    expected: RankReader,
+    actual: RankReader,
+    *,
+    whole: bool = True,
+    named: Callable[[], bool] = lambda: True,
 ) -> Iterator[Pair]:
     """Pair the records of two runs, as streams: memory is bounded by one step's records.
 
@@ -105,6 +111,9 @@ def align_records(
         actual: The later run's.
         whole: Whether digests with equal bytes are parsed in full; without, what they are of is
             read and nothing else, which takes a tenth of the time.
+        named: Says whether it is still asked in what digests differ. As soon as it is not, those
+            that have the same names in the same order are not parsed either; their text is in
+            ``extra``.
 
     Yields:
         (record, its counterpart), twice the same object when their bytes are equal; (record, None)
@@ -116,7 +125,10 @@ def align_records(
     one.advance(other)
     other.advance(one)
     while one.body is not None or other.body is not None:
-        if (pair := _read_equal(one, other, whole=whole)) is not None:
+        pair = _read_equal(one, other, whole=whole)
+        if pair is None and not whole and not named():
+            pair = _read_unlike(one, other)
+        if pair is not None:
             yield pair
             taken = (True, True)
         else:
@@ -136,10 +148,7 @@ def _read_equal(one: "_Side", other: "_Side", *, whole: bool) -> Pair | None:
     if not body.startswith(_KINDS) and body.startswith(b'{"kind":"'):
         return UNPARSED
     if not whole and (head := _EQUAL_DIGESTS.match(body)) is not None:
-        moment, epoch, step = head.groups()
-        digests = Digests(
-            moment=moment.decode(), epoch=int(epoch), step=int(step), totals={}, groups={}
-        )
+        digests = _unparsed(head)
         return digests, digests
     record = one.reader.parse(body)
     if isinstance(record, Probes):
@@ -149,6 +158,39 @@ def _read_equal(one: "_Side", other: "_Side", *, whole: bool) -> Pair | None:
         other.skip(batch)
         return batch, batch
     return record, record
+
+
+def _read_unlike(one: "_Side", other: "_Side") -> Pair | None:
+    """Return the digests that both runs have reached if they differ and nothing else does.
+
+    They do where their texts differ in values alone; that the rest is well formed is known from a
+    record with the same rest, which was parsed.
+    """
+    if one.body is None or other.body is None or one.entry or other.entry:
+        return None
+    heads = _EQUAL_DIGESTS.match(one.body), _EQUAL_DIGESTS.match(other.body)
+    if heads[0] is None or heads[1] is None or heads[0][0] != heads[1][0]:
+        return None
+    end = heads[0].end()
+    rest = _VALUE.sub(b":", one.body[end:])
+    if rest != _VALUE.sub(b":", other.body[end:]):
+        return None
+    known, one.rest = one.rest, rest
+    if rest != known:
+        return None
+    return _unparsed(heads[0], one.body), _unparsed(heads[1], other.body)
+
+
+def _unparsed(head: re.Match[bytes], body: bytes | None = None) -> Digests:
+    moment, epoch, step = head.groups()
+    return Digests(
+        moment=moment.decode(),
+        epoch=int(epoch),
+        step=int(step),
+        totals={},
+        groups={},
+        extra={} if body is None else {"text": body},
+    )
 
 
 @dataclass(slots=True)
@@ -168,6 +210,7 @@ class _Side:
         reader: Its file.
         body: The record that it has reached; None at the end.
         entry: The same, parsed, with the records of the same batch; None as long as not needed.
+        rest: The digests that were compared last, without their head and their values.
         layout: The layout that was read last, and its number.
     """
 
@@ -178,6 +221,7 @@ class _Side:
         self._bodies = reader.bodies()
         self._following: bytes | None = None
         self.layout: tuple[bytes, int] | None = None
+        self.rest = b""
         # The batch under way and the number of its places that were given.
         self._batch = (-1, -1)
         self._offset = 0

@@ -1,12 +1,12 @@
 """Leaves of the digest on the CPU: XXH3-64 of each chunk, read in place."""
 
 import ctypes
+import functools
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
@@ -16,22 +16,74 @@ from xxhash import xxh3_64_intdigest
 CHUNK_BYTES = 131072
 BLOCK_BYTES = 1024
 
-# Less for each thread was slower than one thread alone.
-_SHARE_BYTES = 512 * CHUNK_BYTES
+# Chunks; less for each thread was slower than one thread alone.
+_SHARE = 512
 # More threads would wait for each other: each needs the interpreter lock between two chunks.
 _MOST_THREADS = 8
 _ZEROS = bytes(BLOCK_BYTES)
 _READ_ONLY = 0x100  # PyBUF_READ
 
-_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view_memory.restype = ctypes.py_object
+_make_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_make_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_make_view.restype = ctypes.py_object
 
 _interval_changed = threading.Lock()
 
 
-def hash_chunks(memory: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Hashes memory of this process, on as many threads as torch uses within an operation.
+class Chunks:
+    """Memory of this process, divided into what is hashed.
+
+    To divide it takes longer than to hash little of it, so this may be kept for memory that is
+    hashed again and again.
+
+    Args:
+        memory: Addresses and sizes in bytes. Their owners keep them alive whenever it is hashed.
+    """
+
+    def __init__(self, memory: Iterable[tuple[int, int]]) -> None:
+        self._whole: list[memoryview] = []
+        self._partial: list[tuple[memoryview, bytes]] = []
+        # For each piece of memory, which of the leaves of both are its own, in bytes.
+        self._bounds: list[tuple[int, int, int, int]] = []
+        for address, size in memory:
+            begin, part = 8 * len(self._whole), 8 * len(self._partial)
+            if size:
+                self._divide(_view_memory(address, size))
+            self._bounds.append((begin, 8 * len(self._whole), part, 8 * len(self._partial)))
+
+    def hash(self) -> list[bytes]:
+        """Hashes it, on as many threads as torch uses within an operation.
+
+        Returns:
+            For each piece of memory, 8 bytes a chunk, in order: its XXH3-64, little-endian.
+        """
+        whole = self._hash_whole() if self._whole else b""
+        partial = _hash(map(b"".join, self._partial))
+        return [whole[a:b] + partial[c:d] for a, b, c, d in self._bounds]
+
+    def _divide(self, view: memoryview) -> None:
+        end = view.nbytes - view.nbytes % CHUNK_BYTES
+        self._whole += [view[begin : begin + CHUNK_BYTES] for begin in range(0, end, CHUNK_BYTES)]
+        if rest := view.nbytes - end:
+            self._partial.append((view[end:], _ZEROS[: -rest % BLOCK_BYTES]))
+
+    def _hash_whole(self) -> bytes:
+        # The xxhash package gives the interpreter lock away for each chunk. Beside one busy Python
+        # thread, getting it back would take the switch interval of 5 ms, hundreds of times as long
+        # as the hashing; so a thread that waits for it gets it after 10 us meanwhile.
+        with _interval_changed:
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(min(before, 1e-5))
+            try:
+                shares = len(self._whole) // _SHARE
+                return _hash_together(self._whole, shares) if shares > 1 else _hash(self._whole)
+            finally:
+                # Half a microsecond more, because whole ones are kept and fractions cut off.
+                sys.setswitchinterval(before + 5e-7)
+
+
+def hash_chunks(memory: Iterable[tuple[int, int]]) -> list[bytes]:
+    """Hashes memory of this process.
 
     Args:
         memory: Addresses and sizes in bytes. Their owners keep them alive during the call.
@@ -39,18 +91,19 @@ def hash_chunks(memory: Sequence[tuple[int, int]]) -> list[bytes]:
     Returns:
         For each, 8 bytes a chunk, in order: its XXH3-64, little-endian.
     """
-    total = sum(size for _, size in memory)
-    if total < CHUNK_BYTES:
-        return [_hash_span(address, size) for address, size in memory]
-    threads = min(torch.get_num_threads(), _MOST_THREADS, total // _SHARE_BYTES)
-    with _interpreter_switching_fast():
-        if threads < 2:  # noqa: PLR2004 - one more than one
-            return [_hash_span(address, size) for address, size in memory]
-        own, *others = _divide(memory, total // threads)
-        with ThreadPoolExecutor(threads - 1) as pool:
-            others_leaves = pool.map(_hash_share, others)
-            leaves = b"".join((_hash_share(own), *others_leaves))
-    return split_leaves(leaves, memory)
+    return Chunks(memory).hash()
+
+
+def hash_span(address: int, size: int) -> bytes:
+    """Hashes one piece of memory; a short way for little, which is what most values are.
+
+    Returns:
+        8 bytes a chunk, as from ``hash_chunks``.
+    """
+    if not 0 < size < CHUNK_BYTES:
+        return hash_chunks([(address, size)])[0]
+    padded = b"".join((_view_memory(address, size), _ZEROS[: -size % BLOCK_BYTES]))
+    return xxh3_64_intdigest(padded).to_bytes(8, "little")
 
 
 def split_leaves(leaves: bytes, memory: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -59,55 +112,23 @@ def split_leaves(leaves: bytes, memory: Sequence[tuple[int, int]]) -> list[bytes
     return [leaves[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def _hash_span(address: int, size: int) -> bytes:
-    """Hashes one piece of memory; copies no more of it than the last partial chunk."""
-    if size == 0:
-        return b""
-    view = _view_memory(address, size, _READ_ONLY)
-    whole = size - size % CHUNK_BYTES
-    leaves = b""
-    if whole:
-        chunks = (view[begin : begin + CHUNK_BYTES] for begin in range(0, whole, CHUNK_BYTES))
-        leaves = array("Q", map(xxh3_64_intdigest, chunks)).tobytes()
-    if whole < size:
-        padded = b"".join((view[whole:], _ZEROS[: -size % BLOCK_BYTES]))
-        leaves += xxh3_64_intdigest(padded).to_bytes(8, "little")
-    return leaves
+def _hash(chunks: Iterable[bytes | memoryview]) -> bytes:
+    return array("Q", map(xxh3_64_intdigest, chunks)).tobytes()
 
 
-def _hash_share(share: Sequence[tuple[int, int]]) -> bytes:
-    return b"".join(_hash_span(address, size) for address, size in share)
+def _hash_together(chunks: Sequence[memoryview], shares: int) -> bytes:
+    """Hashes chunks on as many threads as torch has, each with a share or more."""
+    threads = min(torch.get_num_threads(), _MOST_THREADS, shares)
+    share = -(-len(chunks) // threads)
+    own, *others = (chunks[start : start + share] for start in range(0, len(chunks), share))
+    if not others:
+        return _hash(own)
+    with ThreadPoolExecutor(len(others)) as pool:
+        others_leaves = pool.map(_hash, others)
+        return b"".join((_hash(own), *others_leaves))
 
 
-def _divide(memory: Sequence[tuple[int, int]], fair: int) -> list[list[tuple[int, int]]]:
-    """Divides memory, at ends of chunks, into shares of about ``fair`` bytes."""
-    shares: list[list[tuple[int, int]]] = [[]]
-    room = fair
-    for address, size in memory:
-        begin = 0
-        while begin < size:
-            if room <= 0:
-                shares.append([])
-                room = fair
-            length = min(size - begin, -(-room // CHUNK_BYTES) * CHUNK_BYTES)
-            shares[-1].append((address + begin, length))
-            begin += length
-            room -= length
-    return shares
-
-
-@contextmanager
-def _interpreter_switching_fast() -> Iterator[None]:
-    """Lets a thread that waits for the interpreter lock have it after 10 us, not 5 ms.
-
-    The xxhash package gives the lock away for each chunk. Beside one busy Python thread, getting
-    it back would take the switch interval, hundreds of times as long as the hashing.
-    """
-    with _interval_changed:
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, 1e-5))
-        try:
-            yield
-        finally:
-            # Half a microsecond more, because whole ones are kept and fractions cut off.
-            sys.setswitchinterval(before + 5e-7)
+@functools.lru_cache(maxsize=4096)  # values of the next step lie where those of this one lay
+def _view_memory(address: int, size: int) -> memoryview:
+    view: memoryview = _make_view(address, size, _READ_ONLY)
+    return view

@@ -271,7 +271,9 @@ def _compare_rank(
     """Compare two files; stop where they turn out to be incomparable."""
     tally = _Tally(rank, watched=watch is not None)
     ticked = 0
-    for one, other in align_records(*files, whole=watch is not None):
+    # Only the first difference is described, for after it most records differ.
+    records = align_records(*files, whole=watch is not None, named=lambda: tally.first is None)
+    for one, other in records:
         found = None
         if one is not None and other is not None:
             found = tally.count(one, other)

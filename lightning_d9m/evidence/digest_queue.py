@@ -14,7 +14,13 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.digest import _follow, _load_kernel, _plan, _Recipe
-from lightning_d9m.evidence.tensors import Plain, locate, take_apart
+from lightning_d9m.evidence.tensors import (
+    Plain,
+    locate,
+    locate_quickly,
+    remember_form,
+    take_apart,
+)
 from lightning_d9m.evidence.whereabouts import Located, digest_located
 
 
@@ -61,14 +67,12 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest``; then none is added.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            parts = take_apart(tensor)
-            # The short way of what nearly all values are: it takes a third of the time.
-            if isinstance(parts, Plain) and parts.data.device.type == "cpu":
-                (leaves,) = chunks_cpu.hash_chunks([locate(parts.data)])
-                self._recipes.append(xxh3_128_hexdigest(parts.header + leaves))
-                return
-        self.add([tensor])
+        place = locate_quickly(tensor)
+        if place is None:
+            self._add_other(tensor)
+            return
+        header, address, size = place
+        self._recipes.append(xxh3_128_hexdigest(header + chunks_cpu.hash_span(address, size)))
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begin the digests of tensors; on each CUDA device they are one launch.
@@ -112,6 +116,14 @@ class DigestQueue:
             recipe if isinstance(recipe, str) else _follow(recipe, self._digests).hex()
             for recipe in self._recipes
         ]
+
+    def _add_other(self, tensor: torch.Tensor) -> None:
+        """Begin the digest of a tensor of a form that is new, or not in order, or elsewhere."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
+            parts = take_apart(tensor)
+        if isinstance(parts, Plain) and parts.data is tensor:
+            remember_form(parts)
+        self.add([tensor])
 
     def _begin(self, plain: Sequence[Plain], memory: Sequence[tuple[int, int]], start: int) -> None:
         here: list[int] = []

@@ -134,7 +134,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             kind = shown(record.get("kind"))
             raise LedgerError(f"A record {kind} for {self.path} is malformed: {error}.") from error
         try:
-            self._settle(self._file)
+            if self._begun[0] != self._size or record.get("kind") != "probes":
+                self._settle(self._file)
             line, check = seal_record(body, self._check)
             self._begun = (self._size + len(line), check)
             self._append(self._file, line)
@@ -161,7 +162,10 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise
 
     def _settle(self, file: int) -> None:
-        """Find out whether the record before was written, when Ctrl-C came at that moment."""
+        """Find out whether the record before was written, when Ctrl-C came at that moment.
+
+        Before a record of probes only then: in every step, it would take as long as the writing.
+        """
         status = os.fstat(file)
         if status.st_nlink == 0:
             raise OSError("the file was deleted while the run wrote it")

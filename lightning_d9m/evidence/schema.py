@@ -59,9 +59,10 @@ class _Fields:
         self.path = path
 
     def take(self, name: str) -> Json:
-        if name not in self.rest:
-            raise FieldError(self.path + name, "is missing")
-        return self.rest.pop(name)
+        try:
+            return self.rest.pop(name)
+        except KeyError:
+            raise FieldError(self.path + name, "is missing") from None
 
     def text(self, name: str, *, limit: int = MAX_NAME) -> str:
         value = self.take(name)
@@ -86,7 +87,7 @@ class _Fields:
         value = self.take(name)
         if not isinstance(value, dict):
             raise FieldError(self.path + name, f"must be an object, and is {shown(value)}")
-        if max(map(len, value), default=0) > MAX_NAME:
+        if value and max(map(len, value)) > MAX_NAME:
             long = max(value, key=len)
             allowed = f"must have names of at most {MAX_NAME} characters"
             raise FieldError(self.path + name, f"{allowed}, and has {shown(long)}")
@@ -115,11 +116,13 @@ class _Fields:
 
 def _are_digests(values: Collection[Json]) -> bool:
     """Whether all are digests: together, because one by one takes most of the reading's time."""
+    if not values:
+        return True
     try:
         digits = "".join(values).encode()
     except (TypeError, UnicodeEncodeError):
         return False
-    return set(map(len, values)) <= {DIGEST_DIGITS} and not digits.translate(None, _HEX)
+    return set(map(len, values)) == {DIGEST_DIGITS} and not digits.translate(None, _HEX)
 
 
 def holds_digests(text: bytes) -> bool:
@@ -294,6 +297,7 @@ def parse_record(fields: Json) -> Record:
         raise FieldError("kind", found)
     if "check" in fields:
         raise FieldError("check", "occurs twice")
-    rest = {name: value for name, value in fields.items() if name != "kind"}
+    own = _Fields(fields)
+    del own.rest["kind"]
     parser = _PARSERS.get(kind)
-    return Opaque(kind, rest) if parser is None else parser(_Fields(rest))
+    return Opaque(kind, own.rest) if parser is None else parser(own)

@@ -20,6 +20,9 @@ from lightning_d9m.evidence.whereabouts import Whereabouts, digest_located
 
 Groups = dict[str, dict[str, str]]
 
+# Made once: `json.dumps` makes one in each call.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -119,7 +122,7 @@ def _digestible(value: object) -> object:
 
 def _sum_up(entries: Mapping[str, str]) -> str:
     """Return one digest for a group: XXH3-128 of the JSON list of its sorted [name, digest]."""
-    return xxh3_128_hexdigest(json.dumps(sorted(entries.items()), separators=(",", ":")).encode())
+    return xxh3_128_hexdigest(_to_json(sorted(entries.items())).encode())
 
 
 def optimizer_state(

@@ -148,13 +148,12 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
         Values by dotted name. What does not exist here (a package that is not installed, a variable
         that is not set) has no entry.
     """
-    stack = _capture_machine()
-    stack |= _capture_packages()
+    stack = {**_capture_machine(), **_capture_packages(), **_capture_build()}
+    # A library that was built with -ffast-math may switch this on when it is loaded.
+    stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
     stack |= _capture_devices()
-    stack |= {
-        f"variable.{name}": _bounded(os.environ[name]) for name in _VARIABLES if name in os.environ
-    }
+    stack |= _capture_variables()
     return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
 
 
@@ -162,8 +161,8 @@ def _bounded(value: Scalar) -> Scalar:
     return value[:_MAX_VALUE] if isinstance(value, str) else value
 
 
-def _capture_machine() -> dict[str, Scalar]:
-    smallest = sys.float_info.min
+@cache
+def _capture_machine() -> Mapping[str, Scalar]:
     stack: dict[str, Scalar] = {
         "python.version": platform.python_version(),
         "python.implementation": platform.python_implementation(),
@@ -173,12 +172,15 @@ def _capture_machine() -> dict[str, Scalar]:
         "cpu.machine": platform.machine(),
         "cpu.model": _read_cpu_model(),
         "cpu.count": os.cpu_count(),
-        # A library that was built with -ffast-math may switch this on when it is loaded.
-        "cpu.flush_denormal": smallest / 2 == 0.0,
     }
     with suppress(AttributeError, OSError, ValueError):
         stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
     return stack
+
+
+def _capture_variables() -> dict[str, Scalar]:
+    present = dict(os.environ)
+    return {f"variable.{name}": _bounded(present[name]) for name in _VARIABLES if name in present}
 
 
 def _read_cpu_model() -> str:
@@ -202,22 +204,28 @@ def _capture_packages() -> Mapping[str, Scalar]:
     return stack
 
 
-def _capture_torch() -> dict[str, Scalar]:
+@cache
+def _capture_build() -> Mapping[str, Scalar]:
     import torch
 
     built = torch.__config__.show()
-    capability = torch.backends.cpu.get_cpu_capability()
-    stack: dict[str, Scalar] = {
+    return {
         # Compiler, flags and libraries; the CPU capability has a field of its own.
         "torch.build": blake2b(
             re.sub(r"(?m)^.*CPU capability.*$", "", built).encode(), digest_size=8
         ).hexdigest(),
-        "torch.cpu_capability": capability,
+        "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch.blas": _find(r"BLAS_INFO=(\w+)", built),
         "torch.mkl": _find(r"Math Kernel Library Version (\S+)", built),
         "torch.onednn": _find(r"MKL-DNN (v\S+)", built),
         "torch.openmp": _find(r"OpenMP (\d+)", built),
     }
+
+
+def _capture_torch() -> dict[str, Scalar]:
+    import torch
+
+    stack: dict[str, Scalar] = {}
     for name, path in _TORCH.items():
         # A name that this version of torch does not know yet, or no longer, has no value to record.
         with suppress(AttributeError):

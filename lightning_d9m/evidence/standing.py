@@ -5,7 +5,7 @@ To walk a model takes longer than to hash small tensors. It is done again when t
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, eq, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ class Standing(dict[str, Tensor]):
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(tensors)
+        self._tensors = list(self.values())
         self._whereabouts = Whereabouts()
 
     def locate(self) -> Located | None:
         """Return where the tensors lie; see :meth:`Whereabouts.find`."""
-        return self._whereabouts.find(list(self.values()))
+        return self._whereabouts.find(self._tensors)
 
 
 class Roster:
@@ -40,8 +41,9 @@ class Roster:
         self._model = model
         self._takes = takes
         self._tables: list[dict[str, Any]] = []
-        self._structure: tuple[list[Any], ...] = ()
-        self._kept: list[object] = []
+        self._sizes: list[int] = []
+        self._keys: list[str] = []
+        self._held: list[object] = []
         self._parameters = self._buffers = Standing(())
         self._names: dict[int, str] = {}
 
@@ -64,21 +66,28 @@ class Roster:
         return self._names
 
     def _walk(self) -> None:
-        if self._structure and _structure_of(self._tables) == self._structure:
+        if self._is_as_walked():
             return
         modules = list(self._model.modules())
         self._tables = [table for own in _TABLES for table in map(own, modules)]
-        self._structure = _structure_of(self._tables)
-        # As long as they are kept, nothing else can have the id of one of them.
-        self._kept = [held for table in self._tables for held in table.values()]
+        self._sizes = list(map(len, self._tables))
+        self._keys = list(chain.from_iterable(self._tables))
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         parameters = [(plain_name(name), own) for name, own in self._model.named_parameters()]
         buffers = [(plain_name(name), own) for name, own in self._model.named_buffers()]
         self._names = {id(own): name for name, own in parameters}
         self._parameters = Standing(entry for entry in parameters if self._takes(entry[0]))
         self._buffers = Standing(entry for entry in buffers if self._takes(entry[0]))
 
+    def _is_as_walked(self) -> bool:
+        """Return whether modules hold the same under the same names.
 
-def _structure_of(tables: list[dict[str, Any]]) -> tuple[list[Any], ...]:
-    """Return the names and identities of what modules hold, without a line of Python for each."""
-    held = chain.from_iterable(map(dict.values, tables))
-    return list(map(len, tables)), list(chain.from_iterable(tables)), list(map(id, held))
+        Without a line of Python for each, and without a new object: it is asked in every batch.
+        """
+        tables = self._tables
+        return (
+            bool(tables)
+            and all(map(eq, map(len, tables), self._sizes))
+            and all(map(is_, chain.from_iterable(tables), self._keys))
+            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._held))
+        )

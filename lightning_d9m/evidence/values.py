@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import itemgetter
 from pathlib import PurePath
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,25 +59,29 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
     del above[id(value)]
 
 
-def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: C901, PLR0911 - one case for each type
+# Of exactly these types are most values; what inherits from them may be an enumeration's member.
+_EXACT: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"B1" if value else b"B0",
+    int: lambda value: _tag(b"I", b"%x" % value),
+    float: lambda value: b"F" + struct.pack("<d", value),
+    str: lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass")),
+}
+
+
+def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: PLR0911 - one case for each type
+    if (exact := _EXACT.get(type(value))) is not None:
+        return exact(value)
     match value:
-        case None:
-            return b"N"
-        case bool():
-            return b"B1" if value else b"B0"
         case np.generic() | np.ndarray():
             return _encode_array(value, where)
         case Enum():
             # A flag that combines others has no name of its own before Python 3.11.
             return _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())
-        case int():
-            return _tag(b"I", b"%x" % value)
-        case float():
-            return b"F" + struct.pack("<d", value)
+        case int() | float() | str():
+            return next(_EXACT[base](value) for base in type(value).__mro__ if base in _EXACT)
         case complex():
             return b"C" + struct.pack("<2d", value.real, value.imag)
-        case str():
-            return _tag(b"S", value.encode("utf-8", "surrogatepass"))
         case bytes() | bytearray() | memoryview():
             return _tag(b"Y", bytes(value))
         case PurePath():

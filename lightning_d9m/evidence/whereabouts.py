@@ -4,6 +4,7 @@ To find out takes longer than to hash small tensors, and most are digested again
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,15 @@ from xxhash import xxh3_128_hexdigest
 from lightning_d9m.evidence import chunks_cpu
 from lightning_d9m.evidence.tensors import Plain, locate, take_apart
 
+_data_ptr, _stride = Tensor.data_ptr, Tensor.stride
+_shape_and_dtype = attrgetter("shape", "dtype")
+
 
 class Located(NamedTuple):
-    """Where tensors lie: what precedes each in its digest, and the addresses and sizes in bytes."""
+    """Where tensors lie: what precedes each in its digest, and what is hashed for it."""
 
     headers: list[bytes]
-    memory: list[tuple[int, int]]
+    chunks: chunks_cpu.Chunks
 
 
 class Whereabouts:
@@ -50,32 +54,31 @@ class Whereabouts:
 
 def digest_located(located: Located) -> list[str]:
     """Return the digests of what lies in memory of this process, as ``digest_many`` does."""
-    leaves = chunks_cpu.hash_chunks(located.memory)
-    parts = zip(located.headers, leaves, strict=True)
-    return [xxh3_128_hexdigest(header + own) for header, own in parts]
+    parts = zip(located.headers, located.chunks.hash(), strict=True)
+    return [xxh3_128_hexdigest(header + leaves) for header, leaves in parts]
 
 
 def _form_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
     """Return what changes when a tensor moves; None if one has no memory to ask for."""
     try:
         return (
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
+            list(map(_data_ptr, tensors)),
+            list(map(_stride, tensors)),
+            list(map(_shape_and_dtype, tensors)),
         )
     except RuntimeError:  # sparse, fake, not initialized yet
         return None
 
 
 def _locate(tensors: Sequence[Tensor]) -> Located | None:
-    found = Located([], [])
+    headers: list[bytes] = []
+    memory: list[tuple[int, int]] = []
     for tensor in tensors:
         part = take_apart(tensor)
         # A copy in order would be of this moment only.
         there = isinstance(part, Plain) and part.data is tensor
         if not there or tensor.device.type != "cpu" or tensor.is_complex():
             return None
-        found.headers.append(part.header)
-        found.memory.append(locate(tensor))
-    return found
+        headers.append(part.header)
+        memory.append(locate(tensor))
+    return Located(headers, chunks_cpu.Chunks(memory))

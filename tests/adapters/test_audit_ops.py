@@ -37,6 +37,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.alone
 def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
     """2,000,000 values into 50 bins: it varies by default, and in no other arm."""
     case = next(
@@ -247,6 +248,7 @@ def test_a_case_that_ends_its_process_is_a_row(audit):
     assert rows["c"]["outcome"] == "ran"
 
 
+@pytest.mark.alone
 def test_a_case_that_hangs_is_ended(audit):
     _, out, _ = audit("--json", "--timeout", "1.5", fate="signal.pause()")
     rows = {row["key"]: row["arms"]["default"] for row in json.loads(out)["rows"]}

@@ -59,7 +59,9 @@ WITHOUT = "--without-recipe"
         ("draws", (), ("random numbers", 2, "rng", "torch")),
         ("generator", (), ("random numbers", 0, "op", "layers.1::aten.rand.generator")),
         ("clock", (), ("optimizer settings", 5, "optimizer", "0.group.0:lr")),
-        ("thread", (), ("weights", 3, "weight", "layers.0.weight")),
+        pytest.param(
+            *("thread", (), ("weights", 3, "weight", "layers.0.weight")), marks=pytest.mark.alone
+        ),
         ("gradient", (), ("gradients", 6, "gradient", "layers.2.weight")),
         ("empty", (WITHOUT,), ("uninitialised memory", 0, "op", "layers.1")),
     ],
@@ -83,6 +85,7 @@ def test_the_exchange_of_gradients(locate):
     assert (found["kind"], found["name"]) == ("gradient", "layers.0.weight")
 
 
+@pytest.mark.alone
 def test_a_race_of_two_threads(locate):
     """It is another step in each pair, where the threads happen to take turns differently."""
     status, found = locate("index_put", WITHOUT, "--tries", "5")

@@ -12,6 +12,7 @@ from lightning_d9m.adapters import descendants, process
 from lightning_d9m.adapters.process import run_watched
 from lightning_d9m.errors import CommandError
 
+pytestmark = pytest.mark.alone  # what is started has begun before its time is over
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 # Starts `child` in some way, notes its id in a file once it runs, and goes on.

@@ -150,6 +150,7 @@ class Scatter(nn.Module):
         return x + table.index_put_((self.index,), self.values * x.mean(), accumulate=True).sum()
 
 
+@pytest.mark.alone
 def test_an_operation_that_adds_in_any_order_is_named(fit):
     def step(self, batch, batch_idx):
         # The recipe off in part, as a library might leave it.

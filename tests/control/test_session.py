@@ -24,6 +24,8 @@ from lightning_d9m.control.session import (
 from lightning_d9m.control.variables import CUBLAS, INDUCTOR
 from lightning_d9m.patches.registration import patches_applied
 
+OTHER = torch.get_num_threads() + 1  # a number of threads that shows whether it was put back
+
 
 def state():
     """Return everything that a session may change."""
@@ -39,11 +41,11 @@ def state():
 
 def test_everything_is_switched_and_restored():
     before = state()
-    with deterministic(seed=3, threads=1, fill_uninitialized_memory=False) as opened:
+    with deterministic(seed=3, threads=OTHER, fill_uninitialized_memory=False) as opened:
         assert active_session() is opened
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
-        assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == OTHER
         assert os.environ[CUBLAS] == ":4096:8"
         torch.rand(3), random.random(), np.random.rand()
     assert active_session() is None
@@ -52,7 +54,7 @@ def test_everything_is_switched_and_restored():
 
 def test_everything_is_restored_when_the_body_raises():
     before = state()
-    with pytest.raises(ZeroDivisionError), deterministic(seed=3, threads=1):
+    with pytest.raises(ZeroDivisionError), deterministic(seed=3, threads=OTHER):
         raise ZeroDivisionError
     assert state() == before
 
@@ -65,7 +67,7 @@ def test_everything_is_restored_when_opening_fails_midway(monkeypatch):
 
     monkeypatch.setattr(session, "seed_all", fail)
     with pytest.raises(RuntimeError, match="no generator"):
-        enable(threads=1)
+        enable(threads=OTHER)
     assert state() == before
     assert active_session() is None
 
@@ -112,7 +114,7 @@ def test_closing_before_a_block_that_began_later_is_an_error():
 def test_what_was_enabled_within_a_session_and_left_open_ends_with_it():
     before = state()
     with deterministic(seed=1):
-        inner = enable(seed=2, threads=1)
+        inner = enable(seed=2, threads=OTHER)
     assert active_session() is None
     assert state() == before
     inner.close()  # nothing is left to close
@@ -122,7 +124,7 @@ def test_what_was_enabled_within_a_session_and_left_open_ends_with_it():
 def test_a_second_enable_takes_the_place_of_the_first(seed):
     """As when a cell of a notebook is run again, after something else switched a flag too."""
     before = state()
-    first = enable(seed=1, threads=1)
+    first = enable(seed=1, threads=OTHER)
     torch.rand(3)
     torch.backends.cudnn.deterministic = False
     second = enable(seed=seed)

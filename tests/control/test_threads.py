@@ -6,6 +6,8 @@ import torch
 from lightning_d9m import SettingError, deterministic, digest
 from lightning_d9m.control.threads import threads_pinned
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def threads_restored():

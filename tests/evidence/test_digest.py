@@ -179,7 +179,7 @@ def set_threads():
 
 
 def test_number_of_threads_does_not_count(set_threads, monkeypatch):
-    monkeypatch.setattr(chunks_cpu, "_SHARE_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(chunks_cpu, "_SHARE", 2)
     large = _bytes(3_000_000).view(-1, 100)
     tensors = [large, large.t(), *(large[n : 3 * n + 2] for n in range(0, 9000, 300))]
     digests = {}
@@ -195,7 +195,7 @@ def test_number_of_threads_does_not_count(set_threads, monkeypatch):
 def test_switch_interval_is_low_while_hashing_and_restored(microseconds):
     during = []
 
-    def record(address, size):
+    def record(chunks):
         during.append(sys.getswitchinterval())
         raise ValueError
 
@@ -204,7 +204,7 @@ def test_switch_interval_is_low_while_hashing_and_restored(microseconds):
         sys.setswitchinterval(microseconds * 1e-6 + 5e-7)
         before = sys.getswitchinterval()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError):
-            patch.setattr(chunks_cpu, "_hash_span", record)
+            patch.setattr(chunks_cpu, "_hash", record)
             digest(torch.ones(CHUNK))
         assert sys.getswitchinterval() == before
         assert during[0] == pytest.approx(min(before, 1e-5))

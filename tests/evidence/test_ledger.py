@@ -160,6 +160,12 @@ class TestWriter:
                 writer.write({"kind": "probe", "value": float("nan")})
             with pytest.raises(LedgerError, match="cannot be written as JSON"):
                 writer.write({"kind": "probe", "value": object()})
+            for depth in (17, 10**5):
+                nested: list[object] = []
+                for _ in range(depth):
+                    nested = [nested]
+                with pytest.raises(LedgerError, match="nests deeper than 16 levels"):
+                    writer.write({"kind": "probe", "value": nested})
             writer.write(runs.facts().as_record())
         assert len(read_all(path)[1]) == 1
 
@@ -348,6 +354,41 @@ def test_probes_are_checked_when_they_are_written(tmp_path, change):
         writer.write(record)
         with pytest.raises(LedgerError, match=f"field '{next(iter(change))}' must be"):
             writer.write(record | change)
+
+
+def test_a_file_that_is_gone_is_noticed_by_the_next_record_that_is_no_probes(runs, tmp_path):
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    path = tmp_path / "rank-0.jsonl"
+    with LedgerWriter(path) as writer:
+        writer.write(runs.header().as_record())
+        path.unlink()
+        writer.write(record)
+        with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
+            writer.write(runs.facts().as_record())
+
+
+@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
+def test_ctrl_c_before_a_record_of_probes(runs, tmp_path, monkeypatch, written):
+    """They do not look at the file, unless the write before was interrupted."""
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
+    real = os.write
+
+    def interrupted(fd, data):
+        real(fd, data[:written])
+        raise KeyboardInterrupt
+
+    path = tmp_path / "rank-0.jsonl"
+    with LedgerWriter(path) as writer:
+        writer.write(runs.header().as_record())
+        writer.write(layout)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.write(record)
+        writer.write(record | {"step": 2})
+    _, records = read_all(path)
+    assert [own.step for own in records[1:]] == ([1, 2] if written is None else [2])
 
 
 def test_probes_are_written_as_any_record_is():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.evidence.digest import digest, digest_many, digest_value
@@ -156,6 +157,42 @@ def test_a_queue_gives_what_digest_gives():
     queue.add(tensors)
     assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
     assert queue.is_here
+
+
+def test_a_form_that_was_met_before_gives_the_same():
+    x = torch.randn(300, 400)
+    tensors = [
+        *(x, x.t(), x[1], x[:, 1], torch.zeros(()), torch.empty(0), nn.Parameter(x[2])),
+        x.to(torch.complex64).conj(),
+        torch.complex(x, x).conj().imag,  # negated where it is read
+        torch.view_as_real(torch.complex(x, x)).select(-1, 0),
+        x.to_sparse(),
+        x.bfloat16(),
+    ]
+    queue = DigestQueue()
+    for tensor in (*tensors, *tensors):
+        queue.add_one(tensor)
+    assert queue.fetch() == digest_many(tensors) * 2
+
+
+def test_a_negated_tensor_of_a_known_form_is_read_as_it_is():
+    queue = DigestQueue()
+    z = torch.randn(4, dtype=torch.complex64)
+    negated = torch._neg_view(torch.ones(4))
+    for tensor in (torch.ones(4), negated, torch.view_as_real(z)[:, 0].contiguous()):
+        queue.add_one(tensor)
+    assert queue.fetch()[:2] == digest_many([torch.ones(4), -torch.ones(4)])
+
+
+@pytest.mark.parametrize("kept", [0, 8])
+def test_memory_of_a_known_form_that_was_freed_is_an_error(kept):
+    queue = DigestQueue()
+    x = torch.ones(4)
+    queue.add_one(x)
+    x.untyped_storage().resize_(kept)
+    with pytest.raises(DigestError, match="freed"):
+        queue.add_one(x)
+    assert len(queue) == 1
 
 
 def test_a_queue_takes_none_of_the_tensors_if_one_has_no_digest():

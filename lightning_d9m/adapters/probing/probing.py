@@ -73,7 +73,8 @@ class Probing:
 
     def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Take what the batch starts from, and hook the model if the batch is probed."""
-        self._end_replay()
+        if self._replayed is not None:
+            self._end_replay()
         if self._probes is not None:
             self._start_probes(trainer, module, batch, batch_idx)
         # Last, because it comes off first.
@@ -83,10 +84,11 @@ class Probing:
     def _start_probes(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         probes, roster = self._probes, self._roster
         assert probes is not None and roster is not None, "begin() comes first"  # noqa: PT018
-        if not self._settings.takes_step(trainer.global_step):
+        step = trainer.global_step
+        if not self._settings.takes_step(step):
             self._unhook()
             return
-        probes.begin(Moment(trainer.current_epoch, trainer.global_step, batch_idx))
+        probes.begin(Moment(trainer.current_epoch, step, batch_idx))
         self._took_loss = False
         take_states(roster, trainer.optimizers, self._settings, probes)
         if "batch" in self._kinds:
@@ -116,12 +118,14 @@ class Probing:
 
     def end_batch(self, trainer: Any, outputs: Any) -> None:
         """Take what the batch left behind, and write it."""
-        self._end_replay()
+        if self._replayed is not None:
+            self._end_replay()
         if self._probes is None:
             return
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if loss is not None and not self._took_loss:
-            self.take_loss(loss)
+        if not self._took_loss:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if loss is not None:
+                self.take_loss(loss)
         if "scalar" in self._kinds:
             for name, value in sorted(trainer.callback_metrics.items()):
                 if not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics):

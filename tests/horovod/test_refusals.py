@@ -1,0 +1,105 @@
+"""Errors that the ranks of the other tests raise in processes of their own, raised in this one."""
+
+import argparse
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_d9m.adapters import install_horovod
+from lightning_d9m.adapters.horovod.settings import import_horovod
+from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.adapters.horovod.wire import Claim, Wire
+from lightning_d9m.errors import CommandError, RanksDisagreeError, SettingError
+
+
+@pytest.fixture
+def strategy(monkeypatch):
+    """Return a strategy on rank 2 of 3 of one host, with no gradients to reduce."""
+    monkeypatch.setenv("HOROVOD_RANK", "2")
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "2")
+    made = HorovodDeterministicStrategy(parallel_devices=[torch.device("cuda", n) for n in (0, 1)])
+    made._buckets = SimpleNamespace(holds=lambda _: False)
+    made._lightning_module = SimpleNamespace(trainer=SimpleNamespace(training=True))
+    return made
+
+
+def use_the_wire(strategy):
+    return strategy.wire
+
+
+def use_a_device(strategy):
+    return strategy.root_device
+
+
+def step(strategy):
+    strategy.optimizer_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 3))]), nullcontext)
+
+
+def reduce_what_is_stray(strategy):
+    strategy._refuse_stray("layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (use_the_wire, "Horovod has not started yet"),
+        (use_a_device, r"Rank 2 is number 2 on its host.*names 2 devices"),
+        (step, r"a parameter of shape \(2, 3\) that is no parameter of the LightningModule"),
+        (reduce_what_is_stray, "'layer.weight' got a gradient outside Lightning's backward"),
+    ],
+)
+def test_the_strategy_refuses(strategy, act, words):
+    with pytest.raises(SettingError, match=words):
+        act(strategy)
+
+
+def test_a_horovod_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    with pytest.raises(SettingError, match=r"Horovod cannot be imported.*d9m install-horovod"):
+        import_horovod()
+
+
+@pytest.fixture
+def make_wire(monkeypatch):
+    """Make the wire of two ranks; what the other one says is said here."""
+
+    def make(*, agree):
+        wire = Wire(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+        monkeypatch.setattr(wire, "_is_common", lambda *_: agree)
+        monkeypatch.setattr(wire, "gather_objects", lambda claim: [claim, Claim("the end")])
+        return wire
+
+    return make
+
+
+def test_ranks_that_do_different_things(make_wire):
+    wire = make_wire(agree=False)
+    with pytest.raises(RanksDisagreeError, match="rank 0: a barrier\n  rank 1: the end"):
+        wire.agree(Claim("a barrier"))
+
+
+def test_ranks_that_end_together_exchange_no_more(make_wire):
+    wire = make_wire(agree=True)
+    wire.announce(ValueError("all have it"))
+    assert str(wire.broken) == "This rank has ended its part of the run."
+
+
+def test_an_installation_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CommandError, match="has none: install torch first"):
+        install_horovod._find_target(mpi=False, gpu="none")
+
+
+def test_an_installation_that_does_not_work(monkeypatch, tmp_path, capsys):
+    key = install_horovod._find_target(mpi=False, gpu="none").key
+    (tmp_path / key).mkdir()
+    (tmp_path / key / "horovod-0.whl").touch()
+    for name in ("_install_requirements", "_pip"):
+        monkeypatch.setattr(install_horovod, name, lambda *_: None)
+    monkeypatch.setattr(install_horovod, "_try_installed", lambda _: "It hung.")
+    arguments = argparse.Namespace(mpi=False, gpu="none", rebuild=False, cache=tmp_path, json=True)
+    with pytest.raises(CommandError, match=r"an allreduce of two processes failed: It hung\."):
+        install_horovod.run(arguments)
