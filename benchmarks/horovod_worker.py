@@ -122,8 +122,9 @@ def distribute(model, optimizer):
     import horovod.torch as hvd
 
     hvd.init()
-    if mode != "plain":
+    if mode != "default-spinning":
         wait_politely(hvd)
+    if mode != "plain":
         options = {"groups": 1} if mode == "groups" else {}
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
     return hvd.rank(), model, optimizer, None

@@ -1,6 +1,6 @@
 """Break one rank while it trains; the others have to end, too, and say why.
 
-Usage: faults.py FOLDER killed|raising|gradients|batches|stream|settings|validation|ulp
+Usage: faults.py FOLDER killed|raising|gradients|batches|stream|settings|validation|ulp TRANSPORT
 """
 
 import os
@@ -21,7 +21,7 @@ from lightning_d9m.adapters.callback import DeterminismCallback
 from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 
 warnings.filterwarnings("ignore")
-folder, fault = Path(sys.argv[1]), sys.argv[2]
+folder, fault, transport = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
 class Model(pl.LightningModule):
@@ -68,7 +68,7 @@ options = {"bucket_bytes": 1024} if rank == 1 and fault == "settings" else {}
 samples = 48 if rank == 1 and fault == "batches" else 64
 trainer = pl.Trainer(
     accelerator="cpu",
-    strategy=HorovodDeterministicStrategy(**options),
+    strategy=HorovodDeterministicStrategy(transport=transport, **options),
     max_epochs=1,
     logger=False,
     enable_checkpointing=False,

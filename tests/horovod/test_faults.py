@@ -26,10 +26,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_rank_ends_with_the_cause(horovodrun, tmp_path, fault):
+CASES = [*((fault, "torch") for fault in FAULTS), ("killed", "horovod"), ("raising", "horovod")]
+
+
+@pytest.mark.parametrize(("fault", "transport"), CASES)
+def test_every_rank_ends_with_the_cause(horovodrun, tmp_path, fault, transport):
     """The launcher returns, no process is left, and the errors name what went wrong."""
-    status, output = horovodrun(2, "faults.py", tmp_path, fault)
+    status, output = horovodrun(2, "faults.py", tmp_path, fault, transport)
     assert status != 0
     for rank, expected in enumerate(FAULTS[fault]):
         error = tmp_path / f"error-{rank}"

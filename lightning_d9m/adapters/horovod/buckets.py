@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from lightning_d9m.adapters.horovod.bucket_layout import Bucket, Slot, lay_out
@@ -252,30 +253,24 @@ class GradientBuckets:
         if self._reducer.size == 1:
             return
         scale = self._scale if self._travels_as_it_is(bucket.flat) else 1.0
-        unscaled: list[Tensor] = []
-        run: list[Tensor] = []  # gradients of neighbours, which lie one behind the other
+        run: list[Tensor] = []  # small gradients whose places lie one behind the other
         begin = end = 0
         for position in positions:
             if position in bucket.packed:
                 continue
             slot = bucket.slots[position]
             gradient = self._densify(slot)
-            if gradient.data_ptr() == slot.view.data_ptr():
-                unscaled.append(slot.view)
-            elif slot.is_alone:
+            if slot.is_alone:
                 torch.mul(gradient, scale, out=slot.view)  # one pass, with any strides
             else:
-                if run and slot.start != end:
-                    unscaled.append(torch.cat(run, out=bucket.flat[begin:end]))
-                    run = []
-                begin, end = slot.start if not run else begin, slot.stop
-                run += (gradient.reshape(-1), slot.padding)
+                if slot.start != end:
+                    _join(run, scale, bucket.flat[begin:end])
+                    run, begin = [], slot.start
+                end = slot.stop
+                run += (gradient, slot.padding)
             slot.parameter.grad = slot.view
+        _join(run, scale, bucket.flat[begin:end])
         bucket.packed.update(positions)
-        if run:
-            unscaled.append(torch.cat(run, out=bucket.flat[begin:end]))
-        if scale != 1.0 and unscaled:
-            torch._foreach_mul_(unscaled, scale)
 
     def _densify(self, slot: Slot) -> Tensor:
         name, gradient = slot.name, slot.parameter.grad
@@ -342,6 +337,11 @@ class GradientBuckets:
         """The names; and the layout, for the case in which that is what differs."""
         plan = hashlib.blake2b(self._plan.encode(), digest_size=4).hexdigest()
         return (*self._fired_names(), f"layout of the buckets {plan} ({len(self)} buckets)")
+
+
+def _join(gradients: Sequence[Tensor], scale: float, place: Tensor) -> None:
+    if gradients:
+        torch.mul(_flatten_dense_tensors(gradients), scale, out=place)
 
 
 def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> None:
