@@ -114,7 +114,7 @@ def test_a_golden_ledger_is_written_compared_and_written_anew(suite, pytester):
 
 def test_a_golden_ledger_of_another_stack_fails_or_skips(suite, monkeypatch):
     suite("--d9m-update", test_it=GOLDEN).assert_outcomes(passed=1)
-    monkeypatch.setattr("platform.python_version", lambda: "3.99")
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX512F")  # NumPy has read it long ago
     changed = GOLDEN.replace("train()", "train(1.5)")
     result = suite(test_it=changed)
     result.assert_outcomes(failed=1)
