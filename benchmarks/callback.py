@@ -190,14 +190,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "callback-cpu.json")
+    parser.add_argument("--only", choices=["digits", "10M parameters"], help="keep the other's row")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     torch.use_deterministic_algorithms(True)
     time_entrances()
-    results = {
-        "digits": measure(DigitsNet, Digits, 10, arguments.repeats),
-        "10M parameters": measure(TenMillion, lambda: None, 2, arguments.repeats),
+    cases = {"digits": (DigitsNet, Digits, 10), "10M parameters": (TenMillion, lambda: None, 2)}
+    kept = json.loads(arguments.output.read_text())["results"] if arguments.only else {}
+    results = kept | {
+        name: measure(*case, arguments.repeats)
+        for name, case in cases.items()
+        if arguments.only in (None, name)
     }
     report = {
         "benchmark": "callback",
