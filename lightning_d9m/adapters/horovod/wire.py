@@ -32,9 +32,8 @@ from lightning_d9m.adapters.horovod.transport import (
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 
 T = TypeVar("T")
-_SLICE_SECONDS = (
-    0.5  # between two of which Python handles signals, and a rank asks where others are
-)
+# After each, Python handles signals, and a rank asks where the others are.
+_SLICE_SECONDS = 0.5
 _ASKS = -1  # the fingerprint of a rank that only asks
 _LIMIT_OF_NAMES = 8
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
