@@ -22,20 +22,22 @@ def gather_values(trainer: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
     strategy = trainer.strategy
     buffer = io.BytesIO()
     torch.save(mine, buffer)
-    data = len(buffer.getvalue()).to_bytes(_HEAD, "little") + buffer.getvalue()
+    payload = buffer.getvalue()
+    data = len(payload).to_bytes(_HEAD, "little") + payload
     rows: list[list[bytes]] = [[] for _ in range(trainer.world_size)]
     at, length, longest = 0, _FIRST, _HEAD
     while at < longest:
         part = torch.frombuffer(
             bytearray(data[at : at + length].ljust(length, b"\0")), dtype=torch.uint8
         )
-        gathered = strategy.all_gather(part.to(strategy.root_device)).cpu()
-        parts = gathered.reshape(trainer.world_size, -1).numpy()
+        gathered = strategy.all_gather(part.to(strategy.root_device))
+        parts = gathered.reshape(trainer.world_size, -1)
         if at == 0:
-            longest = _HEAD + max(_size_of(part.tobytes()) for part in parts)
+            heads = parts[:, :_HEAD].cpu().numpy()
+            longest = _HEAD + max(_size_of(head.tobytes()) for head in heads)
         if trainer.is_global_zero:
-            for row, part in zip(rows, parts, strict=True):
-                row.append(part.tobytes())
+            for row, own in zip(rows, parts.cpu().numpy(), strict=True):
+                row.append(own.tobytes())
         at, length = at + length, _CHUNK
     if not trainer.is_global_zero:
         return [mine]
