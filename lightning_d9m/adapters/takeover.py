@@ -9,6 +9,7 @@ from typing import Any
 from lightning_d9m.adapters.autoload import has_default_seed
 from lightning_d9m.adapters.checkpoint_file import loads_checked
 from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.replacements import Replacements
 from lightning_d9m.control.seeding import RngState, capture_rng, derive_seed, restore_rng, seed_all
 from lightning_d9m.control.session import active_session, deterministic, next_fit
 from lightning_d9m.control.settings import HIGHEST_SEED, Settings
@@ -91,9 +92,11 @@ class Takeover:
             )
             stack.callback(self._loaders.release)
             stack.enter_context(loads_checked(trainer.strategy))
-            self._wrap_process_dataloader(stack)
+            replacements = Replacements()
+            stack.callback(replacements.undo)
+            self._wrap_process_dataloader(replacements)
             if stage == "fit":
-                self._set_validation_apart(stack)
+                self._set_validation_apart(replacements)
             # The same on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
@@ -183,7 +186,7 @@ class Takeover:
     def _seed(self, purpose: str, epoch: int) -> int:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
 
-    def _set_validation_apart(self, stack: ExitStack) -> None:
+    def _set_validation_apart(self, replacements: Replacements) -> None:
         """Let the validation of a fit draw from a stream of its own, from first to last.
 
         Lightning makes its iterators, which may draw, before ``on_validation_start``, and the hooks
@@ -199,10 +202,9 @@ class Takeover:
             finally:
                 self.end_evaluation("validate")
 
-        loop.run = run
-        stack.callback(delattr, loop, "run")
+        replacements.replace(loop, "run", run)
 
-    def _wrap_process_dataloader(self, stack: ExitStack) -> None:
+    def _wrap_process_dataloader(self, replacements: Replacements) -> None:
         """Take each loader over after Lightning has put its sampler in, before it is iterated."""
         strategy = self._trainer.strategy
         original: Callable[[object], object] = strategy.process_dataloader
@@ -224,9 +226,7 @@ class Takeover:
             seed_all(self._seed("first batch", epoch))
             return taken
 
-        strategy.process_dataloader = process_dataloader
-        # The wrapper shadows the class's method: without it, that is seen again.
-        stack.callback(delattr, strategy, "process_dataloader")
+        replacements.replace(strategy, "process_dataloader", process_dataloader)
 
 
 def _do_nothing(loader: object) -> None:
