@@ -22,6 +22,21 @@ from lightning_d9m.evidence.ledger import (
 from lightning_d9m.evidence.record_text import encode_record
 from lightning_d9m.evidence.records import Digests, End
 
+
+def write_interrupted(writer, record, written, monkeypatch):
+    """Write a record, with Ctrl-C when so many bytes of it (None: all) are in the file."""
+    real = os.write
+
+    def interrupted(fd, data):
+        real(fd, data[:written])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(record)
+
+
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
@@ -253,19 +268,10 @@ class TestFailures:
     @pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
     def test_ctrl_c_in_the_middle_of_a_write(self, runs, tmp_path, monkeypatch, written):
         """Whether the record got through is read off the file; the chain stays whole."""
-        real = os.write
-
-        def interrupted(fd, data):
-            real(fd, data[:written])
-            raise KeyboardInterrupt
-
         path = tmp_path / "rank-0.jsonl"
         with LedgerWriter(path) as writer:
             writer.write(runs.header().as_record())
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "write", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    writer.write(runs.facts().as_record())
+            write_interrupted(writer, runs.facts().as_record(), written, monkeypatch)
             writer.write(End(status="failed", error="KeyboardInterrupt").as_record())
         reader, records = read_all(path)
         assert len(records) == (2 if written is None else 1)
@@ -372,20 +378,11 @@ def test_ctrl_c_before_a_record_of_probes(runs, tmp_path, monkeypatch, written):
     """They do not look at the file, unless the write before was interrupted."""
     record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
     layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
-    real = os.write
-
-    def interrupted(fd, data):
-        real(fd, data[:written])
-        raise KeyboardInterrupt
-
     path = tmp_path / "rank-0.jsonl"
     with LedgerWriter(path) as writer:
         writer.write(runs.header().as_record())
         writer.write(layout)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "write", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                writer.write(record)
+        write_interrupted(writer, record, written, monkeypatch)
         writer.write(record | {"step": 2})
     _, records = read_all(path)
     assert [own.step for own in records[1:]] == ([1, 2] if written is None else [2])
