@@ -1,9 +1,11 @@
 """Digests that are begun now and fetched later, all together.
 
-A value that is probed may be overwritten by the next operation, so its bytes are read at once: on
-the CPU they are hashed there and then (a copy for later would read the memory as well, and write
-it too), on CUDA the hashing is put on the current stream, behind what made the value and before
-what overwrites it. Nothing waits for a device until the digests are fetched, and then once.
+A value that is probed may be overwritten by the next operation, so its bytes are read at once. On
+the CPU much is hashed there and then (a copy for later would read the memory as well, and write it
+too); little is copied, because to hash all of it one after the other takes less time than to begin
+hashing in the middle of a training step, whose code and data fill the caches. On CUDA the hashing
+is put on the current stream, behind what made the value and before what overwrites it. Nothing
+waits for a device until the digests are fetched, and then once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +25,9 @@ from lightning_d9m.evidence.tensors import (
 )
 from lightning_d9m.evidence.whereabouts import Located, digest_located
 
+_Copy = tuple[bytes, bytes]  # what precedes a value in its digest, and the value, padded
+_LITTLE = 16384  # bytes
+
 
 @dataclass
 class _Flight:
@@ -39,7 +44,7 @@ class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added."""
 
     def __init__(self) -> None:
-        self._recipes: list[_Recipe | str] = []
+        self._recipes: list[_Recipe | str | _Copy] = []
         self._headers: list[bytes] = []
         self._digests: list[bytes] = []
         self._flights: dict[torch.device, _Flight] = {}
@@ -72,6 +77,9 @@ class DigestQueue:
             self._add_other(tensor)
             return
         header, address, size = place
+        if size <= _LITTLE:
+            self._recipes.append((header, chunks_cpu.copy_span(address, size)))
+            return
         self._recipes.append(xxh3_128_hexdigest(header + chunks_cpu.hash_span(address, size)))
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -113,9 +121,14 @@ class DigestQueue:
                 self._digests[index] = xxh3_128_digest(self._headers[index] + leaves)
         self._flights = {}
         return [
-            recipe if isinstance(recipe, str) else _follow(recipe, self._digests).hex()
-            for recipe in self._recipes
+            recipe if isinstance(recipe, str) else self._finish(recipe) for recipe in self._recipes
         ]
+
+    def _finish(self, recipe: _Recipe | _Copy) -> str:
+        if isinstance(recipe, tuple):
+            header, copy = recipe
+            return xxh3_128_hexdigest(header + chunks_cpu.hash_copy(copy))
+        return _follow(recipe, self._digests).hex()
 
     def _add_other(self, tensor: torch.Tensor) -> None:
         """Begin the digest of a tensor of a form that is new, or not in order, or elsewhere."""

@@ -4,7 +4,7 @@ To find out takes longer than to hash small tensors, and most are digested again
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +54,7 @@ class Whereabouts:
 
 def digest_located(located: Located) -> list[str]:
     """Return the digests of what lies in memory of this process, as ``digest_many`` does."""
-    parts = zip(located.headers, located.chunks.hash(), strict=True)
-    return [xxh3_128_hexdigest(header + leaves) for header, leaves in parts]
+    return list(map(xxh3_128_hexdigest, map(add, located.headers, located.chunks.hash())))
 
 
 def _form_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
