@@ -53,18 +53,19 @@ class Listener(Protocol):
 
 
 class Trace:
-    """The places of a batch in order, and the digests of what was met there."""
+    """The places of a batch in order, and the digests of what was met there.
+
+    Attributes:
+        queue: The digests.
+        met: Kind and name of each place.
+    """
 
     def __init__(self) -> None:
         self.queue = DigestQueue()
-        self._met: list[_Met] = []
+        self.met: list[_Met] = []
         self._places: list[Place] = []
         self._calls: dict[_Met, int] = {}
         self._goes_on = False
-
-    def __len__(self) -> int:
-        """The number of places."""
-        return len(self._met)
 
     @property
     def places(self) -> list[Place]:
@@ -75,7 +76,7 @@ class Trace:
     def sequence(self, start: int, stop: int) -> tuple[_Met | Place, ...]:
         """Return what the places from ``start`` up to ``stop`` follow from."""
         whole = start == 0 and not self._goes_on
-        return tuple(self._met[:stop] if whole else self.places[start:stop])
+        return tuple(self.met[:stop] if whole else self.places[start:stop])
 
     def add(self, kind: str, name: str, value: object) -> None:
         """Take a value; each of its leaves gets a place of its own.
@@ -91,7 +92,7 @@ class Trace:
                     self.queue.add_digest(digest_value(type(leaf)))
             else:
                 self.queue.add_digest(_digest_leaf(leaf))
-            self._met.append((kind, f"{name}:{path}" if path else name))
+            self.met.append((kind, f"{name}:{path}" if path else name))
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
@@ -105,7 +106,7 @@ class Trace:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
         else:
-            self._met += zip(repeat(kind), tensors)
+            self.met += zip(repeat(kind), tensors)
 
     def restart(self) -> "Trace":
         """Return a trace that goes on where this one ends, without its places."""
@@ -116,7 +117,7 @@ class Trace:
         return other
 
     def _count(self) -> None:
-        for kind, name in self._met[len(self._places) :]:
+        for kind, name in self.met[len(self._places) :]:
             key = (kind, name[:_LONGEST_NAME])
             call = self._calls.get(key, 0)
             self._calls[key] = call + 1
@@ -167,7 +168,8 @@ class Probes:
 
     def begin(self, moment: Moment) -> None:
         """Begin a batch; what was met before it and not ended is written first."""
-        self.end()
+        if self._moment is not None:
+            self.end()
         self._moment = moment
         self._trace = Trace()
 
@@ -185,7 +187,7 @@ class Probes:
         if self._moment is None or self._paused:
             return
         trace = self._trace
-        before = len(trace)
+        before = len(trace.met)
         busy, self._busy = self._busy, True
         try:
             trace.add(kind, name, value)
@@ -193,15 +195,15 @@ class Probes:
                 self._save_places(trace.places[before:], name, value, content)
         finally:
             self._busy = busy
-        if len(trace) >= MOST_PLACES:
-            self._part()
+        if len(trace.met) >= MOST_PLACES:
+            self._part(self._moment)
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
         if self._moment is None or self._paused:
             return
         trace = self._trace
-        before = len(trace)
+        before = len(trace.met)
         busy, self._busy = self._busy, True
         try:
             trace.add_tensors(kind, tensors)
@@ -210,16 +212,16 @@ class Probes:
                     self._save(self._moment, place, {"value": tensor})
         finally:
             self._busy = busy
-        if len(trace) >= MOST_PLACES:
-            self._part()
+        if len(trace.met) >= MOST_PLACES:
+            self._part(self._moment)
 
     def end(self) -> None:
         """End the batch and write its records, or those of the batch before on CUDA."""
         if self._moment is None:
             return
-        self._set_aside()
+        self._set_aside(self._moment)
+        self._write_waiting(keep=self._moment)
         self._moment = None
-        self._write_waiting(keep=self._waiting[-1][0] if self._waiting else None)
 
     def close(self) -> None:
         """Write everything that is still under way."""
@@ -237,21 +239,23 @@ class Probes:
         for place, (_, leaf) in zip(places, list_leaves(value), strict=True):
             self._save(self._moment, place, {"value": leaf})
 
-    def _part(self) -> None:
+    def _part(self, moment: Moment) -> None:
         """Let what the batch has so far become a record of its own."""
-        self._set_aside()
+        self._set_aside(moment)
         self._trace = self._trace.restart()
 
-    def _set_aside(self) -> None:
-        if self._moment is not None and len(self._trace):
-            self._trace.queue.depart()
-            self._waiting.append((self._moment, self._trace))
+    def _set_aside(self, moment: Moment) -> None:
+        trace = self._trace
+        if trace.met:
+            if trace.queue.flights:
+                trace.queue.depart()
+            self._waiting.append((moment, trace))
 
     def _write_waiting(self, keep: Moment | None) -> None:
         """Write what waits, in order, up to a batch that is kept because a device has it."""
         while self._waiting:
             moment, trace = self._waiting[0]
-            if moment == keep and not trace.queue.is_here:
+            if trace.queue.flights and moment is keep:
                 return
             del self._waiting[0]
             self._write_trace(moment, trace)

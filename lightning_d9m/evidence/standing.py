@@ -62,7 +62,15 @@ class Roster:
 
     def look(self) -> tuple[Standing, Standing, dict[int, str]]:
         """Return the parameters, the buffers and the names at once."""
-        if not self._is_as_walked():
+        tables, filled = self._tables, self._filled
+        # Whether modules hold the same under the same names: without a line of Python for each, and
+        # without a new object, because it is asked in every batch.
+        if not (
+            tables
+            and all(map(eq, map(len, tables), self._sizes))
+            and all(map(is_, chain.from_iterable(filled), self._keys))
+            and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._held))
+        ):
             self._walk()
         return self._parameters, self._buffers, self._names
 
@@ -93,16 +101,3 @@ class Roster:
         self._names = {id(own): name for name, own in parameters}
         self._parameters = Standing(filter(self._takes, parameters))
         self._buffers = Standing(filter(self._takes, buffers))
-
-    def _is_as_walked(self) -> bool:
-        """Return whether modules hold the same under the same names.
-
-        Without a line of Python for each, and without a new object: it is asked in every batch.
-        """
-        tables, filled = self._tables, self._filled
-        return (
-            bool(tables)
-            and all(map(eq, map(len, tables), self._sizes))
-            and all(map(is_, chain.from_iterable(filled), self._keys))
-            and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._held))
-        )
