@@ -6,6 +6,10 @@ their steps, without the first; given are the median and the quartiles of these 
 from the end of the one before to its own. What the callback does to a fit as a whole (seeds, flags,
 loaders, the digests of an epoch) is in both kinds of blocks: benchmarks/callback.py measures it.
 
+Beside the ratio stands which share of a step passes inside the callback's own hooks. It varies much
+less, because nothing is divided by another step; it lacks what Lightning takes to call them, what a
+disturbed cache costs the rest of the step, and whatever is taken inside the model.
+
     python benchmarks/probes.py [--rounds 8] [--kinds Digits] [--variants "module probes"] [-o FILE]
 """
 
@@ -15,7 +19,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -27,6 +31,12 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.evidence.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 VARIANTS = {
     "epoch digests": {},
     "step digests of weights and loss": {"probes": ["weight", "loss"]},
@@ -114,6 +124,20 @@ class Switch(pl.Callback):
         self.block = block
         self.blocks: list[list[float]] = [[]]
         self.ended = 0.0
+        self.inside = 0.0
+        self.shares: list[float] = []
+        for name in HOOKS:
+            setattr(own, name, self.timed(getattr(own, name)))
+
+    def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Return a hook that adds up how long it takes."""
+
+        def call(*args: object, **words: object) -> None:
+            began = time.perf_counter()
+            hook(*args, **words)
+            self.inside += time.perf_counter() - began
+
+        return call
 
     def is_on(self) -> bool:
         """Return whether the block under way is one with the callback."""
@@ -122,12 +146,15 @@ class Switch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """Time a step; after the last of a block, switch."""
         self.blocks[-1].append(time.perf_counter() - self.ended)
+        if self.is_on() and len(self.blocks) > 1 and len(self.blocks[-1]) > 1:
+            self.shares.append(self.inside / self.blocks[-1][-1])
         if len(self.blocks[-1]) == self.block:
             self.blocks.append([])
             # A new list, because Lightning is iterating over the other.
             trainer.callbacks = [self.own, self] if self.is_on() else [self]
             if not self.is_on():
                 self.own._probing._unhook()  # noqa: SLF001 - what a batch that is not probed does
+        self.inside = 0.0
         self.ended = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: object) -> None:
@@ -144,8 +171,8 @@ class Switch(pl.Callback):
             yield on / off, off
 
 
-def train(kind: type[Digits], words: dict, folder: Path) -> tuple[list, Path]:
-    """Train one epoch; return the ratios and the rank's file."""
+def train(kind: type[Digits], words: dict, folder: Path) -> tuple[Switch, Path]:
+    """Train one epoch; return what was timed and the rank's file."""
     torch.manual_seed(0)
     own = DeterminismCallback(ledger_dir=folder, **words)
     switch = Switch(own, kind.block)
@@ -161,7 +188,7 @@ def train(kind: type[Digits], words: dict, folder: Path) -> tuple[list, Path]:
     )
     trainer.fit(kind(), DataLoader(kind.data(), batch_size=kind.batch_size))
     (file,) = folder.glob("fit-*/rank-0.jsonl")
-    return list(switch.ratios()), file
+    return switch, file
 
 
 def measure_file(file: Path) -> dict[str, float]:
@@ -186,10 +213,12 @@ def measure(kind: type[Digits], variants: Sequence[str], rounds: int) -> Iterato
     for name in variants:
         words = VARIANTS[name]
         found: list[tuple[float, float]] = []
+        shares: list[float] = []
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as folder:
-                ratios, file = train(kind, words, Path(folder))
-                found += ratios
+                switch, file = train(kind, words, Path(folder))
+                found += switch.ratios()
+                shares += switch.shares
                 size = measure_file(file)
         low, middle, high = statistics.quantiles([ratio for ratio, _ in found], n=4)
         yield (
@@ -199,6 +228,7 @@ def measure(kind: type[Digits], variants: Sequence[str], rounds: int) -> Iterato
                 "step_without_s": statistics.median(off for _, off in found),
                 "ratio": middle,
                 "ratio_quartiles": [low, high],
+                "share_inside_callback": statistics.median(shares),
                 **size,
             },
         )
@@ -222,7 +252,8 @@ def main() -> None:
             low, high = row["ratio_quartiles"]
             print(
                 f"{kind:12} {name:34} {row['step_without_s'] * 1e3:8.2f} ms  x{row['ratio']:.3f}"
-                f"  [{low:.3f}, {high:.3f}]  {row['bytes_per_place']:.1f} B/place",
+                f"  [{low:.3f}, {high:.3f}]  inside {row['share_inside_callback'] * 100:.2f} %"
+                f"  {row['bytes_per_place']:.1f} B/place",
                 flush=True,
             )
             if arguments.output:  # after each: what was measured is kept
