@@ -127,7 +127,7 @@ class Trace:
 class Probes:
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
-    Values are digested when they are handed in. On CUDA the digests of a batch are fetched when the
+    Bytes are read when values are handed in. On CUDA the digests of a batch are fetched when the
     next one ends, so that the device never waits for the host.
 
     Args:
@@ -217,11 +217,11 @@ class Probes:
 
     def end(self) -> None:
         """End the batch and write its records, or those of the batch before on CUDA."""
-        if self._moment is None:
+        moment, self._moment = self._moment, None
+        if moment is None:
             return
-        self._set_aside(self._moment)
-        self._write_waiting(keep=self._moment)
-        self._moment = None
+        self._set_aside(moment)
+        self._write_waiting(keep=moment)
 
     def close(self) -> None:
         """Write everything that is still under way."""

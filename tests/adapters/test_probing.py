@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from trainings import make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, probe
+from lightning_d9m.adapters.probing.module_hooks import hook_model
 from lightning_d9m.errors import SettingError
 from lightning_d9m.evidence.digest import digest, digest_value
 from lightning_d9m.evidence.dumps import find_dumps, read_dump, read_index, replay_op
-from lightning_d9m.evidence.probe_settings import KINDS
+from lightning_d9m.evidence.probe_settings import KINDS, ProbeSettings
 
 
 def read_probes(ledger, rank=0):
@@ -198,6 +200,40 @@ def test_a_forward_pass_without_gradients_is_seen(fit):
     assert ("output", "layers.0", 1) in places
     assert ("grad_output", "layers.0", 0) in places
     assert ("grad_output", "layers.0", 1) not in places
+
+
+def test_gradients_are_met_beside_hooks_of_the_program():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    met = []
+    listener = SimpleNamespace(add=lambda kind, name, _: met.append((kind, name)))
+    with hook_model(model, ProbeSettings(), frozenset({"grad_output"}), listener):
+        output = model(torch.ones(1, 2))
+        output.register_hook(lambda _: met.append("own"))
+        output.register_hook(lambda _: met.append("removed")).remove()
+        output.sum().backward()
+    ours = [("grad_output", name) for name in ("1", "(model)", "0")]
+    assert met == [*ours[:2], "own", ours[2]]
+
+
+def test_a_parameter_that_a_module_returns_keeps_no_hook(fit):
+    class Returned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(10))
+
+        def forward(self):
+            return self.weight
+
+    def step(self, batch, batch_idx):
+        assert not self.returned.weight._backward_hooks
+        return nn.functional.cross_entropy(self.layers(batch[0]) * self.returned(), batch[1])
+
+    model = make_model(training_step=step)
+    model.returned = Returned()
+    places = places_of(fit(model=model, probes=["output", "grad_output", "gradient"]))
+    assert ("output", "returned", 0) in places
+    assert ("grad_output", "returned", 0) not in places
+    assert ("gradient", "returned.weight", 0) in places
 
 
 def test_two_optimizers_by_hand(fit):

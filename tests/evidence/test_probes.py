@@ -124,6 +124,14 @@ def test_a_batch_with_many_places_is_written_in_parts():
     assert records[2]["places"][0] == ["op", "a", MOST_PLACES]
 
 
+def test_equal_parts_of_a_batch_are_other_calls():
+    x = torch.ones(1)
+    records = write_batches(*[[("op", "a", x)] * (2 * MOST_PLACES)] * 2)
+    layouts = [r["places"] for r in records if r["kind"] == "layout"]
+    assert [places[0][2] for places in layouts] == [0, MOST_PLACES]
+    assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 1, 0, 1]
+
+
 def test_tensors_beyond_the_limit_are_written_in_parts():
     records = []
     probes = Probes(records.append)
@@ -173,6 +181,18 @@ def test_a_form_that_was_met_before_gives_the_same():
     for tensor in (*tensors, *tensors):
         queue.add_one(tensor)
     assert queue.fetch() == digest_many(tensors) * 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 16383, 16384, 16385, 131072, 131073, 64 * 131072 + 1])
+def test_a_form_that_was_met_before_gives_the_digests_of_the_moment(size):
+    x = torch.arange(size).to(torch.uint8)
+    queue, expected = DigestQueue(), []
+    for _ in range(3):
+        queue.add_one(x)
+        expected.append(digest(x))
+        x += 1
+    assert queue.fetch() == expected
+    assert size == 0 or len(set(expected)) == 3
 
 
 def test_a_negated_tensor_of_a_known_form_is_read_as_it_is():

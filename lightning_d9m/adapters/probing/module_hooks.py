@@ -104,7 +104,8 @@ def _take_output(
         return
     leaves = [("", output)] if isinstance(output, Tensor) else list_leaves(output)
     for path, leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
             place = f"{name}:{path}" if path else name
             _hook_gradient(leaf, partial(listener.add, "grad_output", place))
 
