@@ -156,6 +156,15 @@ def _multiply(device: str) -> Call:
     return lambda: target.scatter_reduce(0, places, factors, "prod")
 
 
+def _reduce(name: str) -> Callable[[str], Call]:
+    def make(device: str) -> Call:
+        target, source = _normal(device, 4096, 64), _normal(device, 1 << 17, 64).mul(1e-3) + 1
+        index = _integers(device, 4096, 1 << 17)
+        return lambda: target.index_reduce(0, index, source, name)
+
+    return make
+
+
 def _pooling() -> list[Workload]:
     def forward_fractional(pool: Callable[..., Tensor], dims: int) -> Callable[[Tensor], Tensor]:
         def forward(image: Tensor) -> Tensor:
@@ -258,6 +267,10 @@ WORKLOADS = [
     Workload("grid_sampler_2d_backward", "64 to 128", _sample(2, 64)),
     Workload("grid_sampler_3d_backward", "16 to 32", _sample(3, 16)),
     Workload("scatter_reduce_prod", "2^20 factors, 1024 places", _multiply),
+    *(
+        Workload("index_reduce", f"2^17 rows of 64, 4096 places, {name}", _reduce(name))
+        for name in ("prod", "mean", "amax")
+    ),
     Workload("index_add", "2^17 rows of 1, 4096 places", _add(1), _add(1)),
     Workload("index_add", "2^17 rows of 64, 4096 places", _add(64), _add(64)),
     Workload("embedding_dense_backward", "2^15 rows of 256", _embed, _embed),

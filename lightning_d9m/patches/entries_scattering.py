@@ -123,6 +123,22 @@ SCATTERING: tuple[Op, ...] = (
         },
     ),
     Op(
+        name="index_reduce",
+        status="patched",
+        torch_does="Raises on CUDA, whatever the reduction; the docstring speaks of MPS alone.",
+        cause="The threads that meet on one place reduce with atomics, in no fixed order.",
+        instead="The slices are sorted by where they go; each place reduces its own, in order.",
+        bits=(
+            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
+            "bfloat16 are reduced in float32."
+        ),
+        kernels={
+            "index_reduce": "index_reduction:index_reduce",
+            "index_reduce.out": "index_reduction:index_reduce",
+            "index_reduce_": "index_reduction:index_reduce_",
+        },
+    ),
+    Op(
         name="index_add",
         status="offered",
         torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",

@@ -67,7 +67,7 @@ def test_every_patched_op_has_a_workload() -> None:
     """No op escapes the tests on a CUDA device, but Lanczos, which no public function reaches."""
     measured = {workload.op for workload in workloads.WORKLOADS}
     patched = {op.name for op in select_ops(torch.__version__, include=OFFERED)}
-    assert patched - measured == {"upsample_lanczos2d_aa_backward"}
+    assert patched - measured <= {"upsample_lanczos2d_aa_backward"}
     assert measured <= patched
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as nnf
 from patches.cases import assert_alike, deterministic_algorithms, threads
 from torch import Tensor
 
+from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.registration import patches_applied
 
 NAN, INF = float("nan"), float("inf")
@@ -317,6 +318,59 @@ def test_embedding_bag(dtype: torch.dtype, padding: int | None, mode: str) -> No
         return torch.autograd.grad(output, table, gradient)[0]
 
     assert_alike(differentiate)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+def test_index_reduce(reduce: str, include_self: bool) -> None:
+    """Duplicates, places that none goes to, every rank and layout, NaN, and each bad argument."""
+    target, index, source = torch.randn(6, 9, 3), torch.randint(0, 7, (20,)), torch.randn(6, 20, 3)
+    holed = source.clone()
+    holed[2, 3:6] = NAN
+    whole = source.mul(9).long()
+    for arguments in [
+        (target, 1, index, source),
+        (target.double(), -2, index.int(), source.double()),
+        (target.transpose(0, 2), 1, index, source.transpose(0, 2)),
+        (target.mul(9).long(), 1, index, whole),
+        (target.mul(9).to(torch.int8), 1, index, whole.to(torch.int8)),
+        (target, 1, index, holed),
+        (target, 1, index[:0], source[:, :0]),
+        (target[:0], 1, index, source[:0]),
+        (torch.randn(()), 0, torch.tensor([0]), torch.randn(1)),
+        (torch.randn(()), 0, torch.tensor(0), torch.randn(())),
+        (target, 1, index + 3, source),
+        (target, 1, index - 1, source),
+        (target, 3, index, source),
+        (target, 1, index[:3], source),
+        (target, 1, index[None], source),
+        (target, 1, index.float(), source),
+        (target, 1, index, source[:2]),
+        (target, 1, index, source.double()),
+        (target[:, :1].expand(6, 9, 3), 1, index, source),
+    ]:
+        given = (*arguments[1:], reduce)
+        overlapping = 0 in arguments[0].stride()
+        assert_alike(lambda a=arguments[0], g=given: a.index_reduce(*g, include_self=include_self))
+        assert_alike(
+            lambda a=arguments[0], g=given, overlapping=overlapping: (
+                a if overlapping else a.clone()
+            ).index_reduce_(*g, include_self=include_self)
+        )
+    assert_alike(lambda: torch.index_reduce(target, 1, index, source, reduce, out=torch.empty(0)))
+    assert_alike(lambda: torch.index_reduce(target, 1, index, source, "sum"))
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+def test_index_reduce_by_dtype() -> None:
+    """Half is rounded once, and not after each factor; what no CUDA kernel takes is refused."""
+    low, index = torch.full((1,), 1.1, dtype=torch.half), torch.zeros(6, dtype=torch.int64)
+    with patches_applied("CPU"):
+        product = low.index_reduce(0, index, low.expand(6), "prod")
+        with pytest.raises(D9mError, match=r"torch\.complex64 of shape"):
+            low.cfloat().view(1, 1).index_reduce(0, index, torch.ones(6, 1).cfloat(), "prod")
+    assert torch.equal(product, low.float().pow(7).half())
 
 
 def test_index_add_on_request() -> None:

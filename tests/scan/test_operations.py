@@ -43,6 +43,7 @@ SPELLED = {
     "nll_loss2d": "torch.nn.NLLLoss()",
     "flash_attn_package_backward": "flash_attn_func(x, x, x)",
     "scatter_reduce_sum": "x.scatter_reduce(0, i, x, 'mean')",
+    "index_reduce": "x.index_reduce(0, i, x, 'prod')",
     "bmm_sparse": "torch.bmm(x.to_sparse(), x)",
     "nanmedian": "v, i = torch.nanmedian(x, dim=1)",
     "max_unpool3d": "F.max_unpool3d(x, i, 2)",
@@ -90,7 +91,14 @@ def test_every_spelling_of_torch_exists(name):
     """A misspelt name would never be found."""
     value = torch
     for part in name.split(".")[1:]:
-        if part in {"NLLLoss2d", "put", "scatter_reduce_", "index_add_", "index_copy_"}:
+        if part in {
+            "NLLLoss2d",
+            "put",
+            "scatter_reduce_",
+            "index_add_",
+            "index_copy_",
+            "index_reduce_",
+        }:
             return
         if not hasattr(value, part):
             assert hasattr(torch.Tensor, part)
