@@ -35,11 +35,6 @@ def sum_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
     return reduce_segments(keys, values, count, "sum")
 
 
-def multiply_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
-    """Multiply the values that share a key; see :func:`reduce_segments`."""
-    return reduce_segments(keys, values, count, "prod")
-
-
 def reduce_segments(keys: Tensor, values: Tensor, count: int, reduce: Reduction) -> Tensor:
     """Reduce the values that share a key.
 

@@ -175,6 +175,9 @@ def list_scattering_cases() -> Iterator[Case]:
     yield from _scattered(
         "scatter", (("torch.Tensor.scatter", "src"),), lambda t, i, v: t.scatter(0, i, v)
     )
+    yield from _scattered(
+        "scatter_with_reduce", (), lambda t, i, v: t.scatter(0, i, v, reduce="add")
+    )
     yield from _reduced("sum", "reduce='sum'")
     yield from _reduced("mean", "reduce='mean'")
     yield from _reduced("prod", "reduce='prod'")
