@@ -92,6 +92,13 @@ def test_entries_are_complete(op: Op) -> None:
         assert callable(getattr(import_module(f"lightning_d9m.patches.{module}"), name))
 
 
+def test_what_torch_does_itself_is_replaced_only_where_measured_faster() -> None:
+    """Until then torch's own deterministic version stays: the replacement is only offered."""
+    own = [op for op in OPS if op.kernels and op.torch_does.startswith(("Sorts", "Runs"))]
+    assert {"index_add", "scatter_add", "index_put_accumulate"} <= {op.name for op in own}
+    assert all(op.status == "offered" or op.cost for op in own)
+
+
 def test_names_and_overloads_are_unique() -> None:
     """One name, one op; one overload, one replacement."""
     names = [op.name for op in OPS]
