@@ -10,9 +10,11 @@ _HEADINGS = {
     "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` names those to leave."),
     "offered": (
         "Offered",
-        "Applied only where asked for, by `patches_applied(include=[...])`: torch has a "
-        "deterministic version, which stays until a measurement on a CUDA machine says that this "
-        "one is faster.",
+        (
+            "Applied only where asked for, by `patches_applied(include=[...])`: torch has a "
+            "deterministic version, which stays until a measurement on a CUDA machine says that this "
+            "one is faster."
+        ),
     ),
     "exempt": ("Without a patch", "Called nondeterministic elsewhere, and why not patched here."),
 }
