@@ -6,16 +6,13 @@ from textwrap import fill
 from lightning_d9m.patches.op import Op
 
 _UNMEASURED = "not measured on a CUDA machine yet"
+_OFFER = (
+    "Applied only where asked for, by `patches_applied(include=[...])`: torch has a deterministic "
+    "version, which stays until a measurement on a CUDA machine says that this one is faster."
+)
 _HEADINGS = {
     "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` names those to leave."),
-    "offered": (
-        "Offered",
-        (
-            "Applied only where asked for, by `patches_applied(include=[...])`: torch has a "
-            "deterministic version, which stays until a measurement on a CUDA machine says that this "
-            "one is faster."
-        ),
-    ),
+    "offered": ("Offered", _OFFER),
     "exempt": ("Without a patch", "Called nondeterministic elsewhere, and why not patched here."),
 }
 _INTRODUCTION = """\
