@@ -1,37 +1,72 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA machine, in one command: bash benchmarks/gpu_suite.sh FOLDER
-# Runs the tests marked cuda, the benchmarks of patches and digest, the audit of ops and the paper's
-# experiments, and the segmentation example thrice;
-# leaves JUnit, JSON and Markdown in FOLDER. Every part runs, whatever the others say; the status is
-# 0 only if all are fine.
+# Everything that needs a CUDA machine, in one command: bash benchmarks/gpu_suite.sh FOLDER [PART...]
+# Parts, in the order in which they run unless some are named: patches (times, distinct outputs and
+# whole models), tests (those marked cuda: 1,000 calls of each op), example (the segmentation network,
+# thrice), digest, audit, paper, graphsage. Each has SECONDS_PER_PART (570) and runs whatever the
+# others say; JUnit, JSON, Markdown and logs are left in FOLDER. The status is 0 only if all are fine.
 set -uo pipefail
-folder=${1:?usage: gpu_suite.sh FOLDER}
-python=${PYTHON:-python}
-cd "$(dirname "$0")/.."
+folder=${1:?usage: gpu_suite.sh FOLDER [PART...]}
+shift
+python=${PYTHON:-python3}
+limit=${SECONDS_PER_PART:-570}
+cd "$(dirname "$0")/.." || exit 2
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
+[ $# -gt 0 ] || set -- patches tests example digest audit paper graphsage
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
   echo "gpu_suite.sh: $python finds no torch with a CUDA device (set PYTHON to another)" >&2
   exit 2
 }
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" # it need not be installed
+export CUBLAS_WORKSPACE_CONFIG=:4096:8                        # products beside a second stream
+export PYTHONUNBUFFERED=1                                     # a part that is cut short has a log
 status=0
-"$python" -m pytest tests -m cuda -q --junit-xml="$folder/cuda-tests.xml" \
-  >"$folder/cuda-tests.log" 2>&1 || status=1
-tail -n 30 "$folder/cuda-tests.log"
-"$python" benchmarks/patches.py --output "$folder" >"$folder/patches.log" 2>&1 || status=1
-tail -n 80 "$folder/patches.log"
-"$python" benchmarks/digest.py --device cuda --output "$folder" \
-  >"$folder/digest.log" 2>&1 || status=1
-tail -n 20 "$folder/digest.log"
-"$python" -m lightning_d9m audit ops --device cuda --runs 30 -o "$folder/audit" \
-  >"$folder/audit.log" 2>&1 || status=1
-tail -n 40 "$folder/audit.log"
-for experiment in paper_ops graphsage; do
-  "$python" "benchmarks/$experiment.py" --device cuda --output "$folder" \
-    >"$folder/$experiment.log" 2>&1 || status=1
-  tail -n 40 "$folder/$experiment.log"
+
+run() { # NAME COMMAND...: into NAME.log, within the limit
+  local name=$1 code=0
+  shift
+  echo "== $name"
+  timeout -k 20 "$limit" "$@" >"$folder/$name.log" 2>&1 || code=$?
+  tail -n 60 "$folder/$name.log"
+  [ $code -eq 0 ] || {
+    echo "gpu_suite.sh: $name ended with status $code" >&2
+    status=1
+  }
+}
+
+for part; do
+  case $part in
+  patches)
+    run patches "$python" benchmarks/patches.py --output "$folder" --seconds $((limit - 60))
+    ;;
+  tests)
+    # Without the project's settings, which ask for a new pytest and for its plugins.
+    run tests "$python" -m pytest -c /dev/null --rootdir "$PWD" --import-mode=importlib \
+      -o "markers=cuda: needs a CUDA device" -p no:cacheprovider -m cuda -v \
+      --junit-xml="$folder/cuda-tests.xml" \
+      tests/patches/test_cuda.py tests/evidence/test_digest_cuda.py
+    ;;
+  example)
+    run example "$python" -m lightning_d9m repeat -n 3 -o "$folder/segmentation" --json \
+      -- "$python" examples/segmentation.py --accelerator gpu
+    ;;
+  digest)
+    run digest "$python" benchmarks/digest.py --device cuda --output "$folder"
+    ;;
+  audit)
+    run audit "$python" -m lightning_d9m audit ops --device cuda --runs 30 -o "$folder/audit"
+    ;;
+  paper)
+    run paper "$python" benchmarks/paper_ops.py --device cuda --output "$folder"
+    ;;
+  graphsage)
+    run graphsage "$python" benchmarks/graphsage.py --device cuda --output "$folder" \
+      --limit $((limit - 60))
+    ;;
+  *)
+    echo "gpu_suite.sh: there is no part $part" >&2
+    status=2
+    ;;
+  esac
 done
-"$python" -m lightning_d9m repeat -n 3 -o "$folder/segmentation" --json \
-  -- "$python" examples/segmentation.py --accelerator gpu >"$folder/segmentation.json" || status=1
-tail -n 5 "$folder/segmentation.json"
 exit $status

@@ -156,6 +156,48 @@ def _multiply(device: str) -> Call:
     return lambda: target.scatter_reduce(0, places, factors, "prod")
 
 
+def _scatter(name: str, **more: str) -> Callable[[str], Call]:
+    def make(device: str) -> Call:
+        target, source = _normal(device, 4096), _normal(device, 1 << 20)
+        places = _integers(device, 4096, 1 << 20)
+        return lambda: getattr(target, name)(0, places, source, **more)
+
+    return make
+
+
+def _put_rows(device: str) -> Call:
+    target, source = _normal(device, 4096, 64), _normal(device, 1 << 17, 64)
+    index = _integers(device, 4096, 1 << 17)
+    return lambda: target.index_put((index,), source, accumulate=True)
+
+
+def _transpose(dims: int, side: int) -> Callable[[str], Call]:
+    """Return a maker of the forward and backward pass of a transposed convolution."""
+
+    def make(device: str) -> Call:
+        image = _normal(device, 8, 64, *[side] * dims).requires_grad_()
+        weight = _normal(device, 64, 64, *[3] * dims).requires_grad_()
+        convolve = getattr(nnf, f"conv_transpose{dims}d")
+        gradient = _normal(device, *convolve(image, weight, stride=2).shape)
+
+        def call() -> tuple[Tensor, ...]:
+            output = convolve(image, weight, stride=2)
+            return output, *torch.autograd.grad(output, (image, weight), gradient)
+
+        return call
+
+    return make
+
+
+def _reduce(name: str) -> Callable[[str], Call]:
+    def make(device: str) -> Call:
+        target, source = _normal(device, 4096, 64), _normal(device, 1 << 17, 64).mul(1e-3) + 1
+        index = _integers(device, 4096, 1 << 17)
+        return lambda: target.index_reduce(0, index, source, name)
+
+    return make
+
+
 def _pooling() -> list[Workload]:
     def forward_fractional(pool: Callable[..., Tensor], dims: int) -> Callable[[Tensor], Tensor]:
         def forward(image: Tensor) -> Tensor:
@@ -258,7 +300,24 @@ WORKLOADS = [
     Workload("grid_sampler_2d_backward", "64 to 128", _sample(2, 64)),
     Workload("grid_sampler_3d_backward", "16 to 32", _sample(3, 16)),
     Workload("scatter_reduce_prod", "2^20 factors, 1024 places", _multiply),
+    *(
+        Workload("index_reduce", f"2^17 rows of 64, 4096 places, {name}", _reduce(name))
+        for name in ("prod", "mean", "amax")
+    ),
     Workload("index_add", "2^17 rows of 1, 4096 places", _add(1), _add(1)),
     Workload("index_add", "2^17 rows of 64, 4096 places", _add(64), _add(64)),
+    Workload(
+        "scatter_with_reduce", "2^20 values, 4096 places, added", _scatter("scatter", reduce="add")
+    ),
+    Workload(
+        "scatter_add",
+        "2^20 values, 4096 places",
+        _scatter("scatter_add"),
+        _scatter("scatter_add"),
+    ),
+    Workload("index_put_accumulate", "2^17 rows of 64, 4096 places", _put_rows, _put_rows),
+    # Nothing replaces it: what is measured is whether cuDNN's deterministic algorithms are slower.
+    Workload("convolution", "transposed, 64 x 64, 56 to 113", _transpose(2, 56)),
+    Workload("convolution", "transposed, 64 x 64, 16^3 to 33^3", _transpose(3, 16)),
     Workload("embedding_dense_backward", "2^15 rows of 256", _embed, _embed),
 ]

@@ -1,131 +1,161 @@
 """Measures the patches: ``python benchmarks/patches.py --output FOLDER`` on a CUDA machine.
 
 For each op and shape: the time of the original (nondeterministic), of torch's deterministic version
-where there is one, and of ours; medians over CUDA events; and how many distinct outputs each gave
-while another stream competed. Then the step time of whole models. Writes JSON and Markdown.
+where there is one, and of ours; medians over CUDA events; how many distinct outputs each gave while
+another stream competed; and by how much ours differs from the original. Then the step time of
+whole models. JSON and Markdown are written after each row, so that a run that is cut short leaves
+what it has. Each row is measured by a worker, which is replaced when it fails or falls silent:
+an error on the device ends the process that met it, and so costs one row.
 
 With ``--device cpu --calls 2 --rounds 1`` it only shows that it runs.
 """
 
 import argparse
 import json
-import platform
+import math
 import re
+import select
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-from patch_models import MODELS
-from patch_workloads import WORKLOADS, Call, Workload
-
-from lightning_d9m.errors import D9mError
-from lightning_d9m.evidence.digest import digest_many
-from lightning_d9m.patches.catalogue import find_op
-from lightning_d9m.patches.registration import patches_applied
-
 GOAL_MEAN, GOAL_WORST, GOAL_MODEL = 1.2, 3.0, 1.05
+START_SECONDS = 120.0  # for a worker to load torch and to find the device
+OPS_SHARE = 0.75  # of the time; the rest is the models'
+WORKER = [sys.executable, str(Path(__file__).with_name("patch_worker.py"))]
+ABOUT = """\
+torch {torch}, {date}. Times in microseconds, medians of {rounds} calls; distinct outputs of {calls}
+calls beside a competing stream; difference: of ours from the original, over its greatest magnitude.
+The fill of uninitialised memory is off, except where it says on."""
+ABOUT_MODELS = f"""\
+Steps of whole models, deterministic over plain (goal {GOAL_MODEL} with the fill off); offered: with
+what is only offered as well, the fill off."""
+
+Row = dict[str, object]
 
 
-@contextmanager
-def deterministic(*, fill: bool) -> Iterator[None]:
-    """Turn torch's flag on, with or without the fill of uninitialised memory."""
-    settings = torch.utils.deterministic
-    before = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(mode=True)
-    settings.fill_uninitialized_memory = fill
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = before
-        torch.use_deterministic_algorithms(mode=False)
+class Worker:
+    """A process that answers each line, a task's name, by a line of JSON.
+
+    Args:
+        command: What to start; its first line, unasked, is its greeting.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._process: subprocess.Popen[str] | None = None
+        self.greeting: Row = {}
+
+    def ask(self, task: str, seconds: float) -> Row:
+        """Return the answer, or ``{"error": ...}`` where none came; then the next asks another."""
+        try:
+            process = self._start()
+            process.stdin.write(f"{task}\n")
+            process.stdin.flush()
+            answer = self._read(process, seconds)
+        except (OSError, ValueError, TimeoutError) as error:
+            self.close()
+            return {"error": str(error) or type(error).__name__}
+        if answer.get("fatal"):
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+            self.greeting = self._read(self._process, START_SECONDS)
+        return self._process
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], seconds: float) -> Row:
+        if not select.select([process.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"no answer within {seconds:g} seconds")
+        line = process.stdout.readline()
+        if not line:
+            raise ValueError(f"the worker ended with status {process.wait()}")
+        return json.loads(line)
 
 
-def measure(call: Callable[[], object], device: str, rounds: int) -> float:
-    """Return the median time of a call in microseconds, after three calls that are not timed."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(rounds):
-        if device == "cpu":
-            begin = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - begin) * 1e6)
-            continue
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+def measure_all(worker: Worker, words: argparse.Namespace, write: object) -> Row:
+    """Ask for every row; those for which no time is left say so."""
+    begin = time.monotonic()
+    tasks = worker.ask("list", START_SECONDS)
+    if "error" in tasks:
+        raise SystemExit(f"patches.py: the worker does not start: {tasks['error']}")
+    result: Row = {
+        **worker.greeting,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "rounds": words.rounds,
+        "calls": words.calls,
+        "ops": [],
+        "models": [],
+    }
+    for kind, share in (("ops", OPS_SHARE), ("models", 1.0)):
+        for task in tasks[kind]:
+            left = words.seconds * share - (time.monotonic() - begin)
+            row = {"error": "out of time"}
+            if left > 0:
+                row = worker.ask(task["task"], min(left + 10, words.limit))
+            result[kind].append({**task, **row})
+            result["seconds"] = time.monotonic() - begin
+            write(result)
+            print(json.dumps(result[kind][-1]), flush=True)
+    return result
 
 
-def count_outputs(call: Call, device: str, calls: int) -> int:
-    """Return how many distinct outputs a call gives while another stream competes."""
-    side = torch.cuda.Stream() if device == "cuda" else None
-    noise = torch.randn(1024, 1024, device=device) if side else None
-    seen = set()
-    for turn in range(calls):
-        if side and noise is not None:
-            with torch.cuda.stream(side):
-                for _ in range(turn % 4):
-                    noise @ noise
-        outputs = call()
-        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-        seen.add(tuple(digest_many([tensor.detach() for tensor in tensors])))
-    return len(seen)
+def summarise(result: Mapping[str, object]) -> list[str]:
+    """Return the verdicts: speed against the goals, repeatability, and what to make the default."""
+    rows = [row for row in result["ops"] if "ratio" in row]
+    ratios = [row["ratio"] for row in rows if row["op"] != "convolution"]
+    varied = sorted({row["op"] for row in rows if row["ours_outputs"] != 1})
+    silent = sorted({row["op"] for row in rows if row["original_outputs"] == 1})
+    failed = [row for row in [*result["ops"], *result["models"]] if "error" in row]
+    offered = sorted({row["op"] for row in rows if row["offered"]})
+    faster = [
+        op
+        for op in offered
+        if all(row["ours_us"] < row["torch_deterministic_us"] for row in rows if row["op"] == op)
+    ]
+    mean = statistics.geometric_mean(ratios) if ratios else math.nan
+    return [
+        (
+            f"Ours over the original: geometric mean {mean:.2f} (goal {GOAL_MEAN}), worst "
+            f"{max(ratios, default=math.nan):.2f} (goal {GOAL_WORST})."
+        ),
+        f"Ours gave several outputs for one input: {', '.join(varied) or 'none'}.",
+        f"The original gave one output (no control there): {', '.join(silent) or 'none'}.",
+        (
+            f"Offered, and faster than torch's deterministic version on every shape: "
+            f"{', '.join(faster) or 'none'} (of {', '.join(offered) or 'none'})."
+        ),
+        f"Rows that failed or were not reached: {len(failed)}.",
+    ]
 
 
-def run_workload(workload: Workload, device: str, rounds: int, calls: int) -> dict[str, object]:
-    """Measure the versions of one op on one shape."""
-    record: dict[str, object] = {"op": workload.op, "shape": workload.shape}
-    call = workload.make(device)
-    record["original_us"] = measure(call, device, rounds)
-    record["original_outputs"] = count_outputs(call, device, calls)
-    include = [workload.op] if find_op(workload.op).status == "offered" else []
-    with patches_applied(device.upper(), include=include), deterministic(fill=False):
-        record["ours_us"] = measure(call, device, rounds)
-        record["ours_outputs"] = count_outputs(call, device, calls)
-    record["ratio"] = record["ours_us"] / record["original_us"]
-    if workload.make_deterministic:
-        with deterministic(fill=False):
-            call = workload.make_deterministic(device)
-            record["torch_deterministic_us"] = measure(call, device, rounds)
-            record["torch_deterministic_outputs"] = count_outputs(call, device, calls)
-    return record
-
-
-def run_model(name: str, device: str, rounds: int) -> dict[str, object]:
-    """Measure the training step of one model."""
-    scale = 8 if device == "cuda" else 1
-    record: dict[str, object] = {"model": name}
-    record["plain_us"] = measure(MODELS[name](device, scale), device, rounds)
-    for label, fill in (("fill_off", False), ("fill_on", True)):
-        with patches_applied(device.upper()), deterministic(fill=fill):
-            record[f"{label}_us"] = measure(MODELS[name](device, scale), device, rounds)
-        record[f"{label}_ratio"] = record[f"{label}_us"] / record["plain_us"]
-    return record
-
-
-def render(result: dict[str, object]) -> str:
+def render(result: Mapping[str, object]) -> str:
     """Return the result as Markdown."""
     heading = "op | shape | original | outputs | torch's deterministic | outputs | ours | outputs"
     lines = [
-        f"""# Patches on {result["device"]}
-
-torch {result["torch"]}, {result["date"]}. Times in microseconds, medians of
-{result["rounds"]} calls; distinct outputs of {result["calls"]} calls beside a competing stream.
-The fill of uninitialised memory is off, except where it says on.
-
-Ours over the original: geometric mean {result["geometric_mean"]:.2f} (goal {GOAL_MEAN}), worst
-{result["worst"]:.2f} (goal {GOAL_WORST}).
-
-| {heading} | ratio |
-| - | - | -: | -: | -: | -: | -: | -: | -: |"""
+        f"# Patches on {result['device']}",
+        "",
+        ABOUT.format(**result),
+        "",
+        *(f"- {line}" for line in summarise(result)),
+        "",
+        f"| {heading} | ratio | difference |",
+        "| - | - | -: | -: | -: | -: | -: | -: | -: | -: |",
     ]
     for row in result["ops"]:
         if "error" in row:
@@ -136,22 +166,25 @@ Ours over the original: geometric mean {result["geometric_mean"]:.2f} (goal {GOA
             f"| {row['op']} | {row['shape']} | {row['original_us']:.0f} | "
             f"{row['original_outputs']} | {f'{torchs:.0f}' if torchs else ''} | "
             f"{row.get('torch_deterministic_outputs', '')} | "
-            f"{row['ours_us']:.0f} | {row['ours_outputs']} | {row['ratio']:.2f} |"
+            f"{row['ours_us']:.0f} | {row['ours_outputs']} | {row['ratio']:.2f} | "
+            f"{row['difference']:.1e} |"
         )
     lines += [
         "",
-        f"Steps of whole models, deterministic over plain (goal {GOAL_MODEL} with the fill off):",
+        ABOUT_MODELS,
         "",
-        "| model | plain | fill off | ratio | fill on | ratio |",
-        "| - | -: | -: | -: | -: | -: |",
+        "| model | plain | fill off | ratio | fill on | ratio | offered | ratio |",
+        "| - | -: | -: | -: | -: | -: | -: | -: |",
     ]
-    lines += [
-        f"| {row['model']} | failed: {row['error']} |"
-        if "error" in row
-        else f"| {row['model']} | {row['plain_us']:.0f} | {row['fill_off_us']:.0f} | "
-        f"{row['fill_off_ratio']:.2f} | {row['fill_on_us']:.0f} | {row['fill_on_ratio']:.2f} |"
-        for row in result["models"]
-    ]
+    for row in result["models"]:
+        if "error" in row:
+            lines.append(f"| {row['model']} | failed: {row['error']} |")
+            continue
+        arms = " | ".join(
+            f"{row[f'{arm}_us']:.0f} | {row[f'{arm}_ratio']:.2f}"
+            for arm in ("fill_off", "fill_on", "offered")
+        )
+        lines.append(f"| {row['model']} | {row['plain_us']:.0f} | {arms} |")
     return "\n".join(lines) + "\n"
 
 
@@ -161,50 +194,29 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=50, help="calls that are timed")
     parser.add_argument("--calls", type=int, default=200, help="calls whose outputs are compared")
-    parser.add_argument("--only", default="", help="ops whose name contains this")
+    parser.add_argument("--only", default="", help="ops whose name contains this, and no model")
     parser.add_argument("--seconds", type=float, default=540, help="start no more work after this")
+    parser.add_argument("--limit", type=float, default=90, help="seconds that one row may take")
     words = parser.parse_args()
-    begin = time.monotonic()
-    ops, models = [], []
-    for workload in (one for one in WORKLOADS if words.only in one.op):
-        if time.monotonic() - begin > words.seconds * 0.8:
-            ops.append({"op": workload.op, "shape": workload.shape, "error": "out of time"})
-            continue
-        try:
-            ops.append(run_workload(workload, words.device, words.rounds, words.calls))
-        except (RuntimeError, D9mError) as error:
-            first = str(error).splitlines()[0]
-            ops.append({"op": workload.op, "shape": workload.shape, "error": first})
-        print(json.dumps(ops[-1]), flush=True)
-    for name in MODELS if not words.only else ():
-        if time.monotonic() - begin > words.seconds:
-            break
-        try:
-            models.append(run_model(name, words.device, words.rounds))
-        except (RuntimeError, D9mError) as error:
-            models.append({"model": name, "error": str(error).splitlines()[0]})
-        print(json.dumps(models[-1]), flush=True)
-    ratios = [row["ratio"] for row in ops if "ratio" in row]
-    device = (
-        torch.cuda.get_device_name() if words.device == "cuda" else platform.processor() or "cpu"
-    )
-    result = {
-        "device": device,
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "rounds": words.rounds,
-        "calls": words.calls,
-        "seconds": time.monotonic() - begin,
-        "geometric_mean": statistics.geometric_mean(ratios) if ratios else float("nan"),
-        "worst": max(ratios, default=float("nan")),
-        "ops": ops,
-        "models": models,
-    }
     words.output.mkdir(parents=True, exist_ok=True)
-    stem = words.output / f"patches-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(render(result), encoding="utf-8")
+
+    def write(result: Row) -> None:
+        name = re.sub(r"[^a-z0-9]+", "-", str(result["device"]).lower()).strip("-")
+        for ending, text in (("json", json.dumps(result, indent=2) + "\n"), ("md", render(result))):
+            path = words.output / f"patches-{name}.{ending}"
+            path.with_suffix(".new").write_text(text, encoding="utf-8")
+            path.with_suffix(".new").replace(path)
+
+    settings = [words.device, str(words.rounds), str(words.calls), words.only]
+    worker = Worker([*WORKER, *settings])
+    try:
+        result = measure_all(worker, words, write)
+    finally:
+        worker.close()
     print(render(result))
+    rows = [*result["ops"], *result["models"]]
+    varied = any(row.get("ours_outputs", 1) != 1 for row in rows)
+    sys.exit(1 if varied or any("error" in row for row in rows) else 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Adding rows where an index says: ``index_add`` and the gradient of ``Embedding``.
+"""Adding rows where an index says: ``index_add``, ``index_put`` and the gradient of ``Embedding``.
 
 torch has deterministic versions, which sort by index and then go through the duplicates of a place
 one after the other. These sort too, and let every feature of every place have a reader of its own.
 """
+
+from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -51,6 +54,54 @@ def embedding_dense_backward(
     keys = torch.where(keys == padding_idx, -1, keys)
     rows = grad_output.reshape(keys.numel(), grad_output.shape[-1])
     return sum_segments(keys, rows, num_weights).to(grad_output.dtype)
+
+
+def index_put_(
+    original: Original,
+    self: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> Tensor:
+    """Add the values where the indices of the first dimensions say, in their order."""
+    sums = None if not accumulate or overlaps_itself(self) else _sum_put(self, indices, values)
+    if sums is None:
+        result: Tensor = original(self, indices, values, accumulate, unsafe)
+        return result
+    return self.add_(sums)
+
+
+def _sum_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor | None:
+    """Return what to add to each place, or None for what torch's own version must answer."""
+    given = [index for index in indices if index is not None]
+    sizes, rest = self.shape[: len(given)], self.shape[len(given) :]
+    if (
+        not self.is_floating_point()
+        or not given
+        or len(given) < len(indices)
+        or len(given) > self.dim()
+        or any(index.dtype not in (torch.int32, torch.int64) for index in given)
+        or values.dtype != self.dtype
+        or not self.numel()
+    ):
+        return None
+    try:
+        spots = torch.broadcast_tensors(*given)
+        rows = values.expand(*spots[0].shape, *rest)
+    except RuntimeError:
+        return None
+    places = torch.zeros_like(spots[0], dtype=torch.int64)
+    inside = torch.ones_like(spots[0], dtype=torch.bool)
+    for spot, size in zip(spots, sizes, strict=True):
+        inside = inside & (spot >= -size) & (spot < size)
+        places = places * size + torch.where(spot < 0, spot + size, spot)
+    try:
+        torch.ops.aten._assert_async(inside.all())  # noqa: SLF001 - no wait for the device
+    except RuntimeError:
+        return None
+    sums = sum_segments(places.flatten(), rows.reshape(places.numel(), prod(rest)), prod(sizes))
+    return sums.to(self.dtype).view(self.shape)
 
 
 def _sum_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:

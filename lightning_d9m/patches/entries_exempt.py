@@ -43,6 +43,13 @@ EXEMPT: tuple[Op, ...] = (
         reason="torch's CUDA kernel is a gather.",
     ),
     Op(
+        name="max_pool2d_backward",
+        status="exempt",
+        torch_does="Runs as always.",
+        cause="None: each input reads the windows that may have chosen it.",
+        reason="torch's CUDA kernels, of both memory formats, are gathers.",
+    ),
+    Op(
         name="upsample_nearest_backward",
         status="exempt",
         torch_does="Runs as always.",

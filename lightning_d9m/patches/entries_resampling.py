@@ -20,6 +20,7 @@ def _describe_interpolation(
     prefix: str = "",
     documented: str | None = None,
     torch_does: str = _RAISES,
+    since: str = "2.11",
 ) -> Op:
     overload = f"{prefix}upsample_{mode}_backward"
     path = f"interpolation:{mode}_backward"
@@ -32,6 +33,7 @@ def _describe_interpolation(
         instead=_SEPARABLE,
         bits=_SEPARABLE_BITS,
         kernels={overload: path, f"{overload}.grad_input": path},
+        since=since,
     )
 
 
@@ -65,7 +67,7 @@ RESAMPLING: tuple[Op, ...] = (
     _describe_interpolation("trilinear3d", documented="trilinear", torch_does=_DECOMPOSES),
     _describe_interpolation("bilinear2d_aa", prefix="_"),
     _describe_interpolation("bicubic2d_aa", prefix="_"),
-    _describe_interpolation("lanczos2d_aa", prefix="_"),
+    _describe_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
     *(_describe_padding("reflection", dims) for dims in (1, 2, 3)),
     *(_describe_padding("replication", dims) for dims in (1, 2, 3)),
     *(

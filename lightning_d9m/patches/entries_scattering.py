@@ -123,6 +123,41 @@ SCATTERING: tuple[Op, ...] = (
         },
     ),
     Op(
+        name="scatter_with_reduce",
+        status="patched",
+        torch_does=(
+            "Raises on CUDA for scatter with a tensor and reduce='add' or 'multiply'; its "
+            "documentation does not say so."
+        ),
+        cause="The threads that meet on one place add or multiply in no fixed order.",
+        instead="The elements are sorted by where they go; each place reduces its own, in order.",
+        bits=(
+            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
+            "bfloat16 are reduced in float32."
+        ),
+        kernels={
+            "scatter.reduce": "scattering:scatter",
+            "scatter.reduce_out": "scattering:scatter",
+            "scatter_.reduce": "scattering:scatter_",
+        },
+    ),
+    Op(
+        name="index_reduce",
+        status="patched",
+        torch_does="Raises on CUDA, whatever the reduction; the docstring speaks of MPS alone.",
+        cause="The threads that meet on one place reduce with atomics, in no fixed order.",
+        instead="The slices are sorted by where they go; each place reduces its own, in order.",
+        bits=(
+            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
+            "bfloat16 are reduced in float32."
+        ),
+        kernels={
+            "index_reduce": "index_reduction:index_reduce",
+            "index_reduce.out": "index_reduction:index_reduce",
+            "index_reduce_": "index_reduction:index_reduce_",
+        },
+    ),
+    Op(
         name="index_add",
         status="offered",
         torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
@@ -134,6 +169,30 @@ SCATTERING: tuple[Op, ...] = (
             "index_add.out": "additions:index_add",
             "index_add_": "additions:index_add_",
         },
+    ),
+    Op(
+        name="scatter_add",
+        status="offered",
+        documented=("torch.Tensor.scatter_add_",),
+        torch_does="Sorts by the index of the flat tensor and adds duplicates one by one.",
+        cause="The threads that meet on one place add with atomics, in no fixed order.",
+        instead="The elements are sorted by where they go; each place adds its own, in order.",
+        bits="Equal to torch's CPU kernel for float32, float64 and integers (on a CPU).",
+        kernels={
+            "scatter_add": "scattering:scatter_add",
+            "scatter_add.out": "scattering:scatter_add",
+            "scatter_add_": "scattering:scatter_add_",
+        },
+    ),
+    Op(
+        name="index_put_accumulate",
+        status="offered",
+        documented=("torch.Tensor.index_put",),
+        torch_does="Sorts by index and adds duplicates one by one.",
+        cause="The threads that meet on one place add with atomics, on a CPU too.",
+        instead="The values are sorted by where they go; each place adds its own, in order.",
+        bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
+        kernels={"_index_put_impl_": "additions:index_put_"},
     ),
     Op(
         name="embedding_dense_backward",

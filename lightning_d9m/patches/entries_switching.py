@@ -35,15 +35,7 @@ SWITCHING: tuple[Op, ...] = (
         cause="cuSPARSE adds the products of a sparse matrix in no fixed order.",
         torch_does="Asks cuSPARSE for its deterministic algorithm.",
     ),
-    _describe(
-        "index_put",
-        "torch.Tensor.index_put",
-        cause=(
-            "With duplicate indices whichever thread writes last wins; with accumulate=True the "
-            "threads of a CPU add with atomics."
-        ),
-    ),
-    _describe("scatter_add", "torch.Tensor.scatter_add_"),
+    _describe("index_put", "torch.Tensor.index_put", cause=_LAST_WINS),
     _describe("scatter", "torch.Tensor.scatter", cause=_LAST_WINS),
     _describe("scatter_reduce_sum", "torch.Tensor.scatter_reduce"),
     _describe("index_copy", "torch.Tensor.index_copy", cause=_LAST_WINS),

@@ -41,7 +41,7 @@ def histc(
     inside = (values >= low) & (values <= high)
     places = torch.where(inside, places, bins)
     bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
-    return torch.searchsorted(places.sort().values, bounds).diff().to(self.dtype)
+    return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
 
 
 def bincount(

@@ -6,9 +6,13 @@ from textwrap import fill
 from lightning_d9m.patches.op import Op
 
 _UNMEASURED = "not measured on a CUDA machine yet"
+_OFFER = (
+    "Applied only where asked for, by `patches_applied(include=[...])`: torch has a deterministic "
+    "version, which stays until a measurement on a CUDA machine says that this one is faster."
+)
 _HEADINGS = {
     "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` names those to leave."),
-    "offered": ("Offered", "Applied when asked for by name: torch has a deterministic version."),
+    "offered": ("Offered", _OFFER),
     "exempt": ("Without a patch", "Called nondeterministic elsewhere, and why not patched here."),
 }
 _INTRODUCTION = """\
@@ -18,7 +22,9 @@ What torch leaves nondeterministic on CUDA, and what is done about it. This page
 catalogue by `d9m ops --markdown`.
 
 The replacements are registered in torch's dispatcher for CUDA, all or none, and taken back at the
-end. They are proven on a CPU, under the CPU's dispatch key, against torch's own kernels.
+end. They are proven on a CPU, under the CPU's dispatch key, against torch's own kernels; and each
+op of torch that they call is held against a list of those whose CUDA kernel lets no two threads
+race.
 **None of them has run on a CUDA machine yet**: neither that one input gives one output there nor
 what it costs has been measured. `benchmarks/gpu_suite.sh` measures both."""
 

@@ -1,13 +1,20 @@
-"""``scatter_reduce`` with ``reduce="prod"``; the other reductions are torch's own.
+"""``scatter`` and ``scatter_reduce``: elements reduced where an index says.
 
-torch's CUDA kernel multiplies with atomics (a loop of compare and swap).
+torch's CUDA kernels multiply and add with atomics. What they do deterministically (assigning, and
+the reductions of ``scatter_reduce`` other than the product) is left to them.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_d9m.patches.delegation import Original, overlaps_itself, raise_as_original
-from lightning_d9m.patches.segments import multiply_segments
+from lightning_d9m.patches.segments import Reduction, reduce_segments
+
+_LEGACY: dict[str, Reduction] = {"add": "sum", "multiply": "prod"}
 
 
 def scatter_reduce(
@@ -21,10 +28,12 @@ def scatter_reduce(
     include_self: bool = True,
 ) -> Tensor:
     """Return a copy with the source's elements multiplied in, from first to last."""
+    arguments = (self, dim, index, src)
     if reduce != "prod":
-        result: Tensor = original(self, dim, index, src, reduce, include_self=include_self)
+        result: Tensor = original(*arguments, reduce, include_self=include_self)
         return result
-    return _scatter_product(original, self, dim, index, src, include_self)
+    refuse = partial(raise_as_original, original, *arguments, reduce, include_self=include_self)
+    return _scatter(refuse, *arguments, "prod", include_self=include_self)
 
 
 def scatter_reduce_(
@@ -38,16 +47,57 @@ def scatter_reduce_(
     include_self: bool = True,
 ) -> Tensor:
     """Multiply the source's elements into a tensor, from first to last."""
+    arguments = (self, dim, index, src)
     if reduce != "prod":
-        result: Tensor = original(self, dim, index, src, reduce, include_self=include_self)
+        result: Tensor = original(*arguments, reduce, include_self=include_self)
         return result
+    refuse = partial(raise_as_original, original, *arguments, reduce, include_self=include_self)
     if overlaps_itself(self):
-        raise_as_original(original, self, dim, index, src, reduce, include_self=include_self)
-    return self.copy_(_scatter_product(original, self, dim, index, src, include_self))
+        refuse()
+    return self.copy_(_scatter(refuse, *arguments, "prod", include_self=include_self))
 
 
-def _scatter_product(
-    original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool
+def scatter(
+    original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
+) -> Tensor:
+    """Return a copy with the source's elements added or multiplied in, from first to last."""
+    refuse = partial(raise_as_original, original, self, dim, index, src, reduce=reduce)
+    if reduce not in _LEGACY:
+        refuse()
+    return _scatter(refuse, self, dim, index, src, _LEGACY[reduce])
+
+
+def scatter_(
+    original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
+) -> Tensor:
+    """Add or multiply the source's elements into a tensor, from first to last."""
+    if overlaps_itself(self):
+        raise_as_original(original, self, dim, index, src, reduce=reduce)
+    return self.copy_(scatter(original, self, dim, index, src, reduce=reduce))
+
+
+def scatter_add(original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Return a copy with the source's elements added, from first to last."""
+    refuse = partial(raise_as_original, original, self, dim, index, src)
+    return _scatter(refuse, self, dim, index, src, "sum")
+
+
+def scatter_add_(original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Add the source's elements to a tensor, from first to last."""
+    if overlaps_itself(self):
+        raise_as_original(original, self, dim, index, src)
+    return self.copy_(scatter_add(original, self, dim, index, src))
+
+
+def _scatter(
+    refuse: Callable[[], NoReturn],
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    reduce: Reduction,
+    *,
+    include_self: bool = True,
 ) -> Tensor:
     dims = max(self.dim(), 1)
     shapes = [part.shape if part.dim() else torch.Size([1]) for part in (self, index, src)]
@@ -63,7 +113,7 @@ def _scatter_product(
             if index.numel()
         )
     ):
-        raise_as_original(original, self, dim, index, src, "prod", include_self=include_self)
+        refuse()
     if not index.numel():
         return self.clone()
     kept, wanted, _ = shapes
@@ -73,15 +123,15 @@ def _scatter_product(
         inside = ((index >= 0) & (index < kept[axis])).all()
         torch.ops.aten._assert_async(inside)  # noqa: SLF001 - no wait for the device
     except RuntimeError:
-        raise_as_original(original, self, dim, index, src, "prod", include_self=include_self)
-    factors = src.view(shapes[2])[tuple(slice(size) for size in wanted)].flatten()
+        refuse()
+    given = src.view(shapes[2])[tuple(slice(size) for size in wanted)].flatten()
     before = self.flatten()
     if include_self:
         keys = torch.cat([torch.arange(before.numel(), device=places.device), places])
-        after = multiply_segments(keys, torch.cat([before, factors]), before.numel())
+        after = reduce_segments(keys, torch.cat([before, given]), before.numel(), reduce)
     else:
         touched = torch.zeros_like(before, dtype=torch.bool).index_fill_(0, places, True)  # noqa: FBT003 - an argument of torch's
-        after = multiply_segments(places, factors, before.numel()).to(self.dtype)
+        after = reduce_segments(places, given, before.numel(), reduce).to(self.dtype)
         after = torch.where(touched, after, before)
     return after.to(self.dtype).view(self.shape)
 

@@ -5,9 +5,21 @@ each run is then reduced by one reader. No two threads ever meet on one output, 
 race whose winner could change the rounding. Nothing is read back to the host.
 """
 
+import math
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
+Reduction: TypeAlias = Literal["sum", "prod", "max", "min"]
+
+_REDUCTIONS: dict[Reduction, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "sum": (torch.add, 0),
+    "prod": (torch.mul, 1),
+    "max": (torch.maximum, -math.inf),
+    "min": (torch.minimum, math.inf),
+}
 _INT32_LIMIT = 2**31 - 1
 _MODE_SUM = 0
 _LONG = 64  # elements of a run, on average, that are worth a block of threads
@@ -19,51 +31,45 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
-    """Add the values that share a key.
+    """Add the values that share a key; see :func:`reduce_segments`."""
+    return reduce_segments(keys, values, count, "sum")
+
+
+def reduce_segments(keys: Tensor, values: Tensor, count: int, reduce: Reduction) -> Tensor:
+    """Reduce the values that share a key.
 
     Args:
         keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is left out.
-        values: Floating point, of shape ``[m]`` or ``[m, features]``.
+        values: Floating point or integers, of shape ``[m]`` or ``[m, features]``.
         count: Number of outputs.
+        reduce: What becomes of the values of one key.
 
     Returns:
-        Sums of shape ``[count]`` or ``[count, features]``; 0 where a key does not occur. Half and
-        bfloat16 are added in float32, in which they are also returned.
+        Of shape ``[count]`` or ``[count, features]``. Where a key does not occur: 0 of ``"sum"``, 1
+        of ``"prod"``; of ``"max"`` and ``"min"`` no value that means anything. Half and bfloat16
+        are reduced in float32, in which they are also returned.
     """
     order, offsets = _group(keys, count)
     rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
-    return _reduce_runs(rows, offsets, "sum", 0)
-
-
-def multiply_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
-    """Multiply the values that share a key.
-
-    Args:
-        keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is left out.
-        values: Of shape ``[m]``, of any dtype that can be multiplied.
-        count: Number of outputs.
-
-    Returns:
-        Products of shape ``[count]``; 1 where a key does not occur. Half and bfloat16 are
-        multiplied in float32, in which they are also returned.
-    """
-    order, offsets = _group(keys, count)
-    rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
+    fold, initial = _REDUCTIONS[reduce]
     if rows.is_floating_point():
-        return _reduce_runs(rows, offsets, "prod", 1)
-    # torch.segment_reduce takes floating point only. Integers multiply in any order alike, so
-    # runs are folded in halves: after step k each element holds the product of 2**k of its run.
-    sorted_keys = keys.index_select(0, order)
+        return _reduce_runs(rows, offsets, reduce, initial)
+    # torch.segment_reduce takes floating point only. Integers may be reduced in any order, so runs
+    # are folded in halves: after step k each element holds the reduction of 2**k of its run.
+    empty = rows.new_full((count, *rows.shape[1:]), int(reduce == "prod"))
+    if not rows.numel():
+        return empty
+    wide = (-1, *[1] * (rows.dim() - 1))
+    sorted_keys = keys.index_select(0, order).view(wide)
     step = 1
-    while step < rows.numel():
+    while step < len(rows):
         same = sorted_keys[step:] == sorted_keys[:-step]
-        rows = torch.cat([rows[:step], torch.where(same, rows[step:] * rows[:-step], rows[step:])])
+        folded = torch.where(same, fold(rows[step:], rows[:-step]), rows[step:])
+        rows = torch.cat([rows[:step], folded])
         step *= 2
     last = (offsets[1:] - 1).clamp_(min=0)
-    occupied = offsets[1:] > offsets[:-1]
-    if not rows.numel():
-        return rows.new_ones(count)
-    return torch.where(occupied, rows.index_select(0, last), rows.new_ones(()))
+    occupied = (offsets[1:] > offsets[:-1]).view(wide)
+    return torch.where(occupied, rows.index_select(0, last), empty)
 
 
 def sum_weighted_rows(keys: Tensor, weights: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -122,7 +128,7 @@ def _group(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(sorted_keys, bounds)
 
 
-def _reduce_runs(rows: Tensor, offsets: Tensor, reduce: str, initial: int) -> Tensor:
+def _reduce_runs(rows: Tensor, offsets: Tensor, reduce: str, initial: float) -> Tensor:
     if not rows.numel():
         return rows.new_full((offsets.numel() - 1, *rows.shape[1:]), initial)
     if rows.dim() == 1 and rows.numel() < _LONG * offsets.numel():

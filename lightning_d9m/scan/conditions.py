@@ -128,20 +128,25 @@ def reduced(spelled: Spelled) -> Verdict:
     return ("scatter_reduce_prod", "depends") if reduction is UNKNOWN else None
 
 
+def put_by_index(spelled: Spelled) -> Verdict:
+    """By whether ``index_put`` accumulates."""
+    adds = spelled.arguments.read(3, "accumulate", default=False)
+    return "index_put_accumulate" if adds is True else "index_put", "certain"
+
+
 def scattered(spelled: Spelled) -> Verdict:
     """Unless one number is scattered, as for one-hot vectors."""
     arguments = spelled.arguments
     if not spelled.owned and not _is_indexed(arguments, 3):
         return None
-    if isinstance(arguments.read(None, "reduce"), str):
-        return "scatter", "certain"
     source = arguments.get(3, "src", "value")
     if source is None or "value" in arguments.named:
         return None
     if isinstance(arguments.read(3, "src", default=UNKNOWN), (int, float)):
         return None
+    op = "scatter_with_reduce" if isinstance(arguments.read(None, "reduce"), str) else "scatter"
     kind = read_kind(source, arguments.scope)
-    return None if kind == "other" else ("scatter", "certain" if kind == "tensor" else "depends")
+    return None if kind == "other" else (op, "certain" if kind == "tensor" else "depends")
 
 
 def gathered(spelled: Spelled) -> Verdict:

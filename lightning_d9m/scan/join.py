@@ -29,8 +29,7 @@ _DRESSING = re.compile(r"(_forward)?(_out)?(_cuda|_gpu|_cpu)?(_template|_max|_ke
 
 # What an audit or torch's alert calls an op which the catalogue has under another name.
 _ENTRIES = {
-    "index_put_accumulate": "index_put",
-    "getitem_backward": "index_put",
+    "getitem_backward": "index_put_accumulate",
     "put_accumulate": "put_",
     "take_backward": "put_",
     "scatter_reduce_mean": "scatter_reduce_sum",
@@ -39,6 +38,8 @@ _ENTRIES = {
     "max_unpooling3d": "max_unpool3d",
     "embedding_bag_backward": "embedding_bag_max_backward",
     "quantized_resize": "resize_quantized",
+    "scatter_reduce_cuda_kernel": "scatter_with_reduce",
+    "scatter_reduce_cuda_prod_": "scatter_reduce_prod",
 }
 
 

@@ -17,6 +17,7 @@ from lightning_d9m.scan.conditions import (
     multiplied,
     padded,
     pooled,
+    put_by_index,
     reduced,
     repeated,
     scattered,
@@ -35,7 +36,14 @@ _RULES = {
     "Cannot": "D9M104",
     **dict.fromkeys(("Decomposes", "Runs", "Sorts", "Asks", "Chooses", "Warns"), "D9M103"),
 }
-ON_CPU_TOO = {"max_unpool2d", "max_unpool3d", "put_", "index_put", "index_copy"}
+ON_CPU_TOO = {
+    "max_unpool2d",
+    "max_unpool3d",
+    "put_",
+    "index_put",
+    "index_put_accumulate",
+    "index_copy",
+}
 """Ops that vary, or raise, on a CPU as well."""
 
 
@@ -116,7 +124,8 @@ _METHODS: dict[str, Condition] = {
     "histc": counted,
     "index_add": always("index_add"),
     "index_copy": always("index_copy"),
-    "index_put": always("index_put"),
+    "index_put": put_by_index,
+    "index_reduce": always("index_reduce"),
     "index_select": always("index_select_backward"),
     "median": selected("median"),
     "nanmedian": selected("nanmedian"),
@@ -133,6 +142,7 @@ _IN_PLACE = (
     "index_add",
     "index_copy",
     "index_put",
+    "index_reduce",
     "put",
     "scatter",
     "scatter_add",

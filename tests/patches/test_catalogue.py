@@ -16,9 +16,12 @@ from lightning_d9m.patches.catalogue import (
     select_ops,
 )
 from lightning_d9m.patches.op import Op
+from lightning_d9m.scan.join import name_alert
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
-RELEASES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("docstrings/*.txt")}
+HERE = Path(__file__).parent
+ALERTS = {path.stem: path.read_text().splitlines() for path in HERE.glob("alerts/*.txt")}
+RELEASES = {path.stem: path.read_text() for path in HERE.glob("docstrings/*.txt")}
 
 
 @pytest.mark.parametrize("release", ["installed", *sorted(RELEASES)])
@@ -43,6 +46,19 @@ def test_an_op_that_torch_adds_to_its_list_is_found() -> None:
     assert find_unaccounted(longer) == ("torch.invented",)
     longer = DOCSTRING.replace("- ``bicubic``", "- ``bicubic``\n          - ``septic``")
     assert find_unaccounted(longer) == ("torch.nn.functional.interpolate septic",)
+
+
+@pytest.mark.parametrize("release", ALERTS)
+def test_every_alert_of_torchs_cuda_build_is_accounted_for(release: str) -> None:
+    """What torch refuses without its documentation saying so, as `index_reduce`, is there too.
+
+    The lists are of the strings that the libraries of the builds for CUDA give to
+    `alertNotDeterministic`, read from their machine code.
+    """
+    known = {op.name for op in OPS}
+    assert [alert for alert in ALERTS[release] if name_alert(alert.split()[0]) not in known] == []
+    assert len(ALERTS[release]) > 35
+    assert name_alert("invented_cuda") not in known
 
 
 def test_the_list_is_read_to_its_end_and_no_further() -> None:
@@ -76,6 +92,13 @@ def test_entries_are_complete(op: Op) -> None:
         assert callable(getattr(import_module(f"lightning_d9m.patches.{module}"), name))
 
 
+def test_what_torch_does_itself_is_replaced_only_where_measured_faster() -> None:
+    """Until then torch's own deterministic version stays: the replacement is only offered."""
+    own = [op for op in OPS if op.kernels and op.torch_does.startswith(("Sorts", "Runs"))]
+    assert {"index_add", "scatter_add", "index_put_accumulate"} <= {op.name for op in own}
+    assert all(op.status == "offered" or op.cost for op in own)
+
+
 def test_names_and_overloads_are_unique() -> None:
     """One name, one op; one overload, one replacement."""
     names = [op.name for op in OPS]
@@ -84,16 +107,28 @@ def test_names_and_overloads_are_unique() -> None:
     assert len(set(overloads)) == len(overloads)
 
 
-def test_every_overload_with_a_kernel_of_its_own_is_replaced() -> None:
-    """No overload of a patched op keeps torch's kernel: not the in-place, not the out variant."""
-    values_only = {"median", "nanmedian"}  # of a whole tensor: no index that could vary
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_every_overload_with_a_kernel_of_its_own_is_replaced(key: str) -> None:
+    """No overload of a patched op keeps torch's kernel: not the in-place, not the out variant.
+
+    A build of torch without CUDA has no kernels of its own under that key.
+    """
+    deterministic = {
+        *("median", "nanmedian"),  # of a whole tensor: no index that could vary
+        *(f"scatter{mark}.{kind}" for mark in ("", "_") for kind in ("src", "value")),
+        *(f"scatter.{kind}_out" for kind in ("src", "value")),
+        # One number, however often: the order cannot show.
+        *("scatter.value_reduce", "scatter_.value_reduce", "scatter.value_reduce_out"),
+    }
     offered = [op.name for op in OPS if op.status == "offered"]
     for op in select_ops(torch.__version__, include=offered):
         for packet in {overload.partition(".")[0] for overload in op.kernels}:
             for name in getattr(torch.ops.aten, packet).overloads():
                 overload = packet if name == "default" else f"{packet}.{name}"
-                own = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", "CPU")
-                assert not own or overload in {*op.kernels, *values_only}, overload
+                own = name != "hacked_twin" and (  # which TorchScript has, and no dispatcher
+                    torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
+                )
+                assert not own or overload in {*op.kernels, *deterministic}, overload
 
 
 def test_unknown_names_are_refused_with_similar_ones() -> None:

@@ -64,11 +64,14 @@ def count_outputs(call: object, calls: int) -> int:
 
 
 def test_every_patched_op_has_a_workload() -> None:
-    """No op escapes the tests on a CUDA device, but Lanczos, which no public function reaches."""
+    """No op escapes the tests on a CUDA device, but Lanczos, which no public function reaches.
+
+    The transposed convolution is torch's own, to see whether its determinism costs anything.
+    """
     measured = {workload.op for workload in workloads.WORKLOADS}
     patched = {op.name for op in select_ops(torch.__version__, include=OFFERED)}
-    assert patched - measured == {"upsample_lanczos2d_aa_backward"}
-    assert measured <= patched
+    assert patched - measured <= {"upsample_lanczos2d_aa_backward"}
+    assert measured - patched == {"convolution"}
 
 
 @on_cuda

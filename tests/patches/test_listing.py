@@ -61,7 +61,7 @@ def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_names_are_misuse() -> None:
     """The error names similar ops."""
-    with pytest.raises(SettingError, match="Similar: index_put, put_"):
+    with pytest.raises(SettingError, match="Similar: index_put, index_put_accumulate, put_"):
         run("put")
 
 

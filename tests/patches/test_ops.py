@@ -8,6 +8,7 @@ import torch.nn.functional as nnf
 from patches.cases import assert_alike, deterministic_algorithms, threads
 from torch import Tensor
 
+from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.registration import patches_applied
 
 NAN, INF = float("nan"), float("inf")
@@ -303,6 +304,81 @@ def test_scatter_reduce_prod_edges() -> None:
     assert product.item() == 243.0
 
 
+SCATTERED, FACTORS = torch.randn(4, 5, generator=DRAWS), torch.randn(6, 5, generator=DRAWS)
+WHERE = torch.randint(0, 4, (5, 4), generator=DRAWS)
+SCATTERS = {
+    "duplicates": (SCATTERED, 0, WHERE, FACTORS),
+    "transposed": (SCATTERED.t(), 1, WHERE.t(), FACTORS.t()),
+    "float64": (SCATTERED.double(), -2, WHERE, FACTORS.double()),
+    "integers": (SCATTERED.mul(9).long(), 0, WHERE, FACTORS.mul(9).long()),
+    "not-finite": (SCATTERED[0], 0, WHERE[0], torch.tensor([INF, 0.0, NAN, -INF])),
+    "nothing": (SCATTERED, 0, WHERE[:0], FACTORS),
+    "scalar": (torch.tensor(2.0), 0, torch.tensor(0), torch.tensor(3.0)),
+    "over": (SCATTERED, 0, WHERE + 1, FACTORS),
+    "under": (SCATTERED, 0, WHERE - 1, FACTORS),
+    "dim": (SCATTERED, 2, WHERE, FACTORS),
+    "shapes": (SCATTERED, 0, WHERE, FACTORS[:2]),
+    "ranks": (SCATTERED, 0, WHERE[0], FACTORS),
+    "dtypes": (SCATTERED, 0, WHERE, FACTORS.double()),
+    "index": (SCATTERED, 0, WHERE.float(), FACTORS),
+    "overlap": (SCATTERED[:1].expand(4, 5), 0, WHERE, FACTORS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+@pytest.mark.parametrize("reduce", ["add", "multiply", "nope", None])
+@pytest.mark.parametrize("arguments", SCATTERS.values(), ids=SCATTERS)
+def test_scatter_that_adds_and_multiplies(
+    arguments: tuple[Tensor, int, Tensor, Tensor], reduce: str | None
+) -> None:
+    """``scatter`` with a reduction, and ``scatter_add`` on request: as on one CPU thread."""
+    target, *rest = arguments
+    name, more = ("scatter", {"reduce": reduce}) if reduce else ("scatter_add", {})
+    fresh = (lambda: target) if 0 in target.stride() else target.clone
+    include = [] if reduce else ["scatter_add"]
+    assert_alike(lambda: getattr(target, name)(*rest, **more), include=include)
+    assert_alike(lambda: getattr(fresh(), f"{name}_")(*rest, **more), include=include)
+    out = target.new_empty(0)
+    assert_alike(lambda: getattr(torch, name)(target, *rest, **more, out=out.clone()))
+
+
+PUTS = {
+    "rows": (SCATTERED, (WHERE[0],), FACTORS[:4]),
+    "elements": (SCATTERED, (WHERE[0], WHERE[1]), FACTORS[0, :4]),
+    "broadcast": (SCATTERED, (WHERE[:, :1], WHERE[:1]), FACTORS[0, 0]),
+    "negative": (SCATTERED, (WHERE[0] - 4,), FACTORS[:4]),
+    "int32": (SCATTERED, (WHERE[0].int(),), FACTORS[:4]),
+    "half": (SCATTERED.half(), (WHERE[0, :1],), FACTORS[:1].half()),
+    "transposed": (SCATTERED.t(), (WHERE[0], WHERE[1]), FACTORS[0, :4]),
+    "mask": (SCATTERED, (SCATTERED > 0,), FACTORS[0, 0]),
+    "later": (SCATTERED, (None, WHERE[0]), FACTORS[:4, :4]),
+    "integers": (SCATTERED.long(), (WHERE[0],), FACTORS[:4].long()),
+    "nothing": (SCATTERED, (WHERE[0, :0],), FACTORS[:0]),
+    "over": (SCATTERED, (WHERE[0] + 9,), FACTORS[:4]),
+    "under": (SCATTERED, (WHERE[0] - 9,), FACTORS[:4]),
+    "shapes": (SCATTERED, (WHERE[0],), FACTORS[:3]),
+    "unlike": (SCATTERED, (WHERE[0], WHERE[0, :3]), FACTORS[0, 0]),
+    "dtypes": (SCATTERED, (WHERE[0],), FACTORS[:4].double()),
+    "many": (SCATTERED, (WHERE[0],) * 3, FACTORS[0, 0]),
+}
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("arguments", PUTS.values(), ids=PUTS)
+def test_index_put_on_request(
+    arguments: tuple[Tensor, tuple[Tensor, ...], Tensor], accumulate: bool
+) -> None:
+    """At most 20 terms and the tensor's own in another order; what is unusual goes to torch."""
+    target, indices, values = arguments
+    if not accumulate:
+        indices = tuple(index if index is None else index[:1] for index in indices)
+    tolerance = 21 if target.is_floating_point() else 0
+    wanted = {"tolerance": tolerance, "include": ["index_put_accumulate"]}
+    put, put_ = torch.ops.aten.index_put, torch.ops.aten.index_put_
+    assert_alike(lambda: put(target, indices, values, accumulate), **wanted)
+    assert_alike(lambda: put_(target.clone(), indices, values, accumulate), **wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize("mode", ["max", "sum"])
@@ -317,6 +393,59 @@ def test_embedding_bag(dtype: torch.dtype, padding: int | None, mode: str) -> No
         return torch.autograd.grad(output, table, gradient)[0]
 
     assert_alike(differentiate)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+def test_index_reduce(reduce: str, include_self: bool) -> None:
+    """Duplicates, places that none goes to, every rank and layout, NaN, and each bad argument."""
+    target, index, source = torch.randn(6, 9, 3), torch.randint(0, 7, (20,)), torch.randn(6, 20, 3)
+    holed = source.clone()
+    holed[2, 3:6] = NAN
+    whole = source.mul(9).long()
+    for arguments in [
+        (target, 1, index, source),
+        (target.double(), -2, index.int(), source.double()),
+        (target.transpose(0, 2), 1, index, source.transpose(0, 2)),
+        (target.mul(9).long(), 1, index, whole),
+        (target.mul(9).to(torch.int8), 1, index, whole.to(torch.int8)),
+        (target, 1, index, holed),
+        (target, 1, index[:0], source[:, :0]),
+        (target[:0], 1, index, source[:0]),
+        (torch.randn(()), 0, torch.tensor([0]), torch.randn(1)),
+        (torch.randn(()), 0, torch.tensor(0), torch.randn(())),
+        (target, 1, index + 3, source),
+        (target, 1, index - 1, source),
+        (target, 3, index, source),
+        (target, 1, index[:3], source),
+        (target, 1, index[None], source),
+        (target, 1, index.float(), source),
+        (target, 1, index, source[:2]),
+        (target, 1, index, source.double()),
+        (target[:, :1].expand(6, 9, 3), 1, index, source),
+    ]:
+        given = (*arguments[1:], reduce)
+        overlapping = 0 in arguments[0].stride()
+        assert_alike(lambda a=arguments[0], g=given: a.index_reduce(*g, include_self=include_self))
+        assert_alike(
+            lambda a=arguments[0], g=given, overlapping=overlapping: (
+                a if overlapping else a.clone()
+            ).index_reduce_(*g, include_self=include_self)
+        )
+    assert_alike(lambda: torch.index_reduce(target, 1, index, source, reduce, out=torch.empty(0)))
+    assert_alike(lambda: torch.index_reduce(target, 1, index, source, "sum"))
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+def test_index_reduce_by_dtype() -> None:
+    """Half is rounded once, and not after each factor; what no CUDA kernel takes is refused."""
+    low, index = torch.full((1,), 1.1, dtype=torch.half), torch.zeros(6, dtype=torch.int64)
+    with patches_applied("CPU"):
+        product = low.index_reduce(0, index, low.expand(6), "prod")
+        with pytest.raises(D9mError, match=r"torch\.complex64 of shape"):
+            low.cfloat().view(1, 1).index_reduce(0, index, torch.ones(6, 1).cfloat(), "prod")
+    assert torch.equal(product, low.float().pow(7).half())
 
 
 def test_index_add_on_request() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_d9m.patches import segments
 from lightning_d9m.patches.segments import (
     find_last,
-    multiply_segments,
+    reduce_segments,
     sum_segments,
     sum_weighted_rows,
 )
@@ -46,9 +46,8 @@ def test_products_have_the_bits_of_a_loop(keys: list[int], seed: int, whole: boo
     values = (values * 1e9).long() if whole else values
     start = torch.ones(6, dtype=values.dtype)
     expected = loop(keys, values, 6, start, product=True)
-    assert torch.equal(
-        multiply_segments(torch.tensor(keys, dtype=torch.int64), values, 6), expected
-    )
+    actual = reduce_segments(torch.tensor(keys, dtype=torch.int64), values, 6, "prod")
+    assert torch.equal(actual, expected)
 
 
 @settings(deadline=None, max_examples=60)

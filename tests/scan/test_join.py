@@ -68,8 +68,8 @@ def test_flat_rows_of_other_arms_do_not_count(tmp_path):
     [
         ({"op": "conv2d_backward", "entry": "convolution"}, "convolution", "nn.Conv2d(1, 1, 1)"),
         (
-            {"op": "index_put_accumulate", "entry": "index_put_accumulate"},
-            "index_put",
+            {"op": "getitem_backward"},
+            "index_put_accumulate",
             "torch.zeros(3).index_put((i,), v, accumulate=True)",
         ),
         ({"op": "take_backward"}, "put_", "torch.zeros(3).take(i)"),

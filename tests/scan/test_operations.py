@@ -11,6 +11,7 @@ from lightning_d9m.scan.operations import FUNCTIONS, METHODS, explain, rule_of
 UNSPELLED = {
     "apple_devices",  # a kind of device, and no op
     "avg_pool2d_backward",  # deterministic
+    "max_pool2d_backward",  # deterministic
     "ctc_loss_cudnn",  # chosen by shapes
     "cumsum",  # deterministic
     "embedding_dense_backward",  # deterministic
@@ -43,6 +44,9 @@ SPELLED = {
     "nll_loss2d": "torch.nn.NLLLoss()",
     "flash_attn_package_backward": "flash_attn_func(x, x, x)",
     "scatter_reduce_sum": "x.scatter_reduce(0, i, x, 'mean')",
+    "scatter_with_reduce": "torch.zeros(4).scatter(0, i, x, reduce='add')",
+    "index_put_accumulate": "x.index_put((i,), x, accumulate=True)",
+    "index_reduce": "x.index_reduce(0, i, x, 'prod')",
     "bmm_sparse": "torch.bmm(x.to_sparse(), x)",
     "nanmedian": "v, i = torch.nanmedian(x, dim=1)",
     "max_unpool3d": "F.max_unpool3d(x, i, 2)",
@@ -73,6 +77,7 @@ def test_a_call_is_found_as_its_op(scan, name):
 def test_every_op_is_spelled_or_excused(op):
     """What the catalogue calls nondeterministic, the scan knows."""
     by_name = {"put_", "bincount", "histc", "median", "topk", "scatter", "scatter_reduce_prod"}
+    by_name |= {"index_put"}
     by_name |= {"gather_backward", "repeat_interleave_backward", "embedding_bag_max_backward"}
     by_name |= {f"adaptive_avg_pool{dims}d_backward" for dims in (2, 3)}
     assert op.name in spell_all() | by_name or op.name in UNSPELLED
@@ -90,7 +95,14 @@ def test_every_spelling_of_torch_exists(name):
     """A misspelt name would never be found."""
     value = torch
     for part in name.split(".")[1:]:
-        if part in {"NLLLoss2d", "put", "scatter_reduce_", "index_add_", "index_copy_"}:
+        if part in {
+            "NLLLoss2d",
+            "put",
+            "scatter_reduce_",
+            "index_add_",
+            "index_copy_",
+            "index_reduce_",
+        }:
             return
         if not hasattr(value, part):
             assert hasattr(torch.Tensor, part)

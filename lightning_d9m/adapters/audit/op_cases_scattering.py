@@ -24,6 +24,7 @@ def _scattered(
     *,
     quick: tuple[int, int] = _QUICK,
     near_one: bool = False,
+    entry: str = "",
 ) -> Iterator[Case]:
     for values, places in (*SIZES, ALL_IN_ONE):
 
@@ -41,6 +42,7 @@ def _scattered(
             make=make,
             documented=documented,
             quick=(values, places) == quick,
+            entry=entry,
         )
 
 
@@ -173,6 +175,9 @@ def list_scattering_cases() -> Iterator[Case]:
     yield from _scattered(
         "scatter", (("torch.Tensor.scatter", "src"),), lambda t, i, v: t.scatter(0, i, v)
     )
+    yield from _scattered(
+        "scatter_with_reduce", (), lambda t, i, v: t.scatter(0, i, v, reduce="add")
+    )
     yield from _reduced("sum", "reduce='sum'")
     yield from _reduced("mean", "reduce='mean'")
     yield from _reduced("prod", "reduce='prod'")
@@ -190,6 +195,7 @@ def list_scattering_cases() -> Iterator[Case]:
             (("torch.Tensor.index_reduce", ""),),
             lambda t, i, v, reduce=reduce: t.index_reduce(0, i, v, reduce),  # type: ignore[misc]
             near_one=reduce == "prod",
+            entry="index_reduce",
         )
     yield from _read(
         "gather_backward", (("torch.gather", ""),), lambda source, index: source.gather(0, index)

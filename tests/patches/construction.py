@@ -1,0 +1,132 @@
+"""What the replacements are made of: each aten op that they call, and why it is deterministic."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lightning_d9m.patches import bands
+from lightning_d9m.patches.op import Op
+
+ONE_THREAD_PER_OUTPUT = {
+    *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
+    *("zeros", "zeros_like", "scalar_tensor", "lift_fresh", "detach_", "_unsafe_view"),
+    *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
+    *("gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
+    *("_assert_async", "_local_scalar_dense"),
+    "_ctc_loss",  # forward: one thread for each state, one step after the other
+    "_embedding_bag_forward_only",  # each bag and feature added by one thread, in order
+}
+"""No two threads meet: they read, copy, or go through their own elements in order."""
+
+FIXED_TREES = {"sum", "sum.dim_IntList", "all", "aminmax", "segment_reduce"}
+"""Reductions whose partial results are combined in an order that the shapes decide."""
+
+
+def _sorts_stably(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("stable"))
+
+
+def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Integers are added exactly, in any order."""
+    return not args[0].is_floating_point()
+
+
+def _takes_greatest_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[4] == "amax" and not args[0].is_floating_point()
+
+
+def _writes_alike_in_any_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """To accumulate, it sorts; else all values for one place must be the same."""
+    target, indices, values, *rest = args
+    if any(rest) or any(kwargs.values()):
+        return True
+    backwards = [index.flip(0) for index in indices]
+    forth = target.clone().index_put_(tuple(indices), values)
+    back = target.clone().index_put_(tuple(backwards), values.flip(0))
+    return torch.equal(forth, back)
+
+
+ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    "sort.stable": _sorts_stably,
+    "cumsum": _counts,
+    "scatter_reduce_.two": _takes_greatest_integers,
+    "index_put_": _writes_alike_in_any_order,
+    "index_fill_.int_Scalar": lambda args, kwargs: True,  # one value, whoever writes it last
+}
+
+
+class Judge(TorchDispatchMode):
+    """Notes each aten op that is not known to be deterministic on CUDA.
+
+    Attributes:
+        refused: Their names.
+        seen: The names of all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: set[str] = set()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result  # composed of others, which were judged
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        self.seen.add(name)
+        fine = (
+            torch.Tag.pointwise in func.tags
+            or func.is_view
+            or name in ONE_THREAD_PER_OUTPUT | FIXED_TREES
+            or (name in ON_CONDITION and ON_CONDITION[name](args, kwargs))
+        )
+        if not fine:
+            self.refused.add(name)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[str]]]:
+    """Let every replacement run before a judge; yield it and the paths of those that ran.
+
+    What the host prepares once for each set of sizes is left out: it is copied to the device.
+    """
+    judge, ran = Judge(), set()
+
+    def observe(path: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(replacement)
+        def run(original: Callable[..., Any], *args: object, **kwargs: object) -> object:
+            def fall_back(*given: object, **more: object) -> object:
+                # Of what those replace torch has a deterministic version, which takes the rest.
+                offered = path.startswith("additions:")
+                floats = [part for part in given if getattr(part, "is_floating_point", bool)()]
+                assert offered or not floats, f"{path} leaves floating point to the original."
+                with _disable_current_modes():
+                    return original(*given, **more)
+
+            ran.add(path)
+            with judge:
+                return replacement(fall_back, *args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for path in {path for op in ops for path in op.kernels.values()}:
+            module = import_module(f"lightning_d9m.patches.{path.split(':')[0]}")
+            name = path.split(":")[1]
+            patch.setattr(module, name, observe(path, getattr(module, name)))
+        build = bands._place
+
+        def prepare(*args: object) -> object:
+            with _disable_current_modes():
+                return build(*args)
+
+        patch.setattr(bands, "_place", prepare)
+        yield judge, ran

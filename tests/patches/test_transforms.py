@@ -1,0 +1,148 @@
+"""Ops that are no gradient of one input, under what torch does to functions: as unpatched."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from patches.cases import answer, threads
+from torch import Tensor
+
+from lightning_d9m.patches.catalogue import OPS
+from lightning_d9m.patches.registration import patches_applied
+
+OFFERED = [op.name for op in OPS if op.status == "offered"]
+DRAWS = torch.Generator().manual_seed(3)
+FIXED = torch.randn(7, 4, dtype=torch.float64, generator=DRAWS)
+WHERE = torch.randint(0, 5, (7, 4), generator=DRAWS)
+ROWS, TARGET = WHERE[:, 0], torch.randint(0, 4, (2, 3, 2), generator=DRAWS)
+APART = torch.randperm(25, generator=DRAWS)[:20].view(5, 4)  # no two for one place
+GRID = torch.rand(1, 3, 3, 2, dtype=torch.float64, generator=DRAWS)
+
+# Of one tensor of shape (5, 4); the numbers differ by much, so that an order is stable.
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "nll_loss2d": lambda x: nnf.nll_loss(
+        x[:4, :, None].repeat(1, 1, 6).view(2, 4, 3, 4)[..., :2], TARGET
+    ),
+    "ctc_loss": lambda x: nnf.ctc_loss(x[:, None].log_softmax(2), ROWS[None, :2] % 3 + 1, [5], [2]),
+    "embedding_bag": lambda x: nnf.embedding_bag(WHERE, x, mode="max"),
+    "put": lambda x: x.put(torch.tensor([0, 3, 3, -1]), FIXED[0]),
+    "put-source": lambda x: FIXED.put(APART, x),
+    "put-accumulate": lambda x: FIXED.put(WHERE[:5], x, accumulate=True),
+    "median": lambda x: x.median(0).values,
+    "nanmedian": lambda x: x.nanmedian(1).values,
+    "topk": lambda x: x.topk(3, 0).values,
+    "scatter_reduce": lambda x: x.scatter_reduce(0, WHERE, FIXED, "prod"),
+    "scatter_reduce-source": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "prod"),
+    "index_reduce-prod": lambda x: x.index_reduce(0, ROWS, FIXED, "prod"),
+    "index_reduce-mean": lambda x: x.index_reduce(0, ROWS, FIXED, "mean"),
+    "index_reduce-amax": lambda x: x.index_reduce(0, ROWS, FIXED, "amax"),
+    "max_unpool2d": lambda x: torch._C._nn.max_unpool2d(x[None], APART[None], [5, 5]),
+    "max_unpool3d": lambda x: torch._C._nn.max_unpool3d(
+        x[None, None], APART[None, None], [1, 5, 5], [1] * 3, [0] * 3
+    ),
+    "grid_sample": lambda x: nnf.grid_sample(x[None, None], GRID, align_corners=False),
+    "grid_sample-grid": lambda x: nnf.grid_sample(
+        FIXED[None, None], x.view(1, 5, 2, 2).sigmoid(), align_corners=False
+    ),
+    "histc": lambda x: x.histc(3),
+    "bincount": lambda x: ROWS[:5].bincount(x[:, 0]),
+    "scatter": lambda x: x.scatter(0, WHERE, FIXED, reduce="multiply"),
+    "index_add": lambda x: x.index_add(0, ROWS, FIXED),
+    "index_add-source": lambda x: FIXED.index_add(0, ROWS[:5], x),
+    "scatter_add": lambda x: x.scatter_add(0, WHERE, FIXED),
+    "index_put": lambda x: x.index_put((ROWS,), FIXED, accumulate=True),
+    "getitem": lambda x: x[ROWS],
+    "embedding": lambda x: nnf.embedding(WHERE, x),
+}
+COUNTS = {"histc", "bincount"}  # of which there is no derivative
+every_case = pytest.mark.parametrize("call", CASES.values(), ids=CASES)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),
+    pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch's CPU kernels add in order: several threads share work differently."""
+    with threads(1):
+        yield
+
+
+def make_input() -> Tensor:
+    """Return twenty numbers that no step of a numerical derivative brings out of order."""
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    return (order.double().view(5, 4) / 4 - 2.4).requires_grad_()
+
+
+def both(attempt: Callable[[], object]) -> tuple[object, object]:
+    """Return the answers without and with the patches."""
+    expected = answer(attempt)
+    with patches_applied("CPU", include=OFFERED):
+        return expected, answer(attempt)
+
+
+def assert_close(expected: object, actual: object) -> None:
+    """Results as close as sums in another order are; errors word for word."""
+    if isinstance(expected[0], type):
+        assert actual == expected
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in COUNTS])
+def test_first_and_second_derivatives(name: str) -> None:
+    """Numerical derivatives agree; where torch has no second one, the refusal is the same."""
+    call, leaf = CASES[name], make_input()
+    first = both(lambda: torch.autograd.gradcheck(call, leaf, fast_mode=True))
+    second = both(lambda: torch.autograd.gradgradcheck(call, leaf, fast_mode=True))
+    assert first == ((True,), (True,)) or name == "scatter"
+    assert second[0] == (True,) or "not implemented" in second[0][1]
+    for expected, actual in (first, second):
+        assert actual == expected
+
+
+@every_case
+def test_vmap(call: Callable[[Tensor], Tensor]) -> None:
+    """Of a batch of three, or the same error."""
+    batch = torch.stack([make_input().detach() * factor for factor in (1, -1, 0.5)])
+    assert_close(*both(lambda: torch.func.vmap(call)(batch)))
+
+
+@every_case
+def test_autocast(call: Callable[[Tensor], Tensor]) -> None:
+    """In bfloat16 and with autocast on: the dtype and, within its rounding, the values."""
+
+    def attempt() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(make_input().detach().float() @ torch.eye(4))
+
+    expected, actual = both(attempt)
+    if isinstance(expected[0], type):
+        assert actual == expected
+    else:
+        assert actual[0].dtype == expected[0].dtype
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_graphs() -> None:
+    """Traced through fake tensors, all in one graph; what comes out runs the patched kernels."""
+    names = [name for name in CASES if name.isidentifier() and name not in COUNTS | {"scatter"}]
+
+    def run_all(x: Tensor) -> list[Tensor]:
+        return [CASES[name](x) for name in names]
+
+    leaf = make_input()
+    with patches_applied("CPU", include=OFFERED):
+        eager = run_all(leaf)
+        compiled = torch.compile(run_all, backend="aot_eager")(leaf)
+        gradients = [
+            torch.autograd.grad(sum(part.sum() for part in parts), leaf)[0]
+            for parts in (eager, compiled)
+        ]
+    torch.compiler.reset()
+    assert_close(tuple(eager), tuple(compiled))
+    torch.testing.assert_close(*gradients)
