@@ -172,7 +172,7 @@ def plot(results, path):
         panel.bar(list(shown), medians, yerr=[below, above], color=colours, capsize=3)
         panel.set_title(name)
         panel.set_ylabel("steps per second")
-        panel.tick_params(axis="x", rotation=30)
+        panel.set_xticks(range(len(shown)), list(shown), rotation=40, ha="right")
     figure.suptitle("blue: one digest in all launches; red: several; grey: launched once")
     figure.tight_layout()
     figure.savefig(path)

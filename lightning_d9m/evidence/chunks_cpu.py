@@ -21,6 +21,8 @@ _SHARE = 512
 # More threads would wait for each other: each needs the interpreter lock between two chunks.
 _MOST_THREADS = 8
 _ZEROS = bytes(BLOCK_BYTES)
+# Bytes of one piece of memory whose chunks are remembered: 12 kB for 64 chunks.
+_REMEMBERED = 64 * CHUNK_BYTES
 _READ_ONLY = 0x100  # PyBUF_READ
 
 _make_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -28,6 +30,7 @@ _make_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _make_view.restype = ctypes.py_object
 
 _interval_changed = threading.Lock()
+_Divided = tuple[list[memoryview], list[tuple[memoryview, bytes]]]
 
 
 class Chunks:
@@ -41,15 +44,16 @@ class Chunks:
     """
 
     def __init__(self, memory: Iterable[tuple[int, int]]) -> None:
-        self._whole: list[memoryview] = []
-        self._partial: list[tuple[memoryview, bytes]] = []
+        self._ready: list[memoryview] = []
+        self._padded: list[tuple[memoryview, bytes]] = []
         # For each piece of memory, which of the leaves of both are its own, in bytes.
         self._bounds: list[tuple[int, int, int, int]] = []
         for address, size in memory:
-            begin, part = 8 * len(self._whole), 8 * len(self._partial)
-            if size:
-                self._divide(_view_memory(address, size))
-            self._bounds.append((begin, 8 * len(self._whole), part, 8 * len(self._partial)))
+            ready, padded = _divide(address, size)
+            begin, part = 8 * len(self._ready), 8 * len(self._padded)
+            self._ready += ready
+            self._padded += padded
+            self._bounds.append((begin, 8 * len(self._ready), part, 8 * len(self._padded)))
 
     def hash(self) -> list[bytes]:
         """Hashes it, on as many threads as torch uses within an operation.
@@ -57,29 +61,9 @@ class Chunks:
         Returns:
             For each piece of memory, 8 bytes a chunk, in order: its XXH3-64, little-endian.
         """
-        whole = self._hash_whole() if self._whole else b""
-        partial = _hash(map(b"".join, self._partial))
-        return [whole[a:b] + partial[c:d] for a, b, c, d in self._bounds]
-
-    def _divide(self, view: memoryview) -> None:
-        end = view.nbytes - view.nbytes % CHUNK_BYTES
-        self._whole += [view[begin : begin + CHUNK_BYTES] for begin in range(0, end, CHUNK_BYTES)]
-        if rest := view.nbytes - end:
-            self._partial.append((view[end:], _ZEROS[: -rest % BLOCK_BYTES]))
-
-    def _hash_whole(self) -> bytes:
-        # The xxhash package gives the interpreter lock away for each chunk. Beside one busy Python
-        # thread, getting it back would take the switch interval of 5 ms, hundreds of times as long
-        # as the hashing; so a thread that waits for it gets it after 10 us meanwhile.
-        with _interval_changed:
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(min(before, 1e-5))
-            try:
-                shares = len(self._whole) // _SHARE
-                return _hash_together(self._whole, shares) if shares > 1 else _hash(self._whole)
-            finally:
-                # Half a microsecond more, because whole ones are kept and fractions cut off.
-                sys.setswitchinterval(before + 5e-7)
+        ready = _hash_ready(self._ready) if self._ready else b""
+        padded = _hash(map(b"".join, self._padded))
+        return [ready[a:b] + padded[c:d] for a, b, c, d in self._bounds]
 
 
 def hash_chunks(memory: Iterable[tuple[int, int]]) -> list[bytes]:
@@ -95,21 +79,69 @@ def hash_chunks(memory: Iterable[tuple[int, int]]) -> list[bytes]:
 
 
 def hash_span(address: int, size: int) -> bytes:
-    """Hashes one piece of memory; a short way for little, which is what most values are.
+    """Hashes one piece of memory; how it is divided is remembered, for there it lies in each step.
 
     Returns:
         8 bytes a chunk, as from ``hash_chunks``.
     """
-    if not 0 < size < CHUNK_BYTES:
-        return hash_chunks([(address, size)])[0]
-    padded = b"".join((_view_memory(address, size), _ZEROS[: -size % BLOCK_BYTES]))
-    return xxh3_64_intdigest(padded).to_bytes(8, "little")
+    ready, padded = (_recall if size <= _REMEMBERED else _divide)(address, size)
+    leaves = _hash_ready(ready) if ready else b""
+    for parts in padded:
+        leaves += xxh3_64_intdigest(b"".join(parts)).to_bytes(8, "little")
+    return leaves
+
+
+def copy_span(address: int, size: int) -> bytes:
+    """Copies one piece of memory, padded for ``hash_copy``.
+
+    Args:
+        address: Where it lies.
+        size: In bytes; one chunk at most.
+    """
+    ready, padded = _recall(address, size)
+    return b"".join(padded[0] if padded else ready)
+
+
+def hash_copy(copy: bytes) -> bytes:
+    """Hashes what was copied; returns the bytes that ``hash_span`` would have returned."""
+    return xxh3_64_intdigest(copy).to_bytes(8, "little") if copy else b""
 
 
 def split_leaves(leaves: bytes, memory: Sequence[tuple[int, int]]) -> list[bytes]:
     """Divides the leaves of all chunks of ``memory`` among its parts."""
     ends = accumulate(-(-size // CHUNK_BYTES) * 8 for _, size in memory)
     return [leaves[begin:end] for begin, end in pairwise([0, *ends])]
+
+
+def _divide(address: int, size: int) -> _Divided:
+    """Returns the chunks that are hashed as they are, and the last one if it is padded before."""
+    if not size:
+        return [], []
+    view: memoryview = _make_view(address, size, _READ_ONLY)
+    end = size - size % CHUNK_BYTES
+    ready = [view[begin : begin + CHUNK_BYTES] for begin in range(0, end, CHUNK_BYTES)]
+    rest, padding = view[end:], _ZEROS[: -size % BLOCK_BYTES]
+    if padding:
+        return ready, [(rest, padding)]
+    return ([*ready, rest] if rest else ready), []
+
+
+_recall = functools.lru_cache(maxsize=4096)(_divide)
+
+
+def _hash_ready(chunks: Sequence[memoryview]) -> bytes:
+    # The xxhash package gives the interpreter lock away for each chunk. Beside one busy Python
+    # thread, getting it back would take the switch interval of 5 ms, hundreds of times as long as
+    # the hashing; so a thread that waits for it gets it after 10 us meanwhile.
+    with _interval_changed:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, 1e-5))
+        try:
+            shares = len(chunks) // _SHARE
+            return _hash_together(chunks, shares) if shares > 1 else _hash(chunks)
+        finally:
+            # Half a microsecond more, because whole ones are kept and fractions cut off.
+            sys.setswitchinterval(before + 5e-7)
 
 
 def _hash(chunks: Iterable[bytes | memoryview]) -> bytes:
@@ -126,9 +158,3 @@ def _hash_together(chunks: Sequence[memoryview], shares: int) -> bytes:
     with ThreadPoolExecutor(len(others)) as pool:
         others_leaves = pool.map(_hash, others)
         return b"".join((_hash(own), *others_leaves))
-
-
-@functools.lru_cache(maxsize=4096)  # values of the next step lie where those of this one lay
-def _view_memory(address: int, size: int) -> memoryview:
-    view: memoryview = _make_view(address, size, _READ_ONLY)
-    return view

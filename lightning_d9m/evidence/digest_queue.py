@@ -1,9 +1,11 @@
 """Digests that are begun now and fetched later, all together.
 
-A value that is probed may be overwritten by the next operation, so its bytes are read at once: on
-the CPU they are hashed there and then (a copy for later would read the memory as well, and write
-it too), on CUDA the hashing is put on the current stream, behind what made the value and before
-what overwrites it. Nothing waits for a device until the digests are fetched, and then once.
+A value that is probed may be overwritten by the next operation, so its bytes are read at once. On
+the CPU much is hashed there and then (a copy for later would read the memory as well, and write it
+too); little is copied, because to hash all of it one after the other takes less time than to begin
+hashing in the middle of a training step, whose code and data fill the caches. On CUDA the hashing
+is put on the current stream, behind what made the value and before what overwrites it. Nothing
+waits for a device until the digests are fetched, and then once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +25,9 @@ from lightning_d9m.evidence.tensors import (
 )
 from lightning_d9m.evidence.whereabouts import Located, digest_located
 
+_Copy = tuple[bytes, bytes]  # what precedes a value in its digest, and the value, padded
+_LITTLE = 16384  # bytes
+
 
 @dataclass
 class _Flight:
@@ -36,22 +41,21 @@ class _Flight:
 
 
 class DigestQueue:
-    """A sequence of digests whose bytes are read when a tensor is added."""
+    """A sequence of digests whose bytes are read when a tensor is added.
+
+    Attributes:
+        flights: What is under way, by device; fetching waits for it.
+    """
 
     def __init__(self) -> None:
-        self._recipes: list[_Recipe | str] = []
+        self._recipes: list[_Recipe | str | _Copy] = []
         self._headers: list[bytes] = []
         self._digests: list[bytes] = []
-        self._flights: dict[torch.device, _Flight] = {}
+        self.flights: dict[torch.device, _Flight] = {}
 
     def __len__(self) -> int:
         """The number of digests."""
         return len(self._recipes)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether fetching waits for no device."""
-        return not self._flights
 
     def add_digest(self, digest: str) -> None:
         """Put a digest that is known already in its place."""
@@ -72,6 +76,9 @@ class DigestQueue:
             self._add_other(tensor)
             return
         header, address, size = place
+        if size <= _LITTLE:
+            self._recipes.append((header, chunks_cpu.copy_span(address, size)))
+            return
         self._recipes.append(xxh3_128_hexdigest(header + chunks_cpu.hash_span(address, size)))
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -92,7 +99,7 @@ class DigestQueue:
 
     def depart(self) -> None:
         """Let what CUDA devices have found travel to the host while other work goes on."""
-        for device, flight in self._flights.items():
+        for device, flight in self.flights.items():
             with torch.cuda.device(device):
                 leaves = torch.cat(flight.leaves)
                 flight.landed = torch.empty(leaves.shape, dtype=leaves.dtype, pin_memory=True)
@@ -102,7 +109,7 @@ class DigestQueue:
 
     def fetch(self) -> list[str]:
         """Wait for what is under way and return all digests, in the order they were added."""
-        for flight in self._flights.values():
+        for flight in self.flights.values():
             if flight.landed is None or flight.arrival is None:
                 landed = torch.cat(flight.leaves).cpu()
             else:
@@ -111,11 +118,17 @@ class DigestQueue:
             parts = chunks_cpu.split_leaves(landed.numpy().tobytes(), flight.memory)
             for index, leaves in zip(flight.indices, parts, strict=True):
                 self._digests[index] = xxh3_128_digest(self._headers[index] + leaves)
-        self._flights = {}
-        return [
-            recipe if isinstance(recipe, str) else _follow(recipe, self._digests).hex()
-            for recipe in self._recipes
-        ]
+        self.flights = {}
+        found: list[str] = []
+        for recipe in self._recipes:
+            if isinstance(recipe, str):
+                found.append(recipe)
+            elif isinstance(recipe, tuple):
+                header, copy = recipe
+                found.append(xxh3_128_hexdigest(header + chunks_cpu.hash_copy(copy)))
+            else:
+                found.append(_follow(recipe, self._digests).hex())
+        return found
 
     def _add_other(self, tensor: torch.Tensor) -> None:
         """Begin the digest of a tensor of a form that is new, or not in order, or elsewhere."""
@@ -155,7 +168,7 @@ class DigestQueue:
                 (own,) = chunks_cpu.hash_chunks([locate(copy)])
                 self._digests[start + index] = xxh3_128_digest(plain[index].header + own)
             return
-        flight = self._flights.setdefault(device, _Flight())
+        flight = self.flights.setdefault(device, _Flight())
         places = [memory[index] for index in indices]
         flight.leaves.append(kernel.start_hashing(places, device))
         flight.memory += places

@@ -26,8 +26,6 @@ def list_leaves(value: object) -> list[tuple[str, object]]:
     >>> list_leaves(7)
     [('', 7)]
     """
-    if isinstance(value, torch.Tensor):  # nearly all of them
-        return [("", value)]
     return list(_walk(value, "", 0))
 
 

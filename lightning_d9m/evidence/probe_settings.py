@@ -1,6 +1,7 @@
 """Where probes are taken, and when: validated settings. This module needs no torch."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -87,13 +88,9 @@ class ProbeSettings:
         """The kinds that are recorded."""
         return frozenset(KINDS if ALL in self.probes else self.probes)
 
-    def takes_step(self, step: int) -> bool:
-        """Return whether a global step is among those probed."""
-        low, high = self._steps
-        return low <= step and (high is None or step < high)
-
     @cached_property
-    def _steps(self) -> tuple[int, int | None]:
+    def steps(self) -> range:
+        """The global steps that are probed."""
         return _parse_steps(self.probe_steps)
 
     def takes_rank(self, rank: int) -> bool:
@@ -175,17 +172,15 @@ def _check_kind(kind: object) -> None:
     )
 
 
-def _parse_steps(text: str) -> tuple[int, int | None]:
-    if not text:
-        return 0, None
-    match = _STEPS.fullmatch(text)
-    low, high = (int(match[1] or 0), int(match[2]) if match[2] else None) if match else (1, 0)
-    if high is not None and low >= high:
+def _parse_steps(text: str) -> range:
+    match = _STEPS.fullmatch(text or ":")
+    steps = range(int(match[1] or 0), int(match[2] or sys.maxsize)) if match else range(0)
+    if not steps:
         raise SettingError(
             f'probe_steps is {text!r}; allowed: "a:b", global steps from a up to but without b, '
             'a below b. "12:13" is step 12 alone, "100:" all from 100.'
         )
-    return low, high
+    return steps
 
 
 def _read(name: str, variable: str, text: str) -> object:

@@ -5,6 +5,7 @@ Framework-free: whoever knows where values appear hands them in, as (kind, name,
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ _LONGEST_NAME = 4000
 # to batch would otherwise fill the memory.
 _REMEMBERED_PLACES = 2_000_000
 
+_Met = tuple[str, str]  # kind and name
 Place = tuple[str, str, int]
 Write = Callable[[Mapping[str, Json]], None]
 
@@ -51,19 +53,38 @@ class Listener(Protocol):
 
 
 class Trace:
-    """The places of a batch in order, and the digests of what was met there."""
+    """The places of a batch in order, and the digests of what was met there.
+
+    Attributes:
+        queue: The digests.
+        met: Kind and name of each place.
+    """
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
         self.queue = DigestQueue()
-        self._calls: dict[tuple[str, str], int] = {}
+        self.met: list[_Met] = []
+        self._places: list[Place] = []
+        self._calls: dict[_Met, int] = {}
+        self._goes_on = False
+
+    @property
+    def places(self) -> list[Place]:
+        """The places; calls are counted when this is asked for, and in most batches it is not."""
+        self._count()
+        return self._places
+
+    def sequence(self, start: int, stop: int) -> tuple[_Met | Place, ...]:
+        """Return what the places from ``start`` up to ``stop`` follow from."""
+        whole = start == 0 and not self._goes_on
+        return tuple(self.met[:stop] if whole else self.places[start:stop])
 
     def add(self, kind: str, name: str, value: object) -> None:
         """Take a value; each of its leaves gets a place of its own.
 
         A leaf whose bytes are not defined counts by its type.
         """
-        for path, leaf in list_leaves(value):
+        leaves = [("", value)] if isinstance(value, torch.Tensor) else list_leaves(value)
+        for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 try:
                     self.queue.add_one(leaf)
@@ -71,7 +92,7 @@ class Trace:
                     self.queue.add_digest(digest_value(type(leaf)))
             else:
                 self.queue.add_digest(_digest_leaf(leaf))
-            self._add_place(kind, f"{name}:{path}" if path else name)
+            self.met.append((kind, f"{name}:{path}" if path else name))
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
@@ -85,20 +106,22 @@ class Trace:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
         else:
-            for name in tensors:
-                self._add_place(kind, name)
+            self.met += zip(repeat(kind), tensors)
 
     def restart(self) -> "Trace":
         """Return a trace that goes on where this one ends, without its places."""
+        self._count()
         other = Trace()
         other._calls = self._calls
+        other._goes_on = True
         return other
 
-    def _add_place(self, kind: str, name: str) -> None:
-        key = (kind, name[:_LONGEST_NAME])
-        call = self._calls.get(key, 0)
-        self._calls[key] = call + 1
-        self.places.append((*key, call))
+    def _count(self) -> None:
+        for kind, name in self.met[len(self._places) :]:
+            key = (kind, name[:_LONGEST_NAME])
+            call = self._calls.get(key, 0)
+            self._calls[key] = call + 1
+            self._places.append((*key, call))
 
 
 class Probes:
@@ -120,7 +143,7 @@ class Probes:
         self._moment: Moment | None = None
         self._trace = Trace()
         self._waiting: list[tuple[Moment, Trace]] = []
-        self._layouts: dict[tuple[Place, ...], int] = {}
+        self._layouts: dict[tuple[_Met | Place, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
 
@@ -145,7 +168,8 @@ class Probes:
 
     def begin(self, moment: Moment) -> None:
         """Begin a batch; what was met before it and not ended is written first."""
-        self.end()
+        if self._moment is not None:
+            self.end()
         self._moment = moment
         self._trace = Trace()
 
@@ -162,41 +186,42 @@ class Probes:
         """
         if self._moment is None or self._paused:
             return
-        before = len(self._trace.places)
+        trace = self._trace
+        before = len(trace.met)
         busy, self._busy = self._busy, True
         try:
-            self._trace.add(kind, name, value)
+            trace.add(kind, name, value)
             if self._save is not None:
-                self._save_places(self._trace.places[before:], name, value, content)
+                self._save_places(trace.places[before:], name, value, content)
         finally:
             self._busy = busy
-        if len(self._trace.places) >= MOST_PLACES:
-            self._part()
+        if len(trace.met) >= MOST_PLACES:
+            self._part(self._moment)
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
         if self._moment is None or self._paused:
             return
-        before = len(self._trace.places)
+        trace = self._trace
+        before = len(trace.met)
         busy, self._busy = self._busy, True
         try:
-            self._trace.add_tensors(kind, tensors)
+            trace.add_tensors(kind, tensors)
             if self._save is not None:
-                places = self._trace.places[before:]
-                for place, tensor in zip(places, tensors.values(), strict=True):
+                for place, tensor in zip(trace.places[before:], tensors.values(), strict=True):
                     self._save(self._moment, place, {"value": tensor})
         finally:
             self._busy = busy
-        if len(self._trace.places) >= MOST_PLACES:
-            self._part()
+        if len(trace.met) >= MOST_PLACES:
+            self._part(self._moment)
 
     def end(self) -> None:
         """End the batch and write its records, or those of the batch before on CUDA."""
         if self._moment is None:
             return
-        self._part()
+        self._set_aside(self._moment)
+        self._write_waiting(keep=self._moment)
         self._moment = None
-        self._write_waiting(keep=self._waiting[-1][0] if self._waiting else None)
 
     def close(self) -> None:
         """Write everything that is still under way."""
@@ -214,18 +239,23 @@ class Probes:
         for place, (_, leaf) in zip(places, list_leaves(value), strict=True):
             self._save(self._moment, place, {"value": leaf})
 
-    def _part(self) -> None:
-        """Set aside what the batch has so far; it becomes a record of its own."""
-        if self._moment is not None and self._trace.places:
-            self._trace.queue.depart()
-            self._waiting.append((self._moment, self._trace))
-            self._trace = self._trace.restart()
+    def _part(self, moment: Moment) -> None:
+        """Let what the batch has so far become a record of its own."""
+        self._set_aside(moment)
+        self._trace = self._trace.restart()
+
+    def _set_aside(self, moment: Moment) -> None:
+        trace = self._trace
+        if trace.met:
+            if trace.queue.flights:
+                trace.queue.depart()
+            self._waiting.append((moment, trace))
 
     def _write_waiting(self, keep: Moment | None) -> None:
         """Write what waits, in order, up to a batch that is kept because a device has it."""
         while self._waiting:
             moment, trace = self._waiting[0]
-            if moment == keep and not trace.queue.is_here:
+            if trace.queue.flights and moment is keep:
                 return
             del self._waiting[0]
             self._write_trace(moment, trace)
@@ -233,27 +263,28 @@ class Probes:
     def _write_trace(self, moment: Moment, trace: Trace) -> None:
         digests = trace.queue.fetch()
         for start in range(0, len(digests), MOST_PLACES):
-            places = tuple(trace.places[start : start + MOST_PLACES])
+            stop = start + MOST_PLACES
             record = {
                 "kind": "probes",
                 "epoch": moment.epoch,
                 "step": moment.step,
                 "batch": moment.batch,
-                "layout": self._layout_of(places),
-                "digests": "".join(digests[start : start + MOST_PLACES]),
+                "layout": self._layout_of(trace, start, stop),
+                "digests": "".join(digests[start:stop]),
             }
             self._write(record)
 
-    def _layout_of(self, places: tuple[Place, ...]) -> int:
-        number = self._layouts.get(places)
+    def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
+        sequence = trace.sequence(start, stop)
+        number = self._layouts.get(sequence)
         if number is None:
             if self._remembered > _REMEMBERED_PLACES:
                 self._layouts.clear()
                 self._remembered = 0
-            number = self._layouts[places] = self._next_layout
+            number = self._layouts[sequence] = self._next_layout
             self._next_layout += 1
-            self._remembered += len(places)
-            entries = [list(place) for place in places]
+            self._remembered += len(sequence)
+            entries = [list(place) for place in trace.places[start:stop]]
             self._write({"kind": "layout", "id": number, "places": entries})
         return number
 

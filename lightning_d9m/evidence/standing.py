@@ -54,6 +54,7 @@ class Roster:
         self._takes = lambda entry: takes is None or takes(entry[0])
         self._tables: list[dict[str, Any]] = []
         self._sizes: list[int] = []
+        self._filled: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[object] = []
         self._parameters = self._buffers = Standing(())
@@ -61,50 +62,42 @@ class Roster:
 
     def look(self) -> tuple[Standing, Standing, dict[int, str]]:
         """Return the parameters, the buffers and the names at once."""
-        self._walk()
+        tables, filled = self._tables, self._filled
+        # Whether modules hold the same under the same names: without a line of Python for each, and
+        # without a new object, because it is asked in every batch.
+        if not (
+            tables
+            and all(map(eq, map(len, tables), self._sizes))
+            and all(map(is_, chain.from_iterable(filled), self._keys))
+            and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._held))
+        ):
+            self._walk()
         return self._parameters, self._buffers, self._names
 
     @property
     def parameters(self) -> Standing:
         """The selected parameters by name."""
-        self._walk()
-        return self._parameters
+        return self.look()[0]
 
     @property
     def buffers(self) -> Standing:
         """The selected buffers by name."""
-        self._walk()
-        return self._buffers
+        return self.look()[1]
 
     @property
     def names(self) -> dict[int, str]:
         """The name of every parameter by its id."""
-        self._walk()
-        return self._names
+        return self.look()[2]
 
     def _walk(self) -> None:
-        if self._is_as_walked():
-            return
         modules = list(self._model.modules())
         self._tables = [table for own in _TABLES for table in map(own, modules)]
         self._sizes = list(map(len, self._tables))
-        self._keys = list(chain.from_iterable(self._tables))
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._filled = list(filter(None, self._tables))
+        self._keys = list(chain.from_iterable(self._filled))
+        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         parameters = [(plain_name(name), own) for name, own in self._model.named_parameters()]
         buffers = [(plain_name(name), own) for name, own in self._model.named_buffers()]
         self._names = {id(own): name for name, own in parameters}
         self._parameters = Standing(filter(self._takes, parameters))
         self._buffers = Standing(filter(self._takes, buffers))
-
-    def _is_as_walked(self) -> bool:
-        """Return whether modules hold the same under the same names.
-
-        Without a line of Python for each, and without a new object: it is asked in every batch.
-        """
-        tables = self._tables
-        return (
-            bool(tables)
-            and all(map(eq, map(len, tables), self._sizes))
-            and all(map(is_, chain.from_iterable(tables), self._keys))
-            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._held))
-        )

@@ -4,7 +4,7 @@ To find out takes longer than to hash small tensors, and most are digested again
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -45,29 +45,24 @@ class Whereabouts:
         if not tensors or tensors[0].device.type != "cpu":
             return None
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            form = _form_of(tensors)
-            if form is None or form != self._form:
-                self._form = form
-                self._located = None if form is None else _locate(tensors)
+            try:  # what changes when a tensor moves
+                form = (
+                    list(map(_data_ptr, tensors)),
+                    list(map(_stride, tensors)),
+                    list(map(_shape_and_dtype, tensors)),
+                )
+            except RuntimeError:  # sparse, fake, not initialized yet: no memory to ask for
+                self._form = self._located = None
+            else:
+                if form != self._form:
+                    self._form = form
+                    self._located = _locate(tensors)
             return self._located
 
 
 def digest_located(located: Located) -> list[str]:
     """Return the digests of what lies in memory of this process, as ``digest_many`` does."""
-    parts = zip(located.headers, located.chunks.hash(), strict=True)
-    return [xxh3_128_hexdigest(header + leaves) for header, leaves in parts]
-
-
-def _form_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...] | None:
-    """Return what changes when a tensor moves; None if one has no memory to ask for."""
-    try:
-        return (
-            list(map(_data_ptr, tensors)),
-            list(map(_stride, tensors)),
-            list(map(_shape_and_dtype, tensors)),
-        )
-    except RuntimeError:  # sparse, fake, not initialized yet
-        return None
+    return list(map(xxh3_128_hexdigest, map(add, located.headers, located.chunks.hash())))
 
 
 def _locate(tensors: Sequence[Tensor]) -> Located | None:

@@ -36,9 +36,9 @@ def test_one_value_need_not_be_in_a_list():
 
 def test_steps_are_half_open():
     settings = ProbeSettings(probe_steps="3:5")
-    assert [step for step in range(8) if settings.takes_step(step)] == [3, 4]
-    assert ProbeSettings(probe_steps="3:").takes_step(10**9)
-    assert not ProbeSettings(probe_steps=":3").takes_step(3)
+    assert [step for step in range(8) if step in settings.steps] == [3, 4]
+    assert 10**9 in ProbeSettings(probe_steps="3:").steps
+    assert 3 not in ProbeSettings(probe_steps=":3").steps
 
 
 def test_modules_are_selected_by_pattern():

@@ -156,7 +156,7 @@ def test_a_queue_gives_what_digest_gives():
     queue.add_digest("f" * 32)
     queue.add(tensors)
     assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
-    assert queue.is_here
+    assert not queue.flights
 
 
 def test_a_form_that_was_met_before_gives_the_same():

@@ -148,6 +148,37 @@ def test_unused_parameters_keep_what_they_had():
     assert "2.weight" in reducer.items
 
 
+SHAPES = st.sampled_from([(1,), (3, 5), (16,), (2, 3, 3, 3), (130, 130), (8, 64, 9, 9)])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=8),
+    st.sampled_from([0, 300, 2**18]),
+)
+def test_any_mixture_of_sizes_with_any_gradients_missing(members, limit):
+    """Each has its own gradient, in two steps with other gradients, and who had none has none."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape, _ in members]
+    for parameter in parameters:
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    buckets = GradientBuckets(
+        [(str(i), p) for i, p in enumerate(parameters)], Twins(), bucket_bytes=limit
+    )
+    for flip in (False, True):
+        used = [p for p, (_, is_used) in zip(parameters, members, strict=True) if is_used != flip]
+        for parameter in parameters:
+            parameter.grad = None
+        factors = {id(p): torch.randn(p.shape) for p in used}
+        with buckets.backward():
+            if used:
+                sum((factors[id(p)] * p).sum() for p in used).backward()
+        for parameter in parameters:
+            expected = factors.get(id(parameter))
+            assert (parameter.grad is None) == (expected is None)
+            assert expected is None or torch.equal(parameter.grad, expected)
+
+
 def test_fingerprint_tells_which_parameters_have_gradients():
     """Another set of gradients is another fingerprint; the same set is the same."""
     module, reducer = model(), Twins()
@@ -320,17 +351,27 @@ def test_unknown_options_are_refused(given):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(0, 400))
+@given(st.lists(st.integers(0, 50) | st.just(2**14), min_size=1, max_size=12), st.integers(0, 400))
 def test_layout_holds_every_parameter_once_and_aligned(sizes, limit):
-    """Slots do not overlap, begin at multiples of 64 bytes, and go from last to first."""
+    """Slots do not overlap, begin at multiples of 64 bytes, and go from last to first.
+
+    Within a bucket, the large ones come before the small ones.
+    """
     named = [(str(i), nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
     buckets = lay_out(named, limit)
-    names = [slot.name for bucket in buckets for slot in bucket.slots]
-    assert names == [name for name, _ in reversed(named)]
+    names = iter(reversed(named))
+    for bucket in buckets:
+        taken = [next(names) for _ in bucket.slots]
+        small = [name for name, parameter in taken if parameter.nbytes < 2**16]
+        large = [name for name, parameter in taken if parameter.nbytes >= 2**16]
+        assert [slot.name for slot in bucket.slots] == large + small
+        assert bucket.large == len(large)
+    assert next(names, None) is None
     for bucket in buckets:
         edges = [(slot.start, slot.stop) for slot in bucket.slots]
         assert all(start % 16 == 0 for start, _ in edges)
         assert all(a[1] == b[0] for a, b in pairwise(edges))
         assert all(slot.view.shape == slot.parameter.shape for slot in bucket.slots)
-        held = [slot.parameter.numel() * 4 for slot in bucket.slots]
-        assert sum(held[:-1]) < max(limit, 1)
+        last = min(bucket.slots, key=lambda slot: int(slot.name))
+        held = sum(slot.parameter.numel() * 4 for slot in bucket.slots if slot is not last)
+        assert held < max(limit, 1)

@@ -32,7 +32,7 @@ def test_variables_are_set_and_restored():
     assert not [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]
 
 
-@pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "20")])
+@pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "50")])
 def test_horovod_rests_longer_where_torch_moves_the_tensors(monkeypatch, transport, expected):
     """Its cycle is left alone where CUDA is there, and where a user chose."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -12,39 +12,33 @@ from torch.nn import Parameter
 # is clipped) than one that was allocated for itself.
 _ALIGNMENT_BYTES = 64
 # A gradient of this size is packed as soon as it is there: it is still in the cache, and what it
-# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call.
+# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call, for
+# which they lie behind the large ones of their bucket.
 _LARGE_BYTES = 2**16
 # The first bucket is small, as DDP's is, so that something travels early.
 _FIRST_BYTES = 2**20
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
-    """The place of one parameter: a view of its bucket's buffer.
-
-    Attributes:
-        padding: Zeros that fill the place up behind the view.
-        is_alone: Whether its gradient is packed by itself: it is large, or its strides are not
-            those of a flat buffer.
-    """
+    """The place of one parameter: a view of its bucket's buffer."""
 
     name: str
     parameter: Parameter
     start: int
     stop: int
     view: Tensor
-    padding: Tensor
-    is_alone: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class Bucket:
     """A flat buffer, its slots, and how far the present backward pass has filled it.
 
     Attributes:
         index: Its number, by which all ranks know it.
         flat: The buffer; slots begin at multiples of 64 bytes, with zeros between.
-        slots: The places of its parameters.
+        slots: The places of its parameters, the large ones first.
+        large: How many these are.
         fired: Positions of the slots whose gradients have arrived.
         packed: Positions of those that lie in the buffer already.
     """
@@ -52,6 +46,7 @@ class Bucket:
     index: int
     flat: Tensor
     slots: list[Slot]
+    large: int
     fired: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)
 
@@ -113,6 +108,7 @@ def _make_bucket(
     dtype: torch.dtype,
 ) -> Bucket:
     step = max(1, _ALIGNMENT_BYTES // members[0][1].element_size())
+    members = sorted(members, key=lambda member: not _is_large(member[1]))
     starts = [0]
     for _, parameter in members:
         starts.append(starts[-1] + -(-parameter.numel() // step) * step)
@@ -120,10 +116,13 @@ def _make_bucket(
     slots = []
     for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True):
         view = _view_like(flat, start, parameter)
-        padding = flat.new_zeros(stop - start - parameter.numel())
-        is_alone = view.nbytes >= _LARGE_BYTES or not view.is_contiguous()
-        slots.append(Slot(name, parameter, start, stop, view, padding, is_alone))
-    return Bucket(index, flat, slots)
+        slots.append(Slot(name, parameter, start, stop, view))
+    large = sum(_is_large(parameter) for _, parameter in members)
+    return Bucket(index, flat, slots, large)
+
+
+def _is_large(parameter: Parameter) -> bool:
+    return parameter.nbytes >= _LARGE_BYTES
 
 
 def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:

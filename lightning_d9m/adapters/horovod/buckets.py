@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from lightning_d9m.adapters.horovod.bucket_layout import Bucket, Slot, lay_out
@@ -57,6 +56,9 @@ class _Mode(Enum):
     OUTSIDE = "outside"  # no backward pass that is ours
     BLOCKED = "blocked"  # gradients accumulate on this rank
     RUNNING = "running"  # a backward pass whose gradients are reduced
+
+
+_RUNNING = _Mode.RUNNING  # looked up for each gradient
 
 
 @dataclass(frozen=True)
@@ -202,21 +204,24 @@ class GradientBuckets:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._hooks[key] = hook
 
+    # Called for each gradient of each step: what it does not look up, a step does not pay for.
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._mode is _Mode.BLOCKED:
             return
         bucket, position = self._places[id(parameter)]
-        if self._mode is _Mode.OUTSIDE:
+        if self._mode is not _RUNNING:
             if self._on_stray is not None:
                 self._on_stray(bucket.slots[position].name)
-        elif position in bucket.fired:
+            return
+        fired = bucket.fired
+        if position in fired:
             self._check_second(bucket, position)
-        else:
-            bucket.fired.add(position)
-            if bucket.slots[position].is_alone:
-                self._pack(bucket, [position])
-            if self._is_common and bucket.is_complete:
-                self._launch_complete()
+            return
+        fired.add(position)
+        if position < bucket.large:
+            self._pack_large(bucket, position)
+        if len(fired) == len(bucket.slots) and self._is_common:
+            self._launch_complete()
 
     @staticmethod
     def _check_second(bucket: Bucket, position: int) -> None:
@@ -239,7 +244,7 @@ class GradientBuckets:
         """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
         for positions in bucket.find_runs():
             slots = bucket.slots[positions[0] : positions[-1] + 1]
-            self._pack(bucket, positions)
+            self._pack_small(bucket, positions)
             target = bucket.flat[slots[0].start : slots[-1].stop]
             if target.is_complex():
                 target = torch.view_as_real(target).view(-1)
@@ -248,29 +253,36 @@ class GradientBuckets:
             self._flights.append(_Flight(self._reducer.start(wire, name), target, wire))
 
     @torch.no_grad()
-    def _pack(self, bucket: Bucket, positions: Sequence[int]) -> None:
-        """Bring gradients to their places, and scale them where they travel as they are."""
+    def _pack_large(self, bucket: Bucket, position: int) -> None:
+        """Bring one gradient to its place, scaled where it travels as it is: one pass."""
         if self._reducer.size == 1:
             return
-        scale = self._scale if self._travels_as_it_is(bucket.flat) else 1.0
-        run: list[Tensor] = []  # small gradients whose places lie one behind the other
-        begin = end = 0
-        for position in positions:
-            if position in bucket.packed:
-                continue
-            slot = bucket.slots[position]
-            gradient = self._densify(slot)
-            if slot.is_alone:
-                torch.mul(gradient, scale, out=slot.view)  # one pass, with any strides
-            else:
-                if slot.start != end:
-                    _join(run, scale, bucket.flat[begin:end])
-                    run, begin = [], slot.start
-                end = slot.stop
-                run += (gradient, slot.padding)
+        slot = bucket.slots[position]
+        torch.mul(self._densify(slot), self._scale_of(bucket), out=slot.view)
+        slot.parameter.grad = slot.view
+        bucket.packed.add(position)
+
+    def _pack_small(self, bucket: Bucket, positions: Sequence[int]) -> None:
+        """Bring gradients whose places lie one behind the other there, all at once."""
+        slots = bucket.slots[max(positions[0], bucket.large) : positions[-1] + 1]
+        if not slots:
+            return
+        gradients = []
+        for slot in slots:
+            gradient = slot.parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                gradient = self._densify(slot)
+            gradients.append(gradient)
+        torch._foreach_copy_([slot.view for slot in slots], gradients)
+        for slot in slots:
             slot.parameter.grad = slot.view
-        _join(run, scale, bucket.flat[begin:end])
+        scale = self._scale_of(bucket)
+        if scale != 1.0:
+            bucket.flat[slots[0].start : slots[-1].stop].mul_(scale)
         bucket.packed.update(positions)
+
+    def _scale_of(self, bucket: Bucket) -> float:
+        return self._scale if self._travels_as_it_is(bucket.flat) else 1.0
 
     def _densify(self, slot: Slot) -> Tensor:
         name, gradient = slot.name, slot.parameter.grad
@@ -337,11 +349,6 @@ class GradientBuckets:
         """The names; and the layout, for the case in which that is what differs."""
         plan = hashlib.blake2b(self._plan.encode(), digest_size=4).hexdigest()
         return (*self._fired_names(), f"layout of the buckets {plan} ({len(self)} buckets)")
-
-
-def _join(gradients: Sequence[Tensor], scale: float, place: Tensor) -> None:
-    if gradients:
-        torch.mul(_flatten_dense_tensors(gradients), scale, out=place)
 
 
 def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> None:

@@ -38,7 +38,7 @@ CHOSEN = {
 # Milliseconds between two cycles of Horovod's threads, in each of which they exchange messages even
 # if there is nothing to do: at its own 1 ms they take a good part of the cores from ranks that
 # compute on them. Where torch moves the tensors, there never is. No bit depends on it.
-CYCLE_MS = {"horovod": "3", "torch": "20"}
+CYCLE_MS = {"horovod": "3", "torch": "50"}
 
 _switched_on: dict[str, str] | None = None  # the variables with which this process started Horovod
 

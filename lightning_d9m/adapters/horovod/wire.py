@@ -118,7 +118,7 @@ class Wire:
         while not pending.is_done_within(_SLICE_SECONDS):
             if self.asks and self._is_awaited_elsewhere(doing):
                 agree()
-        self.wait(pending, doing)
+        self._take(pending, doing)
         self._finished += 1
 
     def wait(self, pending: Pending, doing: str, *, until: float = math.inf) -> Tensor:
@@ -131,6 +131,9 @@ class Wire:
         while not pending.is_done_within(min(_SLICE_SECONDS, until - time.monotonic())):
             if time.monotonic() > until:
                 raise TimeoutError(f"It took too long: {doing}.")
+        return self._take(pending, doing)
+
+    def _take(self, pending: Pending, doing: str) -> Tensor:
         try:
             return pending.get_result()
         except RuntimeError as error:  # HorovodInternalError is one

@@ -3,18 +3,23 @@
 A hook only reads. None is put inside a compiled region, where it would change what is compiled.
 """
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from lightning_d9m.evidence.leaves import list_leaves
 from lightning_d9m.evidence.probe_settings import ROOT, ProbeSettings
 from lightning_d9m.evidence.probes import Listener
 from lightning_d9m.evidence.standing import plain_name
+
+# A call that is traced rather than run, by one of the two, gives nothing.
+_get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way to it
 
 
 def hook_model(
@@ -38,11 +43,10 @@ def hook_model(
             if "input" in kinds:
                 take = partial(_take_input, listener, name or ROOT)
                 hooks.callback(module.register_forward_pre_hook(take, with_kwargs=True).remove)
-            # In this order: what comes out, then a hook for what flows back into it.
-            for kind, taking in (("output", _take_output), ("grad_output", _await_gradient)):
-                if kind in kinds:
-                    taken = partial(taking, listener, name or ROOT)
-                    hooks.callback(module.register_forward_hook(taken).remove)
+            wanted = ("output" in kinds, "grad_output" in kinds)
+            if any(wanted):
+                take = partial(_take_output, listener, name or ROOT, wanted)
+                hooks.callback(module.register_forward_hook(take).remove)
         if "local_gradient" in kinds:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and settings.takes_parameter(plain_name(name)):
@@ -74,7 +78,7 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _take_input(
     listener: Listener, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    if _is_traced():
+    if is_compiling() or _get_tracing_state() is not None:
         return
     if len(args) == 1 and not kwargs:
         listener.add("input", name, args[0])
@@ -82,24 +86,40 @@ def _take_input(
         listener.add("input", name, {str(key): value for key, value in enumerate(args)} | kwargs)
 
 
-def _take_output(listener: Listener, name: str, _: nn.Module, __: object, output: object) -> None:
-    if not _is_traced():
-        listener.add("output", name, output)
-
-
-def _await_gradient(
-    listener: Listener, name: str, _: nn.Module, __: object, output: object
+def _take_output(
+    listener: Listener,
+    name: str,
+    wanted: tuple[bool, bool],
+    _: nn.Module,
+    __: object,
+    output: object,
 ) -> None:
-    if _is_traced() or not torch.is_grad_enabled():
+    """Take what comes out, and hook what flows back into it, as far as the two are wanted."""
+    if is_compiling() or _get_tracing_state() is not None:
         return
-    for path, leaf in list_leaves(output):
+    forward, backward = wanted
+    if forward:
+        listener.add("output", name, output)
+    if not backward or not torch.is_grad_enabled():
+        return
+    leaves = [("", output)] if isinstance(output, Tensor) else list_leaves(output)
+    for path, leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             place = f"{name}:{path}" if path else name
-            leaf.register_hook(partial(_take_gradient, listener, place))
+            _hook_gradient(leaf, partial(listener.add, "grad_output", place))
 
 
-def _take_gradient(listener: Listener, place: str, gradient: Tensor) -> None:
-    listener.add("grad_output", place, gradient)
+def _hook_gradient(leaf: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Do what ``register_hook`` does, but for the handle, which takes ten times as long."""
+    if type(leaf) is not Tensor:
+        leaf.register_hook(take)
+        return
+    hooks = leaf._backward_hooks  # noqa: SLF001 - Python's part of autograd keeps its hooks there
+    if hooks is None:
+        leaf._backward_hooks = hooks = OrderedDict()  # noqa: SLF001
+        if leaf.grad_fn is not None:
+            cast(Any, leaf.grad_fn)._register_hook_dict(leaf)  # noqa: SLF001
+    hooks[-id(take)] = take  # those of handles are not negative
 
 
 def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Listener) -> None:
@@ -112,8 +132,3 @@ def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Li
     own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001
     own.move_to_end(handle.id, last=False)
     hooks.callback(handle.remove)
-
-
-def _is_traced() -> bool:
-    """Return whether this call is traced rather than run."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None  # noqa: SLF001

@@ -85,7 +85,7 @@ class Probing:
         probes, roster = self._probes, self._roster
         assert probes is not None and roster is not None, "begin() comes first"  # noqa: PT018
         step = trainer.global_step
-        if not self._settings.takes_step(step):
+        if step not in self._settings.steps:
             self._unhook()
             return
         probes.begin(Moment(trainer.current_epoch, step, batch_idx))

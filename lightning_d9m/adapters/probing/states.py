@@ -12,6 +12,9 @@ from lightning_d9m.evidence.probes import Listener
 from lightning_d9m.evidence.snapshot import optimizer_state
 from lightning_d9m.evidence.standing import Roster
 
+# What a model and its optimizers hold.
+_HELD = ("weight", "buffer", "optimizer")
+
 
 def take_states(
     roster: Roster,
@@ -23,12 +26,15 @@ def take_states(
     kinds = settings.kinds
     if "rng" in kinds:
         _take_rng(listener)
+    if kinds.isdisjoint(_HELD):
+        return
+    parameters, buffers, names = roster.look()
     if "weight" in kinds:
-        listener.add_tensors("weight", roster.parameters)
+        listener.add_tensors("weight", parameters)
     if "buffer" in kinds:
-        listener.add_tensors("buffer", roster.buffers)
+        listener.add_tensors("buffer", buffers)
     if "optimizer" in kinds:
-        _take_optimizers(roster.names, optimizers, settings, listener)
+        _take_optimizers(names, optimizers, settings, listener)
 
 
 def _take_rng(listener: Listener) -> None:
