@@ -62,12 +62,12 @@ def _resample(op: str, mode: str, side: int, factor: int, dims: int, **more: boo
     return Workload(op, f"{mode} {side} to {side * factor}", make, make if decomposed else None)
 
 
-def _sample(dims: int, side: int) -> Callable[[str], Call]:
+def _sample(dims: int, side: int, *, corners: bool = False) -> Callable[[str], Call]:
     def make(device: str) -> Call:
         image = _normal(device, 4, 32, *[side] * dims).requires_grad_()
         # Half of the samples crowd into a few elements.
         grid = _normal(device, 4, *[side * 2] * dims, dims).mul(0.05).requires_grad_()
-        output = nnf.grid_sample(image, grid, align_corners=False)
+        output = nnf.grid_sample(image, grid, align_corners=corners)
         gradient = _normal(device, *output.shape)
         return lambda: torch.autograd.grad(output, (image, grid), gradient, retain_graph=True)
 
@@ -298,6 +298,8 @@ WORKLOADS = [
         for name in ("median", "nanmedian", "topk")
     ),
     Workload("grid_sampler_2d_backward", "64 to 128", _sample(2, 64)),
+    # With the corners aligned cuDNN does it, where it is asked at all.
+    Workload("grid_sampler_2d_backward", "64 to 128, corners", _sample(2, 64, corners=True)),
     Workload("grid_sampler_3d_backward", "16 to 32", _sample(3, 16)),
     Workload("scatter_reduce_prod", "2^20 factors, 1024 places", _multiply),
     *(

@@ -1,6 +1,8 @@
 """The benchmark of the patches: a failure is a row, and what was measured is written."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+MARK = "pytest.mark." + "cuda"
 LONG = 300.0  # seconds, of which none is waited for
 
 
@@ -112,3 +115,60 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     assert row["ours_outputs"] == 1
     assert row["difference"] < 1e-5
     assert "| adaptive_max_pool3d_backward | 9 to 29 |" in files[".md"].read_text()
+
+
+FAKE_PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in
+  -c*) exit ${NO_DEVICE:-0} ;;
+  *digest.py*) exit 3 ;;
+  *) echo "called: $*" ;;
+esac
+"""
+
+
+def run_suite(folder: Path, *parts: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the suite with an interpreter that says what it is asked, and fails at one part."""
+    python = folder / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return subprocess.run(
+        ["bash", FOLDER / "gpu_suite.sh", folder / "out", *parts],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_suite_needs_a_device(tmp_path: Path) -> None:
+    """It says so, and runs nothing."""
+    done = run_suite(tmp_path, NO_DEVICE="1")
+    assert done.returncode == 2
+    assert "finds no torch with a CUDA device (set PYTHON to another)" in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_suite_runs_every_part_whatever_the_others_say(tmp_path: Path) -> None:
+    """Each has a log; one that fails is named, and the status tells."""
+    done = run_suite(tmp_path)
+    parts = ["patches", "tests", "example", "digest", "audit", "paper", "graphsage"]
+    assert [line[3:] for line in done.stdout.splitlines() if line.startswith("== ")] == parts
+    assert {path.stem for path in (tmp_path / "out").glob("*.log")} == set(parts)
+    assert done.stderr == "gpu_suite.sh: digest ended with status 3\n"
+    assert done.returncode == 1
+    alone = run_suite(tmp_path, "patches")
+    assert (alone.returncode, alone.stdout.count("== ")) == (0, 1)
+    assert run_suite(tmp_path, "pathces").returncode == 2
+
+
+def test_every_file_that_the_suite_runs_is_there() -> None:
+    """No part can fail on a CUDA machine for a name that nobody tried."""
+    script = (FOLDER / "gpu_suite.sh").read_text()
+    files = set(re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.py", script))
+    assert len(files) == 7
+    for file in files:
+        assert (FOLDER.parent / file).is_file(), file
+    marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}
+    assert {str(path.relative_to(FOLDER.parent)) for path in marked} <= files

@@ -1,16 +1,27 @@
-"""The segmentation example runs on a CPU."""
+"""The segmentation example is bit-exact on a CPU, and what it is made of is what is patched."""
 
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+
+import pytest
+import torch
+from patches.cases import deterministic_algorithms
+from patches.construction import judged
+
+from lightning_d9m.patches.catalogue import select_ops
+from lightning_d9m.patches.registration import patches_applied
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "segmentation.py"
 
 
-def test_the_example_trains(tmp_path: Path) -> None:
+def test_two_runs_agree_bit_for_bit(tmp_path: Path) -> None:
     """One epoch on few scenes: every op of it runs forward and backward."""
+    training = [sys.executable, EXAMPLE, "--epochs", "1", "--scenes", "32", "--accelerator", "cpu"]
+    repeat = [sys.executable, "-m", "lightning_d9m", "repeat", "-n", "2", "-o", tmp_path / "runs"]
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--epochs", "1", "--scenes", "64", "--accelerator", "cpu"],
+        [*repeat, "--", *training],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -18,4 +29,26 @@ def test_the_example_trains(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert "validation accuracy: " in done.stdout
+    assert "equal: 2 runs agree bit for bit" in done.stdout
+
+
+def test_it_trains_on_patched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the ops that torch refuses on CUDA goes through its replacement."""
+    spec = spec_from_file_location("segmentation_example", EXAMPLE)
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = example.SegmentationNet()
+    images, masks = example.make_scenes(2, seed=0)[:]
+    ops = select_ops(torch.__version__)
+    flagged, patched = deterministic_algorithms(), patches_applied("CPU")
+    with judged(ops, monkeypatch) as (judge, ran), flagged, patched:
+        torch.nn.functional.nll_loss(model(images), masks, model.weights).backward()
+    assert ran == {
+        "average_pooling:adaptive_avg_pool2d_backward",
+        "interpolation:bicubic2d_backward",
+        "interpolation:bilinear2d_backward",
+        "losses:nll_loss2d_forward",
+        "max_pooling:adaptive_max_pool2d_backward",
+        "padding:reflection_pad2d_backward",
+    }
+    assert judge.refused == set()
