@@ -168,8 +168,7 @@ class Probes:
 
     def begin(self, moment: Moment) -> None:
         """Begin a batch; what was met before it and not ended is written first."""
-        if self._moment is not None:
-            self.end()
+        self.end()
         self._moment = moment
         self._trace = Trace()
 

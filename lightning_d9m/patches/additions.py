@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.delegation import Original, overlaps_itself
+from lightning_d9m.patches.delegation import Original, holds, overlaps_itself
 from lightning_d9m.patches.segments import sum_segments
 
 
@@ -96,9 +96,7 @@ def _sum_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> 
     for spot, size in zip(spots, sizes, strict=True):
         inside = inside & (spot >= -size) & (spot < size)
         places = places * size + torch.where(spot < 0, spot + size, spot)
-    try:
-        torch.ops.aten._assert_async(inside.all())  # noqa: SLF001 - no wait for the device
-    except RuntimeError:
+    if not holds(inside):
         return None
     sums = sum_segments(places.flatten(), rows.reshape(places.numel(), prod(rest)), prod(sizes))
     return sums.to(self.dtype).view(self.shape)
@@ -121,10 +119,7 @@ def _sum_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor
     places = self.movedim(dim, 0)
     if slices.shape[1:] != places.shape[1:] or len(slices) != len(index):
         return None
-    try:
-        inside = ((index >= 0) & (index < len(places))).all()
-        torch.ops.aten._assert_async(inside)  # noqa: SLF001 - no wait for the device
-    except RuntimeError:
+    if not holds((index >= 0) & (index < len(places))):
         return None
     sums = sum_segments(index, slices.reshape(len(index), -1), len(places))
     return sums.to(self.dtype).view(len(places), *places.shape[1:]).movedim(0, dim)

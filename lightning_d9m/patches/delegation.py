@@ -37,6 +37,18 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1  # noqa: SLF001 - what torch's kernels ask
 
 
+def holds(condition: Tensor) -> bool:
+    """Say whether a condition on values is known to hold everywhere.
+
+    On CUDA the check is made on the device, as those of torch's own kernels are, and nothing waits.
+    """
+    try:
+        torch.ops.aten._assert_async(condition.all())  # noqa: SLF001 - no wait for the device
+    except RuntimeError:
+        return False
+    return True
+
+
 def _describe(argument: object) -> str:
     shape, dtype = getattr(argument, "shape", None), getattr(argument, "dtype", None)
     return repr(argument) if shape is None else f"{dtype} of shape {tuple(shape)}"

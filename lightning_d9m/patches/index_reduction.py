@@ -8,7 +8,12 @@ and 0.0, and of NaNs with several payloads, the first stays.
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.delegation import Original, overlaps_itself, raise_as_original
+from lightning_d9m.patches.delegation import (
+    Original,
+    holds,
+    overlaps_itself,
+    raise_as_original,
+)
 from lightning_d9m.patches.segments import Reduction, reduce_segments, sum_segments
 
 _REDUCTIONS: dict[str, Reduction] = {"prod": "prod", "mean": "sum", "amax": "max", "amin": "min"}
@@ -33,10 +38,7 @@ def index_reduce(
     if not given.numel() or not before.numel():
         return self.clone(memory_format=torch.contiguous_format)
     keys = index.reshape(-1)
-    try:
-        inside = ((keys >= 0) & (keys < len(before))).all()
-        torch.ops.aten._assert_async(inside)  # noqa: SLF001 - no wait for the device
-    except RuntimeError:
+    if not holds((keys >= 0) & (keys < len(before))):
         raise_as_original(original, self, dim, index, source, reduce, include_self=include_self)
     rows, features = before.reshape(len(before), -1), given.reshape(len(given), -1)
     touched = sum_segments(keys, torch.ones_like(keys, dtype=torch.int64).unsqueeze(1), len(rows))

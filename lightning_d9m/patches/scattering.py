@@ -11,7 +11,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.delegation import Original, overlaps_itself, raise_as_original
+from lightning_d9m.patches.delegation import (
+    Original,
+    holds,
+    overlaps_itself,
+    raise_as_original,
+)
 from lightning_d9m.patches.segments import Reduction, reduce_segments
 
 _LEGACY: dict[str, Reduction] = {"add": "sum", "multiply": "prod"}
@@ -118,11 +123,7 @@ def _scatter(
         return self.clone()
     kept, wanted, _ = shapes
     places = _find_places(index.reshape(wanted).to(torch.int64), kept, axis)
-    try:
-        # On CUDA the check is made on the device, as torch's own is.
-        inside = ((index >= 0) & (index < kept[axis])).all()
-        torch.ops.aten._assert_async(inside)  # noqa: SLF001 - no wait for the device
-    except RuntimeError:
+    if not holds((index >= 0) & (index < kept[axis])):
         refuse()
     given = src.view(shapes[2])[tuple(slice(size) for size in wanted)].flatten()
     before = self.flatten()

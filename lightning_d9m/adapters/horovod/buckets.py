@@ -58,9 +58,6 @@ class _Mode(Enum):
     RUNNING = "running"  # a backward pass whose gradients are reduced
 
 
-_RUNNING = _Mode.RUNNING  # looked up for each gradient
-
-
 @dataclass(frozen=True)
 class _Flight:
     handle: Any
@@ -204,24 +201,21 @@ class GradientBuckets:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._hooks[key] = hook
 
-    # Called for each gradient of each step: what it does not look up, a step does not pay for.
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._mode is _Mode.BLOCKED:
             return
         bucket, position = self._places[id(parameter)]
-        if self._mode is not _RUNNING:
+        if self._mode is _Mode.OUTSIDE:
             if self._on_stray is not None:
                 self._on_stray(bucket.slots[position].name)
-            return
-        fired = bucket.fired
-        if position in fired:
+        elif position in bucket.fired:
             self._check_second(bucket, position)
-            return
-        fired.add(position)
-        if position < bucket.large:
-            self._pack_large(bucket, position)
-        if len(fired) == len(bucket.slots) and self._is_common:
-            self._launch_complete()
+        else:
+            bucket.fired.add(position)
+            if position < bucket.large:
+                self._pack_large(bucket, position)
+            if self._is_common and bucket.is_complete:
+                self._launch_complete()
 
     @staticmethod
     def _check_second(bucket: Bucket, position: int) -> None:
