@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
 from lightning_d9m.evidence.alignment import Item, align_records, describe_record
 from lightning_d9m.evidence.batches import (
     Batch,
     BatchComparison,
+    PlaceDifference,
     compare_batches,
 )
 from lightning_d9m.evidence.comparison import (
@@ -24,6 +26,7 @@ from lightning_d9m.evidence.difference import (
     FieldDifference,
     batch_difference,
     header_refusals,
+    list_entries,
     name_call,
     record_difference,
     run_refusals,
@@ -182,7 +185,7 @@ class _Tally:
             self.differing += difference is not None
             if difference is not None and self.first is None:
                 self.first = difference
-                self.divergence = _at_record(self.rank, difference)
+                self.divergence = _at_record(self.rank, difference, list_entries(one, other))
         else:
             # Only the first is described: after it most records differ, and that takes time.
             self.differing += one != other
@@ -243,7 +246,7 @@ def _at_place(rank: int, found: BatchComparison) -> Divergence:
     )
 
 
-def _at_record(rank: int, found: Difference) -> Divergence:
+def _at_record(rank: int, found: Difference, entries: Iterable[PlaceDifference]) -> Divergence:
     return Divergence(
         rank=rank,
         moment=found.moment,
@@ -256,7 +259,7 @@ def _at_record(rank: int, found: Difference) -> Divergence:
         position=0,
         expected=found.expected,
         actual=found.actual,
-        places=(),
+        places=tuple(islice(entries, PLACES_KEPT)),
         count=found.count,
         compared=found.total,
     )

@@ -133,6 +133,57 @@ def test_each_rank_has_its_own(runs):
     assert [(entry.rank, entry.batch) for entry in found] == [(1, 2), (0, 3)]
 
 
+def test_of_batches_of_one_step_the_earlier_comes_first(runs):
+    """Where gradients are accumulated, the step alone does not say which rank diverged first."""
+
+    def drift(rank, records):
+        place = PLACES[0] if rank == 0 else PLACES[6]
+        tracer = Tracer()
+        for number in range(4):
+            changed = [place] if number == 3 - rank else ()
+            tracer.add(number, changed=changed, step=0)
+        tracer(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(4), step=0))
+    comparison = compare_ledgers(*map(read_ledger, (one, runs.write(world_size=2, edit=drift))))
+    assert [(entry.rank, entry.batch) for entry in comparison.divergences] == [(1, 2), (0, 3)]
+    assert comparison.first[0] == 1
+
+
+def test_of_one_batch_the_earlier_kind_comes_first(runs):
+    """Gradients carry to the other ranks what one computed differently."""
+
+    def drift(rank, records):
+        places = PLACES[5:] if rank == 0 else [*PLACES[4:]]
+        Tracer().add(0, places=PLACES[rank:], changed=places)(rank, records)
+
+    def straight(rank, records):
+        Tracer().add(0, places=PLACES[rank:])(rank, records)
+
+    one, other = (read_ledger(runs.write(world_size=2, edit=edit)) for edit in (straight, drift))
+    found = first_divergences(one, other)
+    assert [(entry.rank, entry.kind) for entry in found] == [(1, "loss"), (0, "gradient")]
+
+
+def test_all_entries_of_a_record_that_differs_are_listed(runs):
+    """Group by group, each with both values; what one lacks is None."""
+
+    def drift(_, records):
+        groups = records[3]["groups"]
+        groups["weights"]["layers.2.weight"] = "f" * 32
+        groups["weights"]["layers.9"] = "e" * 32
+        records[3]["loss"] = None
+
+    one, other = runs.write(), runs.write(edit=drift)
+    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    assert [(p.position, p.kind, p.name, p.actual) for p in found.places] == [
+        (0, "weights", "layers.2.weight", "f" * 32),
+        (1, "weights", "layers.9", "e" * 32),
+        (2, "loss", "loss", None),
+    ]
+    assert (found.places[1].expected, found.count) == (None, 3)
+
+
 def test_an_earlier_digest_comes_before_a_later_probe(runs):
     """Records of all kinds are in one order."""
 
@@ -143,7 +194,7 @@ def test_an_earlier_digest_comes_before_a_later_probe(runs):
     one, other = runs.write(edit=traced(range(3))), runs.write(edit=drift)
     (found,) = first_divergences(read_ledger(one), read_ledger(other))
     assert (found.moment, found.kind, found.name) == ("initial", "weights", "layers.0.bias")
-    assert (found.batch, found.places) == (None, ())
+    assert (found.batch, [place.name for place in found.places]) == (None, ["layers.0.bias"])
 
 
 @pytest.mark.parametrize("part", [1, 2, 3, 7])
