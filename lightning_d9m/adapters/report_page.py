@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from lightning_d9m import __version__
-from lightning_d9m.adapters.compare import state_verdict
+from lightning_d9m.adapters.compare_report import state_verdict
 from lightning_d9m.adapters.report_style import SCRIPT, STYLE
 from lightning_d9m.evidence.compare import Comparison, Divergence
 from lightning_d9m.evidence.course import Course, Growth, Module

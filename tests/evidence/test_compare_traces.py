@@ -315,6 +315,7 @@ class TestUntrusted:
             ({"digests": "0" * 32}, r"line 5: field 'digests' must be 7 digests"),
             ({"digests": "0" * 31}, r"hex digits for each place, and has 31"),
             ({"digests": "G" * 224}, r"hex digits for each place"),
+            ({"digests": "\ud800" * 224}, r"hex digits for each place"),
             ({"digests": ""}, r"hex digits for each place"),
             ({"batch": -1}, r"field 'batch' must be a whole number"),
             ({"epoch": None}, r"field 'epoch' must be a whole number"),
