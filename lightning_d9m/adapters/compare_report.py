@@ -203,11 +203,13 @@ def state_verdict(comparison: Comparison) -> str:
         epochs = counted(max(rank.epochs for rank in comparison.ranks), "epoch")
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
-            f"equal: {_count(comparison)} bit for bit the same ({digests:,} of digests; {epochs}; "
-            f"{ranks})."
+            f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
+            f"{epochs}; {ranks})."
         )
     if comparison.verdict == "different":
-        return f"different: {_count(comparison)} compared. {_name_first(comparison)}".rstrip()
+        return (
+            f"different: {count_compared(comparison)} compared. {_name_first(comparison)}".rstrip()
+        )
     if comparison.refusals:
         names = ", ".join(plain(entry.field) for entry in comparison.refusals)
         return f"not comparable: the runs differ by design ({names})."
@@ -216,7 +218,8 @@ def state_verdict(comparison: Comparison) -> str:
     return "not comparable: a rank has no digests in common, so nothing was proven."
 
 
-def _count(comparison: Comparison) -> str:
+def count_compared(comparison: Comparison) -> str:
+    """Return how much was held against its counterpart."""
     records = counted(sum(rank.records for rank in comparison.ranks), "record")
     if places := sum(rank.places for rank in comparison.ranks):
         batches = counted(sum(rank.batches for rank in comparison.ranks), "batch", "batches")

