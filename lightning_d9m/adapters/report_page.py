@@ -136,6 +136,12 @@ def _render_first(comparison: Comparison, found: Sequence[Divergence]) -> Iterat
         f"<p>{ranks[:1].upper()}{ranks[1:]}{of}{others}. {first.count:,} of {first.compared:,} "
         "places differ there.</p>"
     )
+    for alone in first.one_sided[:1]:
+        run = "actual" if alone.expected is None else "expected"
+        yield (
+            f"<p>Only the {run} run has {_text(alone.kind)} <code>"
+            f"{_name(name_call(alone.name, alone.call))}</code> in that batch.</p>"
+        )
     if _DIGEST.fullmatch(first.actual) is None:  # a number, say
         yield f"<p>Expected {_value(first.expected)}, actual {_value(first.actual)}.</p>"
     difference = comparison.first
@@ -275,12 +281,15 @@ def _render_growth(course: Course) -> Iterator[str]:
         ("Share of probed places that differ, by step", course.places),
         ("Share of weights that differ, by step", course.weights),
     ):
+        steps = [step for step in growth.ordered() if step.compared]
         # One point shows no growth; the table of moments has it.
-        if sum(step.compared > 0 for step in growth.ordered()) > 1:
+        if steps[1:] and any(step.differing for step in steps):
             drawn = True
             drawing = draw_growth(title, growth, course.epochs)
             yield f"<figure>{drawing}<figcaption>{title}.</figcaption></figure>"
-    yield "</section>" if drawn else "<p>Fewer than two steps were compared.</p></section>"
+    if not drawn:
+        yield "<p>No probe and no weight differs in any of several steps that both runs have.</p>"
+    yield "</section>"
 
 
 def _render_tree(course: Course, comparison: Comparison) -> Iterator[str]:

@@ -91,10 +91,10 @@ def _draw_marks(axis: _Axis, steps: Sequence[Step], top: int) -> list[str]:
 
 
 def draw_growth(title: str, growth: Growth, epochs: Mapping[int, int]) -> str:
-    """Draw the share that differs, by step."""
+    """Draw the share that differs, by step; it does in one at least."""
     steps = [step for step in growth.ordered() if step.compared]
     axis = _Axis(steps[0].first, steps[-1].last, epochs)
-    top = max(step.differing / step.compared for step in steps) or 1.0
+    top = max(step.differing / step.compared for step in steps)
     base = _HEIGHT - _BOTTOM
 
     def up(share: float) -> float:
@@ -107,16 +107,14 @@ def draw_growth(title: str, growth: Growth, epochs: Mapping[int, int]) -> str:
     line = " ".join(f"{x},{y}" for x, y in points)
     few = points if len(points) <= _DOTS else ()
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in few)
-    first = next((step.first for step in steps if step.differing), None)
-    mark = ""
-    if first is not None:
-        at = axis.at(first)
-        side = "end" if at > _WIDTH / 2 else "start"
-        mark = (
-            f'<line class="mark" x1="{at}" x2="{at}" y1="8" y2="{base}"/><text x="'
-            f'{at + (6 if side == "start" else -6)}" y="18" text-anchor="{side}">from step '
-            f"{first:,}</text>"
-        )
+    first = next(step.first for step in steps if step.differing)
+    at = axis.at(first)
+    side = "end" if at > 3 * _LEFT else "start"  # before it, the line is at the bottom
+    mark = (
+        f'<line class="mark" x1="{at}" x2="{at}" y1="8" y2="{base}"/><text x="'
+        f'{at + (6 if side == "start" else -6)}" y="18" text-anchor="{side}">from step '
+        f"{first:,}</text>"
+    )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" role="img" aria-label="{title}">'
         f'<line class="axis" x1="{_LEFT}" x2="{_LEFT}" y1="8" y2="{base}"/>{mark}'

@@ -166,7 +166,7 @@ _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     """Return the divergences of the ranks that diverge first.
 
-    Several when they do so at the same moment, in places of the same kind.
+    Several when they do so at the same moment, in what they compute at the same place.
     """
     found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
     first = min((entry.when for entry in found), default=None)

@@ -9,6 +9,8 @@ from lightning_d9m.evidence.difference import Difference, FieldDifference
 from lightning_d9m.evidence.lineage import Break
 from lightning_d9m.evidence.probe_settings import KINDS
 
+# What ranks compute on their own, from what the batch begins with up to the exchange of gradients.
+_COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]
 # So many places of the batch that diverges first are listed; all are counted.
 PLACES_KEPT = 10_000
 
@@ -75,14 +77,16 @@ class Divergence:
     def when(self) -> tuple[int, ...]:
         """Where it stands in the order of execution, on whatever rank: the earliest is least.
 
-        Of several in one batch, the earliest kind: what one rank computes differently reaches the
-        others with the gradients.
+        Of several in one batch, the earliest kind, and of what the batch computes the earliest
+        place: what one rank computes differently reaches the others with the gradients, or with
+        what else the ranks exchange.
         """
         if self.moment == "" and self.kind == "end":  # how a run ended: after everything else
             return (2**63,)
         phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
         kind = KINDS.index(self.kind) if self.kind in KINDS else 0
-        return (self.epoch, phase, self.step, self.batch or 0, kind)
+        position = self.position if self.kind in _COMPUTED else 0
+        return (self.epoch, phase, self.step, self.batch or 0, kind, position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +204,4 @@ class Comparison:
     def divergences(self) -> list[Divergence]:
         """The first divergence of each rank that has one, the earliest first."""
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
-        return sorted(found, key=lambda entry: (*entry.when, entry.position))
+        return sorted(found, key=lambda entry: entry.when)

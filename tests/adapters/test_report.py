@@ -199,6 +199,7 @@ def test_without_probes(tmp_path):
     assert (
         "First divergence: end of epoch 2, step 27 , weights encoder.layers.0.norm.weight" in words
     )
+    assert "from step 27" in words
     assert "0 2 weights encoder.layers.1.linear.weight 0000" in words
     assert '<th scope="col" data-filter="text">name</th>' in text
     assert "first divergence 3 differ, first weights encoder.layers.0.norm.weight" in words
@@ -235,6 +236,20 @@ def test_a_number_is_shown_in_both_notations(tmp_path):
                 writer.write(record)
     words = Page(report(tmp_path, *ledgers)).words
     assert "Expected 0x1.0000000000000p-1 (0.5), actual 0x1.0000000000000p-2 (0.25)." in words
+
+
+def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
+    """Another path through the code explains what differs after it."""
+    one, other = write(tmp_path), write(tmp_path, names=[*MODULES, "extra"], drift=2)
+    words = Page(report(tmp_path, one, other)).words
+    assert "Only the actual run has output extra in that batch." in words
+
+
+def test_where_nothing_differs_no_growth_is_drawn(tmp_path):
+    """An empty plot would say nothing."""
+    text = report(tmp_path, write(tmp_path), write(tmp_path, end=False))
+    assert text.count("<svg") == 1
+    assert "No probe and no weight differs" in text
 
 
 def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):

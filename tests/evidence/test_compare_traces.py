@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence import batches as batches_module
+from lightning_d9m.evidence.causes import first_divergences as earliest
 from lightning_d9m.evidence.compare import compare_ledgers, first_divergences
 from lightning_d9m.evidence.ledger import LedgerWriter, rank_path, read_ledger
 from lightning_d9m.evidence.rank_file import CHAIN_START, seal_record
@@ -163,6 +164,22 @@ def test_of_one_batch_the_earlier_kind_comes_first(runs):
     one, other = (read_ledger(runs.write(world_size=2, edit=edit)) for edit in (straight, drift))
     found = first_divergences(one, other)
     assert [(entry.rank, entry.kind) for entry in found] == [(1, "loss"), (0, "gradient")]
+
+
+def test_what_a_rank_computes_first_comes_first(runs):
+    """Where statistics are exchanged within a batch, or operations of the backward pass differ."""
+
+    def drift(rank, records):
+        Tracer().add(0, changed=PLACES[1:] if rank == 1 else PLACES[3:])(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(1)))
+    other = runs.write(world_size=2, edit=drift)
+    comparison = compare_ledgers(read_ledger(one), read_ledger(other))
+    assert [(entry.rank, entry.kind) for entry in comparison.divergences] == [
+        (1, "output"),
+        (0, "output"),
+    ]
+    assert [entry.rank for entry in earliest(comparison)] == [1]
 
 
 def test_all_entries_of_a_record_that_differs_are_listed(runs):
