@@ -59,7 +59,8 @@ rect.alone { fill: var(--mild); } .key { white-space: nowrap; margin-left: .6rem
 @media (max-width: 500px) { main { padding: .6rem; } svg text { font-size: 17px; }
   th, td { padding: .3rem .4rem; min-width: 3rem; } }
 @media print { .tree { max-height: none; overflow: visible; } .scroll { overflow: visible; }
-  .filters { display: none; } tr, figure, li { break-inside: avoid; }
+  .filters { display: none; } table { font-size: .7rem; }
+  td, td code { overflow-wrap: anywhere; min-width: 0; } tr, figure, li { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
