@@ -9,6 +9,7 @@ from typing import TypeAlias
 from lightning_d9m.evidence.batches import MOST_PLACES, Batch
 from lightning_d9m.evidence.display import describe_moment, plain
 from lightning_d9m.evidence.rank_file import RankReader
+from lightning_d9m.evidence.record_text import PROBES_HEAD
 from lightning_d9m.evidence.records import Digests, End, Layout, Opaque, Probes, Record
 from lightning_d9m.evidence.schema import KNOWN_KINDS
 
@@ -267,6 +268,10 @@ class _Side:
     def _collect(self, record: Probes) -> Batch:
         batch = self.begin(record)
         while (body := self._pull(None)) is not None and batch.size < MOST_PLACES:
+            # Most batches are one record: then the next need not be parsed to be told apart.
+            head = PROBES_HEAD.match(body)
+            if head is not None and (int(head[1]), int(head[3])) != self._batch:
+                break
             if not body.startswith(_PROBES):
                 break
             following = self.reader.parse(body)

@@ -207,19 +207,18 @@ class _Tally:
         listed = self.watched or self.first is None
         found = compare_batches(one, other, listed=listed)
         self.places += found.places
-        where = describe_record(other)
         for side, places in enumerate((found.only_expected, found.only_actual)):
             if places:
                 known = self.only_places[side]
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                first = known.first or f"{plain(name)} in {where}"
+                first = known.first or f"{plain(name)} in {describe_record(other)}"
                 self.only_places[side] = OneSided(known.count + len(places), first)
         if found.count:
             self.differing_batches += number != self.differing_batch
             self.differing_batch = number
             self.differing_places += found.count
             if self.first is None:
-                self.first = batch_difference(found, where)
+                self.first = batch_difference(found, describe_record(other))
                 self.divergence = _at_place(self.rank, found)
         return found
 
