@@ -6,7 +6,7 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
-from lightning_d9m.evidence.alignment import Item, align_records, describe_record
+from lightning_d9m.evidence.alignment import align_records
 from lightning_d9m.evidence.batches import (
     Batch,
     BatchComparison,
@@ -37,6 +37,7 @@ from lightning_d9m.evidence.ledger import Ledger
 from lightning_d9m.evidence.lineage import LineageReader
 from lightning_d9m.evidence.rank_file import RankReader
 from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+from lightning_d9m.evidence.side import Item, describe_record
 from lightning_d9m.evidence.stack import stack_differences
 
 __all__ = [

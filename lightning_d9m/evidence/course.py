@@ -7,12 +7,12 @@ of moments and modules, those that differ are kept before those that agree, and 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lightning_d9m.evidence.alignment import Item, describe_record
 from lightning_d9m.evidence.batches import Batch, BatchComparison
 from lightning_d9m.evidence.difference import list_entries
 from lightning_d9m.evidence.layouts import unpack_places
 from lightning_d9m.evidence.probe_settings import ROOT
 from lightning_d9m.evidence.records import Digests
+from lightning_d9m.evidence.side import Item, describe_record
 
 MAX_STEPS = 512
 MAX_MARKS = 256

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_d9m.evidence.alignment import describe_record
 from lightning_d9m.evidence.batches import BatchComparison, PlaceDifference
 from lightning_d9m.evidence.records import (
     Digests,
@@ -14,6 +13,7 @@ from lightning_d9m.evidence.records import (
     Record,
     RunFacts,
 )
+from lightning_d9m.evidence.side import describe_record
 
 Table: TypeAlias = Mapping[str, Json]
 # Name, value in the earlier run, value in the later one.

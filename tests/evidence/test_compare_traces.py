@@ -1,6 +1,7 @@
 """Traces of probes are compared place by place: aligned, ordered, counted, in bounded memory."""
 
 import json
+import random
 import tracemalloc
 
 import pytest
@@ -292,7 +293,7 @@ def test_fields_of_a_later_version_are_evidence(runs):
 def test_large_batches_are_compared_in_parts(runs, monkeypatch):
     """Each place still finds its counterpart where the order is the same."""
     monkeypatch.setattr(batches_module, "MOST_PLACES", 3)
-    monkeypatch.setattr("lightning_d9m.evidence.alignment.MOST_PLACES", 3)
+    monkeypatch.setattr("lightning_d9m.evidence.side.MOST_PLACES", 3)
     one = runs.write(edit=traced(range(3), part=2))
     other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
     rank = compare(one, other)
@@ -320,6 +321,32 @@ def test_any_traces(tmp_path_factory, orders, part, changed):
     rank = compare(*paths)
     assert rank.differing_places == expected
     assert rank.places == sum(map(len, orders))
+    assert count(rank) == count(compare(*paths, watch=lambda *_: None))
+
+
+@pytest.mark.parametrize("part", [2, 3, 7])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_short_way_counts_what_the_long_one_does(tmp_path, part, seed):
+    """Equal records are measured, and after the first difference pairs of records are taken."""
+    draw = random.Random(seed)
+    one, other = Tracer(), Tracer()
+    for number in range(12):
+        places = PLACES[: draw.choice([4, 7])]
+        one.add(number, places, part=part)
+        changed = draw.sample(PLACES, draw.choice([0, 0, 1, 7]))
+        theirs = places[::-1] if draw.random() < 0.2 else places
+        if draw.random() < 0.9:
+            other.add(number, theirs, part=part, changed=changed)
+    paths = [write_trace(tmp_path / f"{n}.jsonl", t) for n, t in enumerate((one, other))]
+    short, long = compare(*paths), compare(*paths, watch=lambda *_: None)
+    assert count(short) == count(long)
+    assert short.divergence == long.divergence
+
+
+def count(rank):
+    """Return all numbers of a comparison."""
+    places = (rank.places, rank.differing_places, rank.batches, rank.differing_batches)
+    return *places, rank.records, rank.only_expected, rank.only_actual, rank.only_expected_places
 
 
 class TestUntrusted:
