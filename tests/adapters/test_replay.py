@@ -131,8 +131,11 @@ def test_a_warning_lets_the_training_go_on_and_the_ledger_has_the_record(fit):
     model = make_model()
     model.layers[0].register_forward_hook(FlipsOnce(2 + 5))
     with pytest.warns(UserWarning, match="output of 'layers.0'"):
-        ledger = fit(model=model, replay_every=1, on_drift="warn")
+        ledger = fit(model=model, replay_every=1, on_drift="warn", probes=["loss"])
     records = [json.loads(line) for line in ledger.files[0].read_text().splitlines()]
+    steps = [record["step"] for record in records if record["kind"] in {"probes", "replay"}]
+    assert steps == [0, 1, 2, *range(2, len(steps) - 1)]
+    assert [r["kind"] for r in records if r.get("step") == 2][:2] == ["replay", "probes"]
     (found,) = [record for record in records if record["kind"] == "replay"]
     assert (found["step"], found["place"]) == (2, ["output", "layers.0", 0])
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from lightning_d9m.adapters.probing.kept_state import KeptState
 from lightning_d9m.adapters.probing.module_hooks import hook_model
 from lightning_d9m.adapters.probing.wrapping import replace_method
-from lightning_d9m.adapters.testimony import Testimony, ranks_of
+from lightning_d9m.adapters.testimony import ranks_of
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.evidence.probe_settings import ROOT, ProbeSettings
 from lightning_d9m.evidence.probes import Difference, Moment, Trace, find_difference
+from lightning_d9m.evidence.records import Json
 from lightning_d9m.evidence.standing import plain_name
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
@@ -47,7 +48,7 @@ class Replay:
     Args:
         trainer: The Trainer.
         module: Its LightningModule.
-        testimony: Takes the record of a difference.
+        append: Takes the record of a difference.
         on_drift: ``"raise"`` or ``"warn"``.
 
     Raises:
@@ -58,13 +59,13 @@ class Replay:
         self,
         trainer: Any,
         module: Any,
-        testimony: Testimony,
+        append: Callable[[Mapping[str, Json]], None],
         on_drift: str,
     ) -> None:
         _check_repeatable(trainer, module)
         self._trainer = trainer
         self._module = module
-        self._testimony = testimony
+        self._append = append
         self._on_drift = on_drift
         self._step: _Step | None = None
         self._trace: Trace | None = None
@@ -224,7 +225,7 @@ class Replay:
         ranks = ranks_of(self._trainer)
         error = None if difference is None else _make_error(moment, ranks.rank, difference, total)
         if difference is not None:
-            self._testimony.append(_make_record(moment, difference, total))
+            self._append(_make_record(moment, difference, total))
         if error is not None and self._on_drift == "warn":
             warnings.warn(str(error), stacklevel=2)
             error = None
