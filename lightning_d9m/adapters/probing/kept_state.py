@@ -155,11 +155,12 @@ def _keep_tensor(tensor: Tensor) -> Restore:
 
 
 def _keep_array(array: np.ndarray) -> Restore:
+    if not array.flags.writeable:  # a mapped file may be larger than the memory
+        return lambda: None
     copy = array.copy()
 
     def restore() -> None:
-        if array.flags.writeable:
-            array[...] = copy
+        array[...] = copy
 
     return restore
 
