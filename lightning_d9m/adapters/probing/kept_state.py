@@ -29,7 +29,8 @@ class KeptState:
     def __init__(self, model: nn.Module, values: object) -> None:
         self._memory: dict[int, Restore] = {}
         self._restores = [_keep_attributes(module, self._memory) for module in model.modules()]
-        self._restores.append(_keep(values, self._memory))
+        # Those of TorchScript are in none of its attributes.
+        self._restores.append(_keep([values, *model.buffers()], self._memory))
 
     def restore(self) -> None:
         """Put everything back; the objects stay the same ones, for others may hold them too."""
