@@ -79,6 +79,20 @@ def test_every_kind_is_met_in_order_and_not_a_bit_changes(fit):
     assert not any("aten.view" in name or "aten.empty" in name for _, name, _ in places)
 
 
+def test_records_come_in_the_order_of_what_they_tell(fit):
+    """However fast the batches were: those of an epoch precede its digests."""
+    ledger = fit(probes=["loss"], trainer_max_epochs=2)
+    kinds = [json.loads(line)["kind"] for line in ledger.files[0].read_text().splitlines()]
+    batches = kinds.count("probes") // 2
+    assert kinds == [
+        *("header", "run", "digests", "layout"),
+        *["probes"] * batches,
+        *("digests", "evaluation"),
+        *["probes"] * batches,
+        *("digests", "evaluation", "digests", "end"),
+    ]
+
+
 def test_two_runs_have_the_same_probes(fit):
     assert read_probes(fit(probes="all")) == read_probes(fit(probes="all"))
 

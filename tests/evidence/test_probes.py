@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,36 @@ def test_tensors_beyond_the_limit_are_written_in_parts():
     probes.close()
     sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
     assert sizes == [MOST_PLACES, MOST_PLACES, 1]
+
+
+def test_short_batches_are_written_together(monkeypatch):
+    """Nothing waits longer than a tenth of a second, the end, or who wants it written."""
+    now = SimpleNamespace(time=7.0)
+    clock = SimpleNamespace(monotonic=lambda: now.time)
+    monkeypatch.setattr("lightning_d9m.evidence.probes.time", clock)
+    records, written = [], []
+    probes = Probes(records.append)
+    for batch, now.time in enumerate((7.0, 7.04, 7.08, 7.11, 7.12, 7.13)):
+        probes.begin(Moment(0, batch, batch))
+        probes.add("output", "a", torch.full((2,), float(batch)))
+        probes.end()
+        written.append(len(records))
+    assert written == [2, 2, 2, 5, 5, 5]
+    probes.catch_up()
+    assert [r["batch"] for r in records[1:]] == [0, 1, 2, 3, 4, 5]
+    assert records[3]["digests"] == digest(torch.full((2,), 2.0))
+
+
+def test_many_places_do_not_wait(monkeypatch):
+    monkeypatch.setattr("lightning_d9m.evidence.probes.time.monotonic", lambda: 7.0)
+    records, written = [], []
+    probes = Probes(records.append)
+    for batch in range(6):
+        probes.begin(Moment(0, batch, batch))
+        probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(MOST_PLACES // 2)})
+        probes.end()
+        written.append(len(records))
+    assert written == [2, 2, 4, 4, 6, 6]
 
 
 def test_outside_batches_and_when_paused_nothing_is_taken():
