@@ -49,7 +49,8 @@ class KeptState:
             (tuple, self._keep_parts),
         )
         self._restores = [self._keep_attributes(module, _FIXED) for module in model.modules()]
-        self._restores.append(self._keep(values))
+        # Buffers of TorchScript are in none of its attributes.
+        self._restores.append(self._keep([values, *model.buffers()]))
 
     def restore(self) -> None:
         """Put everything back; the objects stay the same ones, for others may hold them too."""
