@@ -348,10 +348,12 @@ def test_a_torchscript_module_is_probed_from_outside(fit):
         return model
 
     plain = fit(model=make())
-    probed = fit(model=make(), probes=["weight", "buffer", "op", "local_gradient", "gradient"])
+    probed = fit(model=make(), probes="all")
     assert final(probed) == final(plain)
     places = places_of(probed)
     assert any(kind == "op" and name.startswith("layers::") for kind, name, _ in places)
+    for kind in ("input", "output", "grad_output"):
+        assert (kind, "layers", 0) in places
     for kind in ("weight", "local_gradient", "gradient"):
         assert (kind, "layers.0.weight", 0) in places
     assert ("buffer", "layers.1.running_mean", 0) in places
