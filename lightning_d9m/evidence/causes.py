@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_d9m.evidence.compare import Comparison, Divergence
-from lightning_d9m.evidence.probe_settings import KINDS, ROOT
+from lightning_d9m.evidence.probe_settings import ROOT
 
 # Operations that draw: other outputs for equal inputs are other draws, not another arithmetic.
 _DRAWING = (
@@ -166,20 +166,11 @@ _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     """Return the divergences of the ranks that diverge first.
 
-    Of several in one batch, those of the earliest kind: what one rank computes differently reaches
-    the others with the gradients.
+    Several when they do so at the same moment, in what they compute at the same place.
     """
     found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
-    first = min(map(_moment, found), default=None)
-    return tuple(entry for entry in found if _moment(entry) == first)
-
-
-def _moment(found: Divergence) -> tuple[int, ...]:
-    if found.moment == "" and found.kind == "end":  # how a run ended: after everything else
-        return (2**63,)
-    phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(found.moment, 1)
-    kind = KINDS.index(found.kind) if found.kind in KINDS else 0
-    return (found.epoch, phase, found.step, found.batch or 0, kind)
+    first = min((entry.when for entry in found), default=None)
+    return tuple(entry for entry in found if entry.when == first)
 
 
 def find_cause(comparison: Comparison) -> Cause:
