@@ -197,6 +197,7 @@ class DeterminismCallback(_Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the epoch and hold it against the reference and the other ranks."""
+        self._probing.flush()
         self._testimony.record(trainer, pl_module, self._run, "epoch")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

@@ -3,6 +3,8 @@
 Framework-free: whoever knows where values appear hands them in, as (kind, name, value).
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
@@ -23,6 +25,10 @@ _LONGEST_NAME = 4000
 # How many places the remembered layouts may have in all; a model whose operations differ from batch
 # to batch would otherwise fill the memory.
 _REMEMBERED_PLACES = 2_000_000
+
+# Batches that end within so many seconds, and have no more than MOST_PLACES, are written together:
+# among the cold caches of a training step a record costs several times what a further one costs.
+_TOGETHER_SECONDS = 0.1
 
 _Met = tuple[str, str]  # kind and name
 Place = tuple[str, str, int]
@@ -127,8 +133,9 @@ class Trace:
 class Probes:
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
-    Bytes are read when values are handed in. On CUDA the digests of a batch are fetched when the
-    next one ends, so that the device never waits for the host.
+    Bytes are read when values are handed in; records are written in the order of batches, those of
+    short batches several at once. On CUDA the digests of a batch are fetched when the next one
+    ends, so that the device never waits for the host.
 
     Args:
         write: Takes the records.
@@ -143,6 +150,8 @@ class Probes:
         self._moment: Moment | None = None
         self._trace = Trace()
         self._waiting: list[tuple[Moment, Trace]] = []
+        self._waiting_places = 0
+        self._written = -math.inf  # when something was, by the monotonic clock
         self._layouts: dict[tuple[_Met | Place, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
@@ -215,17 +224,24 @@ class Probes:
             self._part(self._moment)
 
     def end(self) -> None:
-        """End the batch and write its records, or those of the batch before on CUDA."""
+        """End the batch, and write its record and those before it if it is time to."""
         moment, self._moment = self._moment, None
         if moment is None:
             return
         self._set_aside(moment)
-        self._write_waiting(keep=moment)
+        now = time.monotonic()
+        if now - self._written >= _TOGETHER_SECONDS or self._waiting_places >= MOST_PLACES:
+            self._written = now
+            self._write_waiting(keep=moment)
+
+    def catch_up(self) -> None:
+        """Write the records of all batches that have ended."""
+        self._write_waiting(keep=None)
 
     def close(self) -> None:
         """Write everything that is still under way."""
         self.end()
-        self._write_waiting(keep=None)
+        self.catch_up()
 
     def _save_places(
         self, places: list[Place], name: str, value: object, content: Mapping[str, Any] | None
@@ -249,6 +265,7 @@ class Probes:
             if trace.queue.flights:
                 trace.queue.depart()
             self._waiting.append((moment, trace))
+            self._waiting_places += len(trace.met)
 
     def _write_waiting(self, keep: Moment | None) -> None:
         """Write what waits, in order, up to a batch that is kept because a device has it."""
@@ -257,6 +274,7 @@ class Probes:
             if trace.queue.flights and moment is keep:
                 return
             del self._waiting[0]
+            self._waiting_places -= len(trace.met)
             self._write_trace(moment, trace)
 
     def _write_trace(self, moment: Moment, trace: Trace) -> None:

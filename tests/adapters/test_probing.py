@@ -79,6 +79,20 @@ def test_every_kind_is_met_in_order_and_not_a_bit_changes(fit):
     assert not any("aten.view" in name or "aten.empty" in name for _, name, _ in places)
 
 
+def test_records_come_in_the_order_of_what_they_tell(fit):
+    """However fast the batches were: those of an epoch precede its digests."""
+    ledger = fit(probes=["loss"], trainer_max_epochs=2)
+    kinds = [json.loads(line)["kind"] for line in ledger.files[0].read_text().splitlines()]
+    batches = kinds.count("probes") // 2
+    assert kinds == [
+        *("header", "run", "digests", "layout"),
+        *["probes"] * batches,
+        *("digests", "evaluation"),
+        *["probes"] * batches,
+        *("digests", "evaluation", "digests", "end"),
+    ]
+
+
 def test_two_runs_have_the_same_probes(fit):
     assert read_probes(fit(probes="all")) == read_probes(fit(probes="all"))
 
@@ -324,6 +338,25 @@ def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
     assert graphs == probed_graphs > 0
     names = [name for _, name, _ in places_of(probed, "output")]
     assert names.count("layers.0") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_torchscript_module_is_probed_from_outside(fit):
+    def make():
+        model = make_model()
+        model.layers = torch.jit.script(model.layers)
+        return model
+
+    plain = fit(model=make())
+    probed = fit(model=make(), probes="all")
+    assert final(probed) == final(plain)
+    places = places_of(probed)
+    assert any(kind == "op" and name.startswith("layers::") for kind, name, _ in places)
+    for kind in ("input", "output", "grad_output"):
+        assert (kind, "layers", 0) in places
+    for kind in ("weight", "local_gradient", "gradient"):
+        assert (kind, "layers.0.weight", 0) in places
+    assert ("buffer", "layers.1.running_mean", 0) in places
 
 
 def test_a_flipped_bit_of_a_weight_shows_at_its_step_and_name(fit):

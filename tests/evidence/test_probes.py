@@ -1,7 +1,8 @@
 """Probes: places in order of execution, digests of what was there at that moment, few records."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,30 @@ def test_every_kind_of_container_has_leaves():
     assert paths(Pair(x, 2)) == ["left", "right"]
     assert paths(Sample(x, [x])) == ["image", "label.0"]
     assert paths(OrderedDict(z=x)) == ["z"]
+    assert paths(deque([x, 1])) == ["0", "1"]
+    assert paths(deque([1, 2])) == ["0", "1"]  # as a whole it has no digest
+
+
+def test_a_batch_of_a_class_of_its_own_has_its_attributes():
+    """Lightning moves an object with a method `to`; others, modules too, are leaves."""
+
+    class Graph:
+        def __init__(self):
+            self.x, self.edges, self.number = torch.ones(2), [torch.ones(1)], 3
+            self.parents = [self, self]
+
+        def to(self, device):
+            return self
+
+    assert paths({"graph": Graph(), "module": nn.Linear(1, 1), "class": Graph}) == [
+        "graph.x",
+        "graph.edges.0",
+        "graph.number",
+        "graph.parents.0",
+        "graph.parents.1",
+        "module",
+        "class",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +85,8 @@ def test_what_holds_only_plain_values_is_one_leaf(value):
 
 def test_a_value_that_holds_itself_ends():
     value = [torch.ones(1)]
-    value.append(value)
-    assert len(list_leaves(value)) < 100
+    value += [value, value]
+    assert paths(value) == ["0", "1", "2"]
 
 
 def test_calls_of_a_place_are_counted_within_a_batch():
@@ -141,6 +166,36 @@ def test_tensors_beyond_the_limit_are_written_in_parts():
     probes.close()
     sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
     assert sizes == [MOST_PLACES, MOST_PLACES, 1]
+
+
+def test_short_batches_are_written_together(monkeypatch):
+    """Nothing waits longer than a tenth of a second, the end, or who wants it written."""
+    now = SimpleNamespace(time=7.0)
+    clock = SimpleNamespace(monotonic=lambda: now.time)
+    monkeypatch.setattr("lightning_d9m.evidence.probes.time", clock)
+    records, written = [], []
+    probes = Probes(records.append)
+    for batch, now.time in enumerate((7.0, 7.04, 7.08, 7.11, 7.12, 7.13)):
+        probes.begin(Moment(0, batch, batch))
+        probes.add("output", "a", torch.full((2,), float(batch)))
+        probes.end()
+        written.append(len(records))
+    assert written == [2, 2, 2, 5, 5, 5]
+    probes.catch_up()
+    assert [r["batch"] for r in records[1:]] == [0, 1, 2, 3, 4, 5]
+    assert records[3]["digests"] == digest(torch.full((2,), 2.0))
+
+
+def test_many_places_do_not_wait(monkeypatch):
+    monkeypatch.setattr("lightning_d9m.evidence.probes.time.monotonic", lambda: 7.0)
+    records, written = [], []
+    probes = Probes(records.append)
+    for batch in range(6):
+        probes.begin(Moment(0, batch, batch))
+        probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(MOST_PLACES // 2)})
+        probes.end()
+        written.append(len(records))
+    assert written == [2, 2, 4, 4, 6, 6]
 
 
 def test_outside_batches_and_when_paused_nothing_is_taken():

@@ -1,11 +1,18 @@
 """What a training step may change beside gradients: kept, and put back in place.
 
 Buffers, the states of metrics, counters and lists: every attribute of every module that is a
-tensor, an array, a number or a container of such. Objects of other classes are left alone.
+tensor, an array, a number, a random generator, or a container of such. A dataclass, and an object
+of a class that the program defines, is a container of its attributes. Objects of a library's
+classes, and of those that extend one, are left alone.
 """
 
+import random
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,107 +34,141 @@ class KeptState:
     """
 
     def __init__(self, model: nn.Module, values: object) -> None:
-        self._memory: dict[int, Restore] = {}
-        self._restores = [_keep_attributes(module, self._memory) for module in model.modules()]
-        self._restores.append(_keep(values, self._memory))
+        self._known: set[int] = set()
+        self._ways: tuple[tuple[type, Callable[[Any], Restore]], ...] = (
+            (Tensor, _keep_tensor),
+            (np.ndarray, _keep_array),
+            (torch.Generator, lambda own: _restoring(own.set_state, own.get_state())),
+            (np.random.Generator, lambda own: _keep_bits(own.bit_generator)),
+            (np.random.RandomState, lambda own: _restoring(own.set_state, own.get_state())),
+            (random.Random, lambda own: _restoring(own.setstate, own.getstate())),
+            (dict, self._keep_dict),
+            (set, lambda own: self._keep_items(own, list(own), own.update)),
+            (list, lambda own: self._keep_items(own, own, own.extend)),
+            (deque, lambda own: self._keep_items(own, own, own.extend)),
+            (tuple, self._keep_parts),
+        )
+        self._restores = [self._keep_attributes(module, _FIXED) for module in model.modules()]
+        # Buffers of TorchScript are in none of its attributes.
+        self._restores.append(self._keep([values, *model.buffers()]))
 
     def restore(self) -> None:
         """Put everything back; the objects stay the same ones, for others may hold them too."""
         for restore in self._restores:
             restore()
 
+    def _keep(self, value: Any) -> Restore:
+        """Return what puts a value back into its state and returns it: the same object."""
+        known = id(value) in self._known  # held twice, or holds itself
+        keep = None if known else self._find_way(value)
+        if keep is None:
+            return lambda: value
+        self._known.add(id(value))
+        restore = keep(value)
 
-def _keep_attributes(module: nn.Module, memory: dict[int, Restore]) -> Restore:
-    attributes = vars(module)
-    kept = {name: _keep(value, memory) for name, value in attributes.items() if name not in _FIXED}
+        def restore_and_return() -> Any:
+            restore()
+            return value
 
-    def restore() -> None:
-        for name in [name for name in attributes if name not in _FIXED and name not in kept]:
-            del attributes[name]
-        for name, own in kept.items():
-            attributes[name] = own()
+        return restore_and_return
 
-    return restore
+    def _find_way(self, value: Any) -> Callable[[Any], Restore] | None:
+        """Return what keeps a value of this type; None for one that is left alone."""
+        if isinstance(value, nn.Module | nn.Parameter | type):
+            return None
+        for kind, way in self._ways:
+            if isinstance(value, kind):
+                return way
+        own = hasattr(value, "__dict__") and (is_dataclass(value) or _is_own(value.__class__))
+        return self._keep_attributes if own else None
+
+    def _keep_attributes(self, owner: Any, fixed: frozenset[str] = frozenset()) -> Restore:
+        attributes = vars(owner)
+        kept = {name: self._keep(own) for name, own in attributes.items() if name not in fixed}
+
+        def restore() -> None:
+            for name in attributes.keys() - kept.keys() - fixed:
+                del attributes[name]
+            for name, own in kept.items():
+                attributes[name] = own()
+
+        return restore
+
+    def _keep_dict(self, table: dict[Any, Any]) -> Restore:
+        kept = {key: self._keep(value) for key, value in table.items()}
+
+        def restore() -> None:
+            entries = {key: own() for key, own in kept.items()}
+            table.clear()
+            table.update(entries)
+
+        return restore
+
+    def _keep_items(self, container: Any, items: Any, refill: Callable[[Any], None]) -> Restore:
+        kept = [self._keep(item) for item in items]
+
+        def restore() -> None:
+            entries = [own() for own in kept]
+            container.clear()
+            refill(entries)
+
+        return restore
+
+    def _keep_parts(self, parts: tuple[Any, ...]) -> Restore:
+        kept = [self._keep(part) for part in parts]
+
+        def restore() -> None:
+            for part in kept:
+                part()
+
+        return restore
 
 
-def _keep(value: Any, memory: dict[int, Restore]) -> Restore:
-    """Return what puts a value back into its state and returns it: the same object."""
-    if id(value) in memory:  # held twice, or holds itself
-        return lambda: value
-    if isinstance(value, nn.Module | nn.Parameter) or not isinstance(value, _KEPT):
-        return lambda: value
-    memory[id(value)] = lambda: value
-    if isinstance(value, Tensor):
-        return _keep_tensor(value)
-    if isinstance(value, np.ndarray):
-        return _keep_array(value)
-    return _keep_container(value, memory)
+@cache
+def _is_own(kind: type) -> bool:
+    """Whether a class is the program's own: neither a library's nor an extension of one."""
+    return all(map(_is_of_program, kind.__mro__[:-1]))
 
 
-def _keep_container(value: Any, memory: dict[int, Restore]) -> Restore:
-    if isinstance(value, dict):
-        return _keep_dict(value, memory)
-    if isinstance(value, set):
-        return _keep_items(value, list(value), value.update, memory)
-    if isinstance(value, list | deque):
-        return _keep_items(value, value, value.extend, memory)
-    parts = [_keep(part, memory) for part in value]
-
-    def restore() -> Any:
-        for part in parts:
-            part()
-        return value
-
-    return restore
+def _is_of_program(kind: type) -> bool:
+    name = kind.__module__
+    if name.partition(".")[0] in _LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" or (file is not None and not file.startswith(_LIBRARY_FOLDERS))
 
 
-_KEPT = (Tensor, np.ndarray, dict, set, list, deque, tuple)
+# Wherever they are installed: what they keep about a training is theirs to keep.
+_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
+_PATHS = sysconfig.get_paths()
+_LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _keep_tensor(tensor: Tensor) -> Restore:
     copy = tensor.detach().clone()
 
-    def restore() -> Tensor:
+    def restore() -> None:
         # Through .data, so that autograd does not take it for a change of its own saved tensors.
         with torch.no_grad():
             tensor.data.copy_(copy)
-        return tensor
 
     return restore
 
 
 def _keep_array(array: np.ndarray) -> Restore:
+    if not array.flags.writeable:  # a mapped file may be larger than the memory
+        return lambda: None
     copy = array.copy()
 
-    def restore() -> np.ndarray:
-        if array.flags.writeable:
-            array[...] = copy
-        return array
+    def restore() -> None:
+        array[...] = copy
 
     return restore
 
 
-def _keep_dict(table: dict[Any, Any], memory: dict[int, Restore]) -> Restore:
-    kept = {key: _keep(value, memory) for key, value in table.items()}
-
-    def restore() -> Any:
-        entries = {key: own() for key, own in kept.items()}
-        table.clear()
-        table.update(entries)
-        return table
-
-    return restore
+def _keep_bits(bits: np.random.BitGenerator) -> Restore:
+    return _restoring(lambda state: setattr(bits, "state", state), bits.state)
 
 
-def _keep_items(
-    container: Any, items: Any, refill: Callable[[Any], None], memory: dict[int, Restore]
-) -> Restore:
-    kept = [_keep(item, memory) for item in items]
-
-    def restore() -> Any:
-        entries = [own() for own in kept]
-        container.clear()
-        refill(entries)
-        return container
-
-    return restore
+def _restoring(restore: Callable[[Any], object], state: Any) -> Restore:
+    return lambda: restore(state)

@@ -18,6 +18,7 @@ from lightning_d9m.evidence.dumps import Dump
 from lightning_d9m.evidence.monitors import monitors_heard
 from lightning_d9m.evidence.probe_settings import ProbeSettings
 from lightning_d9m.evidence.probes import Moment, Probes
+from lightning_d9m.evidence.records import Json
 from lightning_d9m.evidence.standing import Roster
 
 # What belongs to one fit.
@@ -62,14 +63,15 @@ class Probing:
 
     def begin(self, trainer: Any, module: Any, testimony: Testimony, on_drift: str) -> None:
         """Begin a fit, whose ledger is open."""
-        if self._settings.replay_every:
-            self._replay = Replay(trainer, module, testimony, on_drift)
         self._kinds = self._settings.kinds
         if self._kinds and self._settings.takes_rank(trainer.global_rank):
             folder = self._settings.dump
             dump = None if folder is None else Dump(folder, trainer.global_rank)
             self._probes = Probes(testimony.append, None if dump is None else dump.save)
             self._roster = Roster(module, self._settings.takes_parameter)
+        if self._settings.replay_every:
+            append = _append_after(self._probes, testimony)
+            self._replay = Replay(trainer, module, append, on_drift)
 
     def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Take what the batch starts from, and hook the model if the batch is probed."""
@@ -174,6 +176,19 @@ class Probing:
         self._ops = None
         if hooks is not None:
             hooks.close()
+
+
+def _append_after(
+    probes: Probes | None, testimony: Testimony
+) -> Callable[[Mapping[str, Json]], None]:
+    """Return what writes a record after those of the batches that have ended."""
+
+    def append(record: Mapping[str, Json]) -> None:
+        if probes is not None:
+            probes.catch_up()
+        testimony.append(record)
+
+    return append
 
 
 def _take_monitor(probes: Probes) -> Callable[[str, object], None]:

@@ -17,11 +17,12 @@ from torch import Tensor
 from lightning_d9m.adapters.probing.kept_state import KeptState
 from lightning_d9m.adapters.probing.module_hooks import hook_model
 from lightning_d9m.adapters.probing.wrapping import replace_method
-from lightning_d9m.adapters.testimony import Testimony, ranks_of
+from lightning_d9m.adapters.testimony import ranks_of
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.evidence.probe_settings import ROOT, ProbeSettings
 from lightning_d9m.evidence.probes import Difference, Moment, Trace, find_difference
+from lightning_d9m.evidence.records import Json
 from lightning_d9m.evidence.standing import plain_name
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
@@ -38,6 +39,7 @@ class _Step(NamedTuple):
     call: tuple[tuple[Any, ...], dict[str, Any]]
     state: KeptState
     rng: RngState
+    weights: Trace
     trace: Trace
 
 
@@ -47,7 +49,7 @@ class Replay:
     Args:
         trainer: The Trainer.
         module: Its LightningModule.
-        testimony: Takes the record of a difference.
+        append: Takes the record of a difference.
         on_drift: ``"raise"`` or ``"warn"``.
 
     Raises:
@@ -58,13 +60,13 @@ class Replay:
         self,
         trainer: Any,
         module: Any,
-        testimony: Testimony,
+        append: Callable[[Mapping[str, Json]], None],
         on_drift: str,
     ) -> None:
         _check_repeatable(trainer, module)
         self._trainer = trainer
         self._module = module
-        self._testimony = testimony
+        self._append = append
         self._on_drift = on_drift
         self._step: _Step | None = None
         self._trace: Trace | None = None
@@ -99,13 +101,13 @@ class Replay:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
                     gradients = self._copy_gradients()
-                versions = [parameter._version for parameter in self._module.parameters()]  # noqa: SLF001 - counts writes
                 rng = capture_rng()
                 self.add("loss", "loss", loss)
                 result = backward(loss, optimizer, **kwargs)
                 self._take_buffers()
                 self._trace = None
-                self._check_weights(versions)
+                with silenced():
+                    self._check_weights(first.weights)
                 plugin = self._trainer.precision_plugin
                 differentiate = functools.partial(
                     plugin.backward, model=self._module, optimizer=optimizer, **kwargs
@@ -145,7 +147,8 @@ class Replay:
             )
         self._trace = Trace()
         state = KeptState(self._module, (args, kwargs))
-        self._step = _Step((args, kwargs), state, capture_rng(), self._trace)
+        weights = self._trace_weights()
+        self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
 
     def _copy_gradients(self) -> list[Tensor | None]:
         gradients = (parameter.grad for parameter in self._module.parameters())
@@ -155,15 +158,22 @@ class Replay:
         buffers = self._module.named_buffers()
         self.add_tensors("buffer", {plain_name(name): buffer for name, buffer in buffers})
 
-    def _check_weights(self, versions: list[int]) -> None:
-        """Refuse an optimizer that steps inside the backward pass: it would step twice."""
-        for version, (name, own) in zip(versions, self._module.named_parameters(), strict=True):
-            if own._version != version:  # noqa: SLF001 - counts writes
-                raise SettingError(
-                    f"replay_every is on and the weight {plain_name(name)!r} changes within the "
-                    "backward pass, so that a step cannot be run twice. Step the optimizer after "
-                    "it, or set replay_every=0."
-                )
+    def _trace_weights(self) -> Trace:
+        weights = Trace()
+        own = self._module.named_parameters()
+        weights.add_tensors("weight", {plain_name(name): weight for name, weight in own})
+        return weights
+
+    def _check_weights(self, before: Trace) -> None:
+        """Refuse a step that writes to weights: they are not kept, so it would do so twice."""
+        written = find_difference(before, self._trace_weights())
+        if written is not None:
+            raise SettingError(
+                f"replay_every is on and the weight {written.place[1]!r} changes within a training "
+                "step or its backward pass, so that a step cannot be run twice. Let the optimizer, "
+                "and whatever else writes to weights, do so after the backward pass "
+                "(on_train_batch_end, say), or set replay_every=0."
+            )
 
     def _repeat(
         self,
@@ -190,7 +200,8 @@ class Replay:
                 loss = self._loss_of(output)
                 restore_rng(rng)
                 self.add("loss", "loss", loss)
-                differentiate(loss)
+                scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+                differentiate(loss if scaler is None else scaler.scale(loss))
             self._take_buffers()
         finally:
             self._repeating = False
@@ -202,13 +213,12 @@ class Replay:
         return trace
 
     def _loss_of(self, output: Any) -> Tensor:
-        """Return what Lightning differentiates: divided when batches accumulate, and scaled."""
+        """Return what Lightning differentiates: divided when batches accumulate, not yet scaled."""
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         loss: Tensor = result.closure_loss
-        return loss if scaler is None else scaler.scale(loss)
+        return loss
 
     @contextmanager
     def _set_apart(self) -> Iterator[None]:
@@ -224,7 +234,7 @@ class Replay:
         ranks = ranks_of(self._trainer)
         error = None if difference is None else _make_error(moment, ranks.rank, difference, total)
         if difference is not None:
-            self._testimony.append(_make_record(moment, difference, total))
+            self._append(_make_record(moment, difference, total))
         if error is not None and self._on_drift == "warn":
             warnings.warn(str(error), stacklevel=2)
             error = None
