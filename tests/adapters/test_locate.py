@@ -9,14 +9,16 @@ from lightning_d9m.adapters.cli import main
 from lightning_d9m.adapters.locate import Search
 from lightning_d9m.adapters.locate_op import find_patch
 from lightning_d9m.adapters.locate_report import describe
+from lightning_d9m.evidence.batches import PlaceDifference
+from lightning_d9m.evidence.comparison import Divergence
 
 
 def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0):
     """Return a pair of runs that diverge at a place, or agree."""
-    place = SimpleNamespace(kind=kind, name=name)
-    found = SimpleNamespace(
-        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=kind, name=name,
-        call=0, count=1, compared=9, places=[place],
+    found = Divergence(
+        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=str(kind), name=name,
+        call=0, position=0, expected="0", actual="f", count=1, compared=9,
+        places=(PlaceDifference(0, str(kind), name, 0, "0", "f"),),
     )  # fmt: skip
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(
