@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,13 +234,13 @@ class Search:
         words = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
         name = split_leaf(first.name)[0] if kind == "op" else first.name
         pair = self._look(_VALUES, dump=name, **words)
-        if pair is None:
+        at = None if pair is None else _find_again(first, first_divergences(pair.comparison)[0])
+        if pair is None or at is None:
             return
-        first = found.divergences[0]
         if kind != "op":
-            found.magnitude = measure_saved(first, kind, pair.dumps)
+            found.magnitude = measure_saved(at, kind, pair.dumps)
             return
-        found.op = examine_op(first, pair.dumps)
+        found.op = examine_op(at, pair.dumps)
         is_given_other = found.op is not None and not found.op.inputs_equal
         if is_given_other and found.cause is not None and found.cause.kind == "op":
             self._fill()
@@ -266,7 +266,7 @@ class Search:
         if not known or not found:
             return not known
         first = found[0]
-        if stage == _VALUES and _place(first) != _place(known[0]):
+        if stage == _VALUES and _find_again(known[0], first) is None:
             return False
         if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
             return False  # it came into the module from outside, where nobody looks
@@ -291,6 +291,10 @@ class Search:
             if not same_fit or not self._is_caught(stage, divergences, steps):
                 missed += 1
                 continue
+            if stage == _VALUES:
+                again = _find_again(found.divergences[0], divergences[0])
+                found.looks.append(f"{stage}: {describe_place([again] if again else [])}")
+                return pair
             seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
             found.cause = find_cause(pair.comparison, batches_seen=seen)
             found.divergences = divergences
@@ -311,5 +315,14 @@ def _is_within(found: "Divergence", stage: str) -> bool:
     return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
 
 
-def _place(found: "Divergence") -> tuple[str, str, str]:
-    return found.moment, found.kind, found.name
+def _find_again(known: "Divergence", first: "Divergence") -> "Divergence | None":
+    """Return a place that is known, as another pair shows it: among the first kind that differs.
+
+    Of a race the first place of that kind is another one in each pair.
+    """
+    if (first.moment, first.kind) != (known.moment, known.kind):
+        return None
+    others = [(at.name, at.call) for at in first.places if at.kind == first.kind]
+    if (known.name, known.call) not in ((first.name, first.call), *others):
+        return None
+    return replace(first, name=known.name, call=known.call)

@@ -138,7 +138,8 @@ _CAUSES = {
         "value from outside torch",
         "An operation was given other inputs, though no operation had written them, and filled "
         "memory changes nothing.",
-        "Look at what that line takes from NumPy, the clock, a file or another thread.",
+        "Look at what that line takes from NumPy, the clock, a file, another thread, or a kernel "
+        "that torch does not see.",
     ),
     "op": Cause(
         "op",

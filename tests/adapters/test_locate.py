@@ -10,14 +10,17 @@ from lightning_d9m.adapters.cli import main
 from lightning_d9m.adapters.locate import Search
 from lightning_d9m.adapters.locate_report import describe
 from lightning_d9m.adapters.locate_values import find_patch
+from lightning_d9m.evidence.batches import PlaceDifference
+from lightning_d9m.evidence.comparison import Divergence
 
 
-def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0):
+def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""), others=()):
     """Return a pair of runs that diverge at a place, or agree."""
-    place = SimpleNamespace(kind=kind, name=name)
-    found = SimpleNamespace(
-        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=kind, name=name,
-        call=0, count=1, compared=9, places=[place], expected="", actual="",
+    names = (name, *others) if moment == "batch" else ()
+    found = Divergence(
+        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=kind or "", name=name,
+        call=0, position=0, count=1, compared=9, expected=values[0], actual=values[1],
+        places=tuple(PlaceDifference(0, kind, own, 0, *values) for own in names),
     )  # fmt: skip
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(
@@ -110,6 +113,17 @@ def test_values_of_another_place_are_not_taken_for_those_that_were_sought():
     assert found.looks[-1] == said
 
 
+def test_values_are_measured_where_another_place_of_that_kind_differs_first():
+    """As in a race: which gradients a fused buffer rounds otherwise is left to chance."""
+    found, _ = search(
+        pair(**EPOCH),
+        pair("gradient", "b.weight", step=4),
+        pair("gradient", "a.weight", step=5, others=("b.weight",)),
+    )
+    assert found.divergences[0].step == 4
+    assert found.looks[-1] == "values: epoch 0, step 5, batch 5: gradient b.weight"
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "cause"),
     [
@@ -128,9 +142,8 @@ def test_what_changes_after_the_last_batch_of_an_epoch(kind, name, cause):
 
 
 def test_a_logged_number_is_measured_from_the_ledger():
-    logged = pair("scalars", "val_loss", moment="epoch", step=10)
-    first = logged.comparison.ranks[0].divergence
-    first.expected, first.actual = (1.5).hex(), (1.5 + 2**-23).hex()
+    values = ((1.5).hex(), (1.5 + 2**-23).hex())
+    logged = pair("scalars", "val_loss", moment="epoch", step=10, values=values)
     found, asked = search(logged, logged)
     assert found.cause.kind == "logged value"
     assert (found.magnitude.ulps, len(asked)) == (1, 2)
