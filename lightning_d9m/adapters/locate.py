@@ -179,7 +179,8 @@ class Search:
 
     def _look_into_epoch(self, pair: Pair) -> Pair | None:
         """Narrow from an epoch; return a pair that diverged in an earlier one, if one has."""
-        if not self._found.divergences or self._found.divergences[0].moment in ("initial", "final"):
+        known = self._found.cause
+        if known is None or not known.narrows:
             return None
         first = self._found.divergences[0]
         # Each pair diverges at a step of its own; all looks begin where the epoch does, which is
@@ -220,7 +221,7 @@ class Search:
         )
 
         found = self._found
-        if not found.divergences:
+        if not found.divergences or found.pair is None or found.pair.comparison.stack:
             return
         first, initial = found.divergences[0], found.divergences[0].moment == "initial"
         found.magnitude = measure_recorded(first)

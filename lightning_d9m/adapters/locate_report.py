@@ -28,7 +28,7 @@ _LONGEST = 400
 def describe_place(found: "Sequence[Divergence]") -> str:
     """Return where runs diverge, in a line."""
     if not found:
-        return "the runs are not comparable"
+        return "no place that both runs have"
     first = found[0]
     when = f"epoch {first.epoch}, step {first.step}"
     if first.moment == "batch":
@@ -85,11 +85,21 @@ def _describe_moment(found: "Found") -> Iterator[str]:
         if pair is not None and pair.fits > 1:
             yield f"fit:   {plain(pair.fit)}, one of {pair.fits}"
         yield f"differ: {first.count:,} of {first.compared:,} places of that moment"
-    elif pair is not None:
-        for entry in (*pair.comparison.refusals, *pair.comparison.stack):
-            yield f"  {plain(entry.field)}"
-            yield f"    expected: {plain(entry.expected)}"
-            yield f"    actual:   {plain(entry.actual)}"
+    if pair is None:
+        return
+    for entry in (*pair.comparison.refusals, *pair.comparison.stack):
+        yield f"  {plain(entry.field)}"
+        yield f"    expected: {plain(entry.expected)}"
+        yield f"    actual:   {plain(entry.actual)}"
+    if found.divergences or pair.comparison.refusals:
+        return
+    for rank in pair.comparison.ranks:
+        for side, alone in (("expected", rank.only_expected), ("actual", rank.only_actual)):
+            if alone.count:
+                yield (
+                    f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
+                    f"{plain(alone.first)}"
+                )
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:

@@ -27,7 +27,7 @@ class Cause:
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
             ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialised memory"``,
             ``"value from outside torch"``, ``"module"``, ``"logged value"``,
-            ``"after training"``, ``"incomparable"`` or ``"unknown"``.
+            ``"after training"``, ``"length"``, ``"incomparable"`` or ``"unknown"``.
         text: One sentence: what differs, and what was equal before it.
         advice: What to do about it.
         narrows: Whether a narrower look, at modules or operations, can say more.
@@ -158,6 +158,18 @@ _CAUSES = {
         "All epochs agree, and the final state differs.",
         "Look at what rewrites the weights when the training ends.",
     ),
+    "given": Cause(
+        "module",
+        "What is given to a module differs, and everything recorded before it is equal.",
+        "Look at what is done to it before: in training_step, or to the batch in a hook such as "
+        "on_train_batch_start.",
+        narrows=True,
+    ),
+    "length": Cause(
+        "length",
+        "One run goes on where the other ends, and all that both have recorded is equal.",
+        "Look at what ends the training: a limit of time, or a callback that stops it.",
+    ),
     "incomparable": Cause(
         "incomparable",
         "The two runs are not the same experiment.",
@@ -178,14 +190,16 @@ _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 _KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
 # What a batch starts from.
 STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
+# What is computed in it, in an order that the program gives.
+_COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
 def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     """Return the divergences of the ranks that diverge first.
 
-    Of several in one batch, those of the earliest kind: what one rank computes differently reaches
-    the others with the gradients.
+    Of several in one batch, those of the earliest kind, and of what is computed in it those that
+    come first: what one rank computes differently reaches the others with the gradients.
     """
     found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
     first = min(map(_moment, found), default=None)
@@ -196,8 +210,10 @@ def _moment(found: Divergence) -> tuple[int, ...]:
     if found.moment == "" and found.kind == "end":  # how a run ended: after everything else
         return (2**63,)
     phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(found.moment, 1)
-    kind = KINDS.index(found.kind) if found.kind in KINDS else 0
-    return (found.epoch, phase, found.step, found.batch or 0, kind)
+    when = (found.epoch, phase, found.step, found.batch or 0)
+    if found.kind in _COMPUTED:
+        return (*when, KINDS.index(_COMPUTED[0]), found.position)
+    return (*when, KINDS.index(found.kind) if found.kind in KINDS else 0, 0)
 
 
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
@@ -214,7 +230,11 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         return _CAUSES["stack"]
     found = first_divergences(comparison)
     if not found:
-        return _CAUSES["unknown"]
+        alone = [
+            side for rank in comparison.ranks for side in (rank.only_expected, rank.only_actual)
+        ]
+        longer = any(side.count for side in alone)
+        return _CAUSES["length" if longer else "unknown"]
     return _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
 
 
@@ -242,7 +262,7 @@ def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -
         op = first.name.rpartition("::")[2]
         return "draw" if any(word in op for word in _DRAWING) else "op"
     if first.kind in _INSIDE:
-        return "module"
+        return "given" if first.kind == "input" else "module"
     if first.kind == "gradient":
         return "all-reduce" if everywhere else "gradient"
     return first.kind if first.kind in _CAUSES else "unknown"

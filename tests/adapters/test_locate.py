@@ -217,6 +217,26 @@ def test_a_line_is_no_wider_than_a_terminal():
     assert max(map(len, describe(found, recipe=True))) <= 80
 
 
+def test_another_stack_is_shown_and_nothing_else_is_sought():
+    other = pair(**EPOCH)
+    other.comparison.stack = (SimpleNamespace(field="threads", expected=1, actual=2),)
+    found, asked = search(other)
+    assert (found.cause.kind, len(asked)) == ("stack", 1)
+    assert "  threads" in describe(found, recipe=True)
+
+
+def test_what_one_run_has_alone_is_told():
+    longer = pair()
+    alone = SimpleNamespace(count=9, first="epoch 2")
+    rank = SimpleNamespace(
+        rank=0, divergence=None, only_expected=SimpleNamespace(count=0), only_actual=alone
+    )
+    longer.differs, longer.comparison.ranks = True, [rank]
+    found, asked = search(longer)
+    assert (found.cause.kind, len(asked)) == ("length", 1)
+    assert "  rank 0, actual alone: 9 records, from epoch 2" in describe(found, recipe=True)
+
+
 def test_initial_weights_need_two_looks():
     """The second saves their values."""
     found, asked = search(*[pair("weights", moment="initial")] * 2)
