@@ -1,6 +1,7 @@
 """How fast and in how much memory ``d9m compare`` holds two ledgers against each other.
 
-    python benchmarks/compare.py -o benchmarks/results/compare.json
+    python benchmarks/compare.py -o benchmarks/results/compare-cpu.json
+    python benchmarks/compare.py --lines 10000000 -o benchmarks/results/compare-lines-cpu.json
 
 Each case is a synthetic pair that is compared by a process of its own, so that its peak of resident
 memory is that of the case alone. What is counted is digests, each with its place: a line has as
@@ -23,10 +24,15 @@ from pathlib import Path
 
 from lightning_d9m.evidence.compare import compare_ledgers
 from lightning_d9m.evidence.ledger import LedgerWriter, read_ledger
+from lightning_d9m.evidence.rank_file import seal_record
 from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
 
 # Places a batch, for the modules of a small network and of a large one; share of all places.
-SHAPES = {"small batches (64 places)": (64, 0.2), "large batches (2,048)": (2_048, 1.0)}
+SHAPES = {
+    "tiny batches (4 places)": (4, 0.05),
+    "small batches (64 places)": (64, 0.2),
+    "large batches (2,048)": (2_048, 1.0),
+}
 WEIGHTS = 16
 
 
@@ -57,6 +63,24 @@ def write_trace(path, places, batches, *, turned=False, other_from=None, others=
             record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
             writer.write(record | {"digests": "".join(digests)})
         writer.write(End(status="finished").as_record())
+
+
+def write_lines(path, count, *, other_from=None):
+    """Write a trace with one place in each batch, a line each: what costs most for a digest."""
+    with LedgerWriter(path) as writer:
+        begin(writer)
+        writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
+        check = writer.check.encode()
+    with path.open("ab") as file:
+        for batch in range(count):
+            digest = "f" * 32 if other_from is not None and batch >= other_from else f"{batch:032x}"
+            body = (
+                f'{{"kind":"probes","epoch":0,"step":{batch},"batch":{batch},"layout":0,'
+                f'"digests":"{digest}"}}'
+            )
+            line, check = seal_record(body.encode(), check)
+            file.write(line)
+        file.write(seal_record(b'{"kind":"end","status":"finished"}', check)[0])
 
 
 def write_epochs(path, epochs, *, other_from=None):
@@ -189,6 +213,19 @@ def run_cases(places, epochs, repeats):
     return cases
 
 
+def run_lines(count):
+    """Measure traces of as many lines as digests, once."""
+    return [
+        measure(
+            f"{count:,} lines of one place: half differ",
+            lambda path: write_lines(path, count),
+            lambda path: write_lines(path, count, other_from=count // 2),
+            count,
+            1,
+        )
+    ]
+
+
 def main():
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -196,17 +233,18 @@ def main():
     parser.add_argument("-n", "--places", type=int, default=10_000_000)
     parser.add_argument("-e", "--epochs", type=int, default=100_000)
     parser.add_argument("-r", "--repeats", type=int, default=2)
+    parser.add_argument("-l", "--lines", type=int, help="measure traces of so many lines instead")
     parser.add_argument("--pair", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.pair:
         print(json.dumps(measure_here(arguments.pair, arguments.repeats)))
         return
-    cases = run_cases(arguments.places, arguments.epochs, arguments.repeats)
-    facts = {
-        "python": platform.python_version(),
-        "processors": os.cpu_count(),
-        "places": arguments.places,
-    }
+    facts = {"python": platform.python_version(), "processors": os.cpu_count()}
+    if arguments.lines:
+        cases = run_lines(arguments.lines)
+    else:
+        facts["places"] = arguments.places
+        cases = run_cases(arguments.places, arguments.epochs, arguments.repeats)
     if arguments.output:
         arguments.output.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
 

@@ -2,7 +2,7 @@
 # Everything that needs a CUDA machine, in one command: bash benchmarks/gpu_suite.sh FOLDER [PART...]
 # Parts, in the order in which they run unless some are named: patches (times, distinct outputs and
 # whole models), tests (those marked cuda: 1,000 calls of each op), example (the segmentation network,
-# thrice), digest, audit, paper, graphsage. Each has SECONDS_PER_PART (570) and runs whatever the
+# thrice), digest, probes, audit, paper, graphsage. Each has SECONDS_PER_PART (570), runs whatever the
 # others say; JUnit, JSON, Markdown and logs are left in FOLDER. The status is 0 only if all are fine.
 set -uo pipefail
 folder=${1:?usage: gpu_suite.sh FOLDER [PART...]}
@@ -12,7 +12,7 @@ limit=${SECONDS_PER_PART:-570}
 cd "$(dirname "$0")/.." || exit 2
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
-[ $# -gt 0 ] || set -- patches tests example digest audit paper graphsage
+[ $# -gt 0 ] || set -- patches tests example digest probes audit paper graphsage
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
   echo "gpu_suite.sh: $python finds no torch with a CUDA device (set PYTHON to another)" >&2
   exit 2
@@ -44,7 +44,8 @@ for part; do
     run tests "$python" -m pytest -c /dev/null --rootdir "$PWD" --import-mode=importlib \
       -o "markers=cuda: needs a CUDA device" -p no:cacheprovider -m cuda -v \
       --junit-xml="$folder/cuda-tests.xml" \
-      tests/patches/test_cuda.py tests/evidence/test_digest_cuda.py
+      tests/patches/test_cuda.py tests/evidence/test_digest_cuda.py \
+      tests/adapters/test_probing_cuda.py
     ;;
   example)
     run example "$python" -m lightning_d9m repeat -n 3 -o "$folder/segmentation" --json \
@@ -52,6 +53,9 @@ for part; do
     ;;
   digest)
     run digest "$python" benchmarks/digest.py --device cuda --output "$folder"
+    ;;
+  probes) # each row is written when it is known
+    run probes "$python" benchmarks/probes.py --device cuda -o "$folder/probes-cuda.json"
     ;;
   audit)
     run audit "$python" -m lightning_d9m audit ops --device cuda --runs 30 -o "$folder/audit"

@@ -1,16 +1,18 @@
 """What probes cost a training step, and what they take on disk.
 
 Within one fit, blocks of steps with the callback alternate with blocks without it: the same model,
-the same caches, the same minute. The ratio of two neighbouring blocks is formed from the medians of
+the same caches, the same minute. The ratio of two neighbouring blocks is formed from the means of
 their steps, without the first; given are the median and the quartiles of these ratios. A step lasts
-from the end of the one before to its own. What the callback does to a fit as a whole (seeds, flags,
-loaders, the digests of an epoch) is in both kinds of blocks: benchmarks/callback.py measures it.
+from the end of the one before to its own; on a CUDA device, which runs behind, a block lasts until
+the device is done with it. What the callback does to a fit as a whole (seeds, flags, loaders, the
+digests of an epoch) is in both kinds of blocks: benchmarks/callback.py measures it.
 
-Beside the ratio stands which share of a step passes inside the callback's own hooks. It varies much
-less, because nothing is divided by another step; it lacks what Lightning takes to call them, what a
-disturbed cache costs the rest of the step, and whatever is taken inside the model.
+Beside the ratio stands which share of the time passes inside the callback's own hooks. It varies
+much less, because nothing is divided by another step; it lacks what Lightning takes to call them,
+what a disturbed cache costs the rest of the step, and whatever is taken inside the model.
 
-    python benchmarks/probes.py [--rounds 8] [--kinds Digits] [--variants "module probes"] [-o FILE]
+    python benchmarks/probes.py [--device cuda] [--rounds 8] [--kinds Digits]
+        [--variants "module probes"] [-o FILE]
 """
 
 import argparse
@@ -24,8 +26,8 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from probe_models import KINDS, Digits
+from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.evidence.stack import capture_stack
@@ -46,73 +48,6 @@ VARIANTS = {
 }
 
 
-class Digits(pl.LightningModule):
-    """A small convolutional net on 8 x 8 images, batch 64."""
-
-    steps = 400
-    block = 10
-    batch_size = 64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * 64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10),
-        )  # fmt: skip
-
-    @staticmethod
-    def data() -> TensorDataset:
-        """Return the samples of an epoch."""
-        generator = torch.Generator().manual_seed(0)
-        images = torch.rand(64 * Digits.steps, 1, 8, 8, generator=generator)
-        return TensorDataset(images, torch.randint(10, (len(images),), generator=generator))
-
-    def training_step(self, batch, _):
-        """Return the loss."""
-        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        """Return the optimizer."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Transformer(Digits):
-    """An encoder of 10.5 million parameters, 8 sequences of 128 tokens."""
-
-    steps = 120
-    block = 3
-    batch_size = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(384, 6, 1536, batch_first=True, dropout=0.1)
-        self.layers = nn.Sequential(
-            nn.Embedding(2048, 384),
-            nn.TransformerEncoder(layer, 5, enable_nested_tensor=False),
-            nn.Linear(384, 2048),
-        )
-
-    @staticmethod
-    def data() -> TensorDataset:
-        """Return the samples of an epoch."""
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(2048, (8 * Transformer.steps, 128), generator=generator)
-        return TensorDataset(tokens, tokens.roll(1, 1))
-
-    def training_step(self, batch, _):
-        """Return the loss."""
-        logits = self.layers(batch[0])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-        self.log("train_loss", loss)
-        return loss
-
-
-KINDS = {"Digits": Digits, "Transformer": Transformer}
-
-
 class Switch(pl.Callback):
     """Times steps, and takes a callback out of the Trainer for every other block of them.
 
@@ -125,7 +60,7 @@ class Switch(pl.Callback):
         self.blocks: list[list[float]] = [[]]
         self.ended = 0.0
         self.inside = 0.0
-        self.shares: list[float] = []
+        self.total_inside = self.total = 0.0
         for name in HOOKS:
             setattr(own, name, self.timed(getattr(own, name)))
 
@@ -145,10 +80,14 @@ class Switch(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """Time a step; after the last of a block, switch."""
-        self.blocks[-1].append(time.perf_counter() - self.ended)
-        if self.is_on() and len(self.blocks) > 1 and len(self.blocks[-1]) > 1:
-            self.shares.append(self.inside / self.blocks[-1][-1])
-        if len(self.blocks[-1]) == self.block:
+        steps = self.blocks[-1]
+        if len(steps) in {0, self.block - 1} and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        steps.append(time.perf_counter() - self.ended)
+        if self.is_on() and len(self.blocks) > 1 and len(steps) > 1:
+            self.total_inside += self.inside
+            self.total += steps[-1]
+        if len(steps) == self.block:
             self.blocks.append([])
             # A new list, because Lightning is iterating over the other.
             trainer.callbacks = [self.own, self] if self.is_on() else [self]
@@ -164,21 +103,22 @@ class Switch(pl.Callback):
     def ratios(self) -> Iterator[tuple[float, float]]:
         """Yield (ratio, seconds without) for each two neighbours; the first two warm up."""
         whole = [own for own in self.blocks if len(own) == self.block]
-        medians = [statistics.median(own[1:]) for own in whole]
-        for number in range(2, len(medians) - 1, 2):  # off, on; on, off
-            pair = medians[number : number + 2]
+        means = [statistics.fmean(own[1:]) for own in whole]
+        for number in range(2, len(means) - 1, 2):  # off, on; on, off
+            pair = means[number : number + 2]
             on, off = pair if number % 4 == 0 else pair[::-1]
             yield on / off, off
 
 
-def train(kind: type[Digits], words: dict, folder: Path) -> tuple[Switch, Path]:
+def train(kind: type[Digits], device: str, words: dict, folder: Path) -> tuple[Switch, Path]:
     """Train one epoch; return what was timed and the rank's file."""
     torch.manual_seed(0)
     own = DeterminismCallback(ledger_dir=folder, **words)
     switch = Switch(own, kind.block)
     trainer = pl.Trainer(
         max_epochs=1,
-        accelerator="cpu",
+        accelerator=device,
+        devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -208,17 +148,20 @@ def measure_file(file: Path) -> dict[str, float]:
     }
 
 
-def measure(kind: type[Digits], variants: Sequence[str], rounds: int) -> Iterator[tuple[str, dict]]:
+def measure(
+    kind: type[Digits], device: str, variants: Sequence[str], rounds: int
+) -> Iterator[tuple[str, dict]]:
     """Yield for each variant the ratio over steps without the callback."""
     for name in variants:
         words = VARIANTS[name]
         found: list[tuple[float, float]] = []
-        shares: list[float] = []
+        inside = total = 0.0
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as folder:
-                switch, file = train(kind, words, Path(folder))
+                switch, file = train(kind, device, words, Path(folder))
                 found += switch.ratios()
-                shares += switch.shares
+                inside += switch.total_inside
+                total += switch.total
                 size = measure_file(file)
         low, middle, high = statistics.quantiles([ratio for ratio, _ in found], n=4)
         yield (
@@ -228,17 +171,18 @@ def measure(kind: type[Digits], variants: Sequence[str], rounds: int) -> Iterato
                 "step_without_s": statistics.median(off for _, off in found),
                 "ratio": middle,
                 "ratio_quartiles": [low, high],
-                "share_inside_callback": statistics.median(shares),
+                "share_inside_callback": inside / total,
                 **size,
             },
         )
 
 
 def main() -> None:
-    """Measure both models and print, or write, the results."""
+    """Measure the models and print, or write, the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="fits of each variant")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="all; on the CPU no ResNet50")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
@@ -246,8 +190,10 @@ def main() -> None:
     results = {"stack": capture_stack({})}
     if arguments.output and arguments.output.exists():  # what is measured now, beside the rest
         results = json.loads(arguments.output.read_text()) | results
-    for kind in arguments.kinds:
-        for name, row in measure(KINDS[kind], arguments.variants, arguments.rounds):
+    on_cpu = arguments.device == "cpu"
+    for kind in arguments.kinds or [kind for kind in KINDS if not (on_cpu and kind == "ResNet50")]:
+        rows = measure(KINDS[kind], arguments.device, arguments.variants, arguments.rounds)
+        for name, row in rows:
             results.setdefault(kind, {})[name] = row
             low, high = row["ratio_quartiles"]
             print(

@@ -69,6 +69,6 @@ def _report_unused() -> None:
     unused = [name for name in given if name not in applied]
     if unused:
         rank_zero().rank_zero_warn(
-            f"The program's own DeterminismCallback is used, so {', '.join(unused)} have no "
-            "effect. Unset them, or remove that callback."
+            "The program's own DeterminismCallback is used. Without effect are therefore: "
+            f"{', '.join(unused)}. Unset what is listed, or remove that callback."
         )

@@ -131,12 +131,13 @@ def _make_strategy() -> Any:
 def _make_callbacks(package: str) -> list[Any]:
     if os.environ.get("LIGHTNING_D9M", "") in _OFF:
         return []
-    from lightning_d9m.adapters.environment import read_switch
     from lightning_d9m.errors import SettingError, TooLateError
 
     value = os.environ["LIGHTNING_D9M"]
     problem = _State.problem
     if problem is None:
+        from lightning_d9m.adapters.environment import read_switch
+
         if not read_switch(os.environ):
             return []
         if not _State.started:
@@ -162,8 +163,8 @@ def _make_callbacks(package: str) -> list[Any]:
 
 def _describe(error: Exception) -> str:
     """Return an error's sentences; of another library's, its kind too."""
-    from lightning_d9m.errors import D9mError
-
     text = str(error) or "no reason is given"
-    text = text if isinstance(error, D9mError) else f"{type(error).__name__}: {text}"
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    # By name: a broken installation may lack the module that defines ours.
+    own = type(error).__module__ == "lightning_d9m.errors"
+    text = text if own else f"{type(error).__name__}: {text}"
+    return text if text.endswith((".", "!", "?", ")")) else f"{text}."

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.adapters.compare import format_comparison
+from lightning_d9m.adapters.compare_report import format_comparison
 from lightning_d9m.adapters.testimony import LEDGER_VARIABLE
 from lightning_d9m.control.session import deterministic
 from lightning_d9m.control.settings import Settings

@@ -13,6 +13,7 @@ from importlib import import_module
 
 from lightning_d9m import __version__
 from lightning_d9m.errors import D9mError
+from lightning_d9m.evidence.display import printable
 
 _WIDEST = 100
 _COMMANDS = {
@@ -84,7 +85,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _print_error(text: str) -> None:
     """Print an error, on a terminal without words that are cut at its edge."""
-    lines = f"d9m: error: {text}".splitlines()
+    # It may name what others have named: a folder, a field of a ledger, a line of a log.
+    lines = [printable(line) for line in f"d9m: error: {text}".splitlines()]
     if sys.stderr.isatty():
         width = min(shutil.get_terminal_size().columns, _WIDEST)
         words = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

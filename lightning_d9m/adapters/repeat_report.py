@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_d9m.adapters.compare import as_json, format_comparison
+from lightning_d9m.adapters.compare import as_json
+from lightning_d9m.adapters.compare_report import format_comparison
 from lightning_d9m.adapters.repeat_run import Run
 from lightning_d9m.adapters.verdict import RunRow, format_table
 from lightning_d9m.evidence.compare import Comparison, compare_ledgers

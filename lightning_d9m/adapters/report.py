@@ -4,11 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-from lightning_d9m.adapters.compare import as_json
+from lightning_d9m.adapters.compare import as_json, progress_shown
 from lightning_d9m.adapters.report_page import GENERATOR, render_page
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.compare import Comparison, compare_ledgers
 from lightning_d9m.evidence.course import Course
+from lightning_d9m.evidence.display import printable
 from lightning_d9m.evidence.ledger import read_ledger
 from lightning_d9m.evidence.rank_file import explain
 
@@ -38,14 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         _check_output(arguments.output, force=arguments.force)
     course = Course()
-    comparison = compare_ledgers(
-        read_ledger(arguments.expected), read_ledger(arguments.actual), watch=course.watch
-    )
+    ledgers = read_ledger(arguments.expected), read_ledger(arguments.actual)
+    with progress_shown() as progress:
+        comparison = compare_ledgers(*ledgers, progress=progress, watch=course.watch)
     if arguments.json:
         print(json.dumps(_facts(comparison, course), indent=2))
     else:
         _write(arguments.output, render_page(comparison, course))
-        print(f"{comparison.verdict}: the report is {arguments.output}")
+        print(f"{comparison.verdict}: the report is {printable(str(arguments.output))}")
     return 0 if comparison.equal else 1
 
 
@@ -54,6 +55,10 @@ def _facts(comparison: Comparison, course: Course) -> dict[str, object]:
         name: [[s.first, s.last, s.compared, s.differing] for s in found.ordered()]
         for name, found in (("places", course.places), ("weights", course.weights))
     }
+    timeline = {
+        rank: [[s.first, s.last, s.compared, s.differing, s.alone] for s in found.ordered()]
+        for rank, found in course.ranks.items()
+    }
     moments = [[m.rank, m.where, m.status, list(m.groups)] for m in course.moments]
     modules = {
         path: {"differing": module.differing, "first": module.first}
@@ -61,6 +66,7 @@ def _facts(comparison: Comparison, course: Course) -> dict[str, object]:
     }
     return as_json(comparison) | {
         "growth": growth,
+        "timeline": timeline,
         "moments": moments,
         "moments_left_out": course.moments_left_out,
         "modules": modules,

@@ -27,21 +27,27 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .6rem; min-width: 4rem;
   border-bottom: 1px solid var(--edge); }
 td code { display: inline-block; min-width: 9rem; max-width: 24rem; }
-td bdi, td code bdi { overflow-wrap: break-word; }
+td bdi { overflow-wrap: break-word; }
 .where { display: inline-block; min-width: 7.5rem; }
 tbody tr:last-child td { border-bottom: 0; } th { background: var(--card); white-space: nowrap; }
-.left-out, footer, figcaption { color: var(--soft); font-size: .9rem; }
+.lead { font-size: 1.1rem; } .basis { margin-top: .6rem; }
+.left-out, .basis, footer, figcaption { color: var(--soft); font-size: .9rem; }
 footer { margin: 2rem 0 1rem; }
 .filters { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center;
-  margin: .4rem 0; } .filters[hidden] { display: none; }
+  margin: .4rem 0; }
 input, select { font: inherit; padding: .15rem .4rem; max-width: 100%; color: inherit;
   background: var(--page); border: 1px solid var(--edge); border-radius: 4px; }
-figure { margin: .5rem 0 1rem; } svg { width: 100%; height: auto; max-height: 20rem; }
-svg text { fill: var(--soft); font-size: 13px; } .axis { stroke: var(--edge); }
+figure { margin: .5rem 0 1rem; } svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 11px; } .axis { stroke: var(--edge); }
 polyline { fill: none; stroke: var(--line); stroke-width: 2; } circle { fill: var(--line); }
+rect.equal { fill: var(--good); } rect.different { fill: var(--bad); }
+rect.alone { fill: var(--mild); } .key { white-space: nowrap; margin-left: .6rem; }
+.key::before { content: ""; display: inline-block; width: .8em; height: .8em; margin-right: .3em;
+  background: var(--good); } .key.different::before { background: var(--bad); }
+.key.alone::before { background: var(--mild); }
 .mark { stroke: var(--bad); stroke-dasharray: 4 3; }
 .tree { list-style: none; margin: 0; padding: .5rem; border: 1px solid var(--edge);
-  border-radius: 6px; max-height: 32rem; overflow: auto; }
+  border-radius: 6px; max-height: 32rem; overflow: auto; position: relative; }
 .tree li { padding: .1rem 0 .1rem calc(var(--depth) * 1rem + .6rem);
   border-left: 4px solid transparent; overflow-wrap: anywhere; }
 .tree span { color: var(--soft); font-size: .88rem; }
@@ -50,37 +56,68 @@ polyline { fill: none; stroke: var(--line); stroke-width: 2; } circle { fill: va
 .tree .first strong, .status.different { color: var(--bad); } .status { white-space: nowrap; }
 .status.equal { color: var(--good); } .status.only-expected, .status.only-actual {
   color: var(--mild); }
-@media (max-width: 500px) { main { padding: .6rem; } svg text { font-size: 22px; }
+@media (max-width: 500px) { main { padding: .6rem; } svg text { font-size: 17px; }
   th, td { padding: .3rem .4rem; min-width: 3rem; } }
+@media print { .tree { max-height: none; overflow: visible; } .scroll { overflow: visible; }
+  .filters { display: none; } table { font-size: .7rem; }
+  td, td code { overflow-wrap: anywhere; min-width: 0; } tr, figure, li { break-inside: avoid; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
 SCRIPT = """
 (function () {
-  var table = document.getElementById("places");
-  if (!table) return;
-  var rows = Array.prototype.slice.call(table.tBodies[0].rows);
-  var name = document.getElementById("name"), kind = document.getElementById("kind");
-  var shown = document.getElementById("shown"), kinds = {};
-  rows.forEach(function (row) { kinds["k" + row.cells[1].textContent] = true; });
-  Object.keys(kinds).forEach(function (key) {
-    var option = document.createElement("option");
-    option.textContent = option.value = key.slice(1);
-    kind.appendChild(option);
-  });
-  function filter() {
-    var text = name.value.toLowerCase(), count = 0;
-    rows.forEach(function (row) {
-      var fits = row.cells[2].textContent.toLowerCase().indexOf(text) >= 0 &&
-        (!kind.value || row.cells[1].textContent === kind.value);
-      row.hidden = !fits;
-      count += fits;
-    });
-    shown.textContent = count + " of " + rows.length + " shown";
+  var first = document.querySelector(".tree .first");
+  if (first) first.parentNode.scrollTop = first.offsetTop - 120;
+  function make(tag, parent, text) {
+    var made = document.createElement(tag);
+    if (text) made.textContent = text;
+    parent.appendChild(made);
+    return made;
   }
-  name.addEventListener("input", filter);
-  kind.addEventListener("change", filter);
-  name.form.addEventListener("submit", function (event) { event.preventDefault(); });
-  name.form.hidden = false;
-  filter();
+  Array.prototype.forEach.call(document.querySelectorAll("table"), function (table) {
+    var rows = Array.prototype.map.call(table.tBodies[0].rows, function (row) {
+      return { row: row, cells: [] };
+    });
+    var form = document.createElement("form"), controls = [];
+    form.className = "filters";
+    Array.prototype.forEach.call(table.tHead.rows[0].cells, function (head, column) {
+      var how = head.getAttribute("data-filter"), values = [], known = Object.create(null);
+      if (!how) return;
+      rows.forEach(function (entry) {
+        var text = entry.cells[column] = entry.row.cells[column].textContent;
+        if (!known[text]) { known[text] = true; values.push(text); }
+      });
+      if (values.length < 2) return;
+      var label = make("label", form, head.textContent + " "), control;
+      if (how === "text") {
+        control = make("input", label);
+        control.type = "search";
+      } else {
+        control = make("select", label);
+        make("option", control, "all").value = "";
+        values.forEach(function (text) { make("option", control, text).value = text; });
+      }
+      controls.push(function (entry) {
+        var wanted = control.value, text = entry.cells[column];
+        return !wanted || (how === "text"
+          ? text.toLowerCase().indexOf(wanted.toLowerCase()) >= 0 : text === wanted);
+      });
+    });
+    if (!controls.length) return;
+    var shown = make("output", form);
+    function filter() {
+      var count = 0;
+      rows.forEach(function (entry) {
+        var fits = controls.every(function (fit) { return fit(entry); });
+        entry.row.hidden = !fits;
+        count += fits;
+      });
+      shown.textContent = count + " of " + rows.length + " shown";
+    }
+    form.addEventListener("input", filter);
+    form.addEventListener("submit", function (event) { event.preventDefault(); });
+    table.parentNode.parentNode.insertBefore(form, table.parentNode);
+    filter();
+  });
 })();
 """

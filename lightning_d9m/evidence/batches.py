@@ -133,11 +133,12 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
     else:
         count = sum(map(ne, one, other))
     common = len(one)
-    for name, values in (
-        ("global step", (str(expected.step), str(actual.step))),
-        ("unknown to this version", (str(expected.extra()), str(actual.extra()))),
+    for name, first, second in (
+        ("global step", expected.step, actual.step),
+        ("unknown to this version", expected.extra(), actual.extra()),
     ):
-        if values[0] != values[1]:
+        if first != second:
+            values = str(first), str(second)
             differing.insert(0, PlaceDifference(expected.offset, OTHER, name, 0, *values))
             count, common = count + 1, common + 1
     return BatchComparison(
@@ -191,6 +192,8 @@ def _list_places(tokens: Iterable[bytes]) -> list[Place]:
 def _count_kinds(
     places: Sequence[Place], differing: list[PlaceDifference]
 ) -> dict[str, tuple[int, int]]:
+    if not differing:
+        return {}
     found = Counter(entry.kind for entry in differing)
-    sizes = Counter(kind for kind, _, _ in places) if found else found
+    sizes = Counter(kind for kind, _, _ in places)
     return {kind: (count, max(count, sizes[kind])) for kind, count in found.items()}

@@ -190,30 +190,17 @@ _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 _KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
 # What a batch starts from.
 STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
-# What is computed in it, in an order that the program gives.
-_COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
 def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     """Return the divergences of the ranks that diverge first.
 
-    Of several in one batch, those of the earliest kind, and of what is computed in it those that
-    come first: what one rank computes differently reaches the others with the gradients.
+    Several when they do so at the same moment, in what they compute at the same place.
     """
     found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
-    first = min(map(_moment, found), default=None)
-    return tuple(entry for entry in found if _moment(entry) == first)
-
-
-def _moment(found: Divergence) -> tuple[int, ...]:
-    if found.moment == "" and found.kind == "end":  # how a run ended: after everything else
-        return (2**63,)
-    phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(found.moment, 1)
-    when = (found.epoch, phase, found.step, found.batch or 0)
-    if found.kind in _COMPUTED:
-        return (*when, KINDS.index(_COMPUTED[0]), found.position)
-    return (*when, KINDS.index(found.kind) if found.kind in KINDS else 0, 0)
+    first = min((entry.when for entry in found), default=None)
+    return tuple(entry for entry in found if entry.when == first)
 
 
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:

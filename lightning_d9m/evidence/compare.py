@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
-from lightning_d9m.evidence.alignment import Item, align_records, describe_record
+from lightning_d9m.evidence.alignment import align_records
 from lightning_d9m.evidence.batches import (
     Batch,
     BatchComparison,
+    PlaceDifference,
     compare_batches,
 )
 from lightning_d9m.evidence.comparison import (
@@ -24,6 +26,7 @@ from lightning_d9m.evidence.difference import (
     FieldDifference,
     batch_difference,
     header_refusals,
+    list_entries,
     name_call,
     record_difference,
     run_refusals,
@@ -34,6 +37,7 @@ from lightning_d9m.evidence.ledger import Ledger
 from lightning_d9m.evidence.lineage import LineageReader
 from lightning_d9m.evidence.rank_file import RankReader
 from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+from lightning_d9m.evidence.side import Item, describe_record
 from lightning_d9m.evidence.stack import stack_differences
 
 __all__ = [
@@ -182,7 +186,7 @@ class _Tally:
             self.differing += difference is not None
             if difference is not None and self.first is None:
                 self.first = difference
-                self.divergence = _at_record(self.rank, difference)
+                self.divergence = _at_record(self.rank, difference, list_entries(one, other))
         else:
             # Only the first is described: after it most records differ, and that takes time.
             self.differing += one != other
@@ -204,19 +208,18 @@ class _Tally:
         listed = self.watched or self.first is None
         found = compare_batches(one, other, listed=listed)
         self.places += found.places
-        where = describe_record(other)
         for side, places in enumerate((found.only_expected, found.only_actual)):
             if places:
                 known = self.only_places[side]
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                first = known.first or f"{plain(name)} in {where}"
+                first = known.first or f"{plain(name)} in {describe_record(other)}"
                 self.only_places[side] = OneSided(known.count + len(places), first)
         if found.count:
             self.differing_batches += number != self.differing_batch
             self.differing_batch = number
             self.differing_places += found.count
             if self.first is None:
-                self.first = batch_difference(found, where)
+                self.first = batch_difference(found, describe_record(other))
                 self.divergence = _at_place(self.rank, found)
         return found
 
@@ -243,7 +246,7 @@ def _at_place(rank: int, found: BatchComparison) -> Divergence:
     )
 
 
-def _at_record(rank: int, found: Difference) -> Divergence:
+def _at_record(rank: int, found: Difference, entries: Iterable[PlaceDifference]) -> Divergence:
     return Divergence(
         rank=rank,
         moment=found.moment,
@@ -256,7 +259,7 @@ def _at_record(rank: int, found: Difference) -> Divergence:
         position=0,
         expected=found.expected,
         actual=found.actual,
-        places=(),
+        places=tuple(islice(entries, PLACES_KEPT)),
         count=found.count,
         compared=found.total,
     )

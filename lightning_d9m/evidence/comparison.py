@@ -7,7 +7,10 @@ from typing import Literal
 from lightning_d9m.evidence.batches import PlaceDifference
 from lightning_d9m.evidence.difference import Difference, FieldDifference
 from lightning_d9m.evidence.lineage import Break
+from lightning_d9m.evidence.probe_settings import KINDS
 
+# What ranks compute on their own, from what the batch begins with up to the exchange of gradients.
+_COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]
 # So many places of the batch that diverges first are listed; all are counted.
 PLACES_KEPT = 10_000
 
@@ -47,8 +50,8 @@ class Divergence:
             0 where no probe tells it.
         expected: Its digest in the earlier run.
         actual: Its digest in the later run.
-        places: All places of that batch that differ, in order of execution, this one first; at most
-            ``PLACES_KEPT``. Empty where no probe tells them.
+        places: All places of that batch, or entries of that record, that differ, in order, this one
+            first; at most ``PLACES_KEPT``.
         count: Their number, those that were not kept included.
         compared: Number of places of the batch, or entries of the record, that were compared.
         one_sided: Places of that batch that only one run has; at most ``PLACES_KEPT`` of each.
@@ -69,6 +72,22 @@ class Divergence:
     count: int
     compared: int
     one_sided: tuple[PlaceDifference, ...] = ()
+
+    @property
+    def when(self) -> tuple[int, ...]:
+        """Where it stands in the order of execution, on whatever rank: the earliest is least.
+
+        Of several in one batch, the earliest kind, and of what the batch computes, whatever kind
+        it is, the earliest place: what one rank computes differently reaches the others with the gradients, or with
+        what else the ranks exchange.
+        """
+        if self.moment == "" and self.kind == "end":  # how a run ended: after everything else
+            return (2**63,)
+        phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
+        when = (self.epoch, phase, self.step, self.batch or 0)
+        if self.kind in _COMPUTED:
+            return (*when, KINDS.index("input"), self.position)
+        return (*when, KINDS.index(self.kind) if self.kind in KINDS else 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +197,12 @@ class Comparison:
 
     @property
     def first(self) -> tuple[int, Difference] | None:
-        """The rank that diverges first, and how; of several in one step, the lowest."""
-        found = [(rank.rank, rank.first) for rank in self.ranks if rank.first is not None]
-        return min(found, key=lambda entry: (entry[1].epoch, entry[1].step), default=None)
+        """The rank that diverges first, and how."""
+        found = {rank.rank: rank.first for rank in self.ranks if rank.first is not None}
+        return next(((d.rank, found[d.rank]) for d in self.divergences), None)
 
     @property
     def divergences(self) -> list[Divergence]:
         """The first divergence of each rank that has one, the earliest first."""
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
-        return sorted(found, key=lambda entry: (entry.epoch, entry.step, entry.position))
+        return sorted(found, key=lambda entry: entry.when)

@@ -1,21 +1,26 @@
 """The course of two runs: how their difference grows, at which moments, in which modules.
 
-Collected while two ledgers are compared, in bounded memory: steps are merged when they become many,
-and of names and moments the first are kept and the rest counted.
+Collected while two ledgers are compared, in bounded memory: steps are merged when they become many;
+of moments and modules, those that differ are kept before those that agree, and the rest is counted.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from lightning_d9m.evidence.alignment import Item, describe_record
-from lightning_d9m.evidence.batches import OTHER, Batch, BatchComparison
-from lightning_d9m.evidence.difference import record_difference
+from lightning_d9m.evidence.batches import Batch, BatchComparison
+from lightning_d9m.evidence.difference import list_entries
 from lightning_d9m.evidence.layouts import unpack_places
+from lightning_d9m.evidence.probe_settings import ROOT
 from lightning_d9m.evidence.records import Digests
+from lightning_d9m.evidence.side import Item, describe_record
 
 MAX_STEPS = 512
+MAX_MARKS = 256
 MAX_MOMENTS = 400
 MAX_MODULES = 1_500
-_NO_MODULE = {"batch", "loss", "scalar", "rng", "optimizer", "monitor", OTHER}
+MAX_EPOCHS = 10_000
+_OF_MODULES = frozenset({"input", "output", "grad_output"})
+_OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
 
 @dataclass(slots=True)
@@ -27,34 +32,43 @@ class Step:
         last: The last.
         compared: Number of places or entries, over all ranks.
         differing: How many of them differ.
+        alone: Number of records, or of places, that one run has alone.
     """
 
     first: int
     last: int
     compared: int = 0
     differing: int = 0
+    alone: int = 0
 
 
 @dataclass(slots=True)
 class Growth:
-    """The number of differences by step, of one kind of evidence."""
+    """The number of differences by step.
 
+    Attributes:
+        limit: The most steps that are kept; neighbours are merged when there are more.
+    """
+
+    limit: int = MAX_STEPS
     steps: dict[int, Step] = field(default_factory=dict)
     width: int = 1
 
-    def add(self, step: int, compared: int, differing: int) -> None:
-        """Count a step; neighbours are merged when there are more than ``MAX_STEPS``."""
-        number = step // self.width
-        entry = self.steps.setdefault(number, Step(step, step))
-        entry.first, entry.last = min(entry.first, step), max(entry.last, step)
-        entry.compared += compared
-        entry.differing += differing
-        while len(self.steps) > MAX_STEPS:
-            merged = Growth(width=2 * self.width)
-            for old in self.steps.values():
-                merged.add(old.first, old.compared, old.differing)
-                merged.steps[old.first // merged.width].last = old.last
-            self.steps, self.width = merged.steps, merged.width
+    def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
+        """Count a step."""
+        self._merge(Step(step, step, compared, differing, alone))
+        while len(self.steps) > self.limit:
+            old, self.steps, self.width = self.steps, {}, 2 * self.width
+            for entry in old.values():
+                self._merge(entry)
+
+    def _merge(self, new: Step) -> None:
+        entry = self.steps.setdefault(new.first // self.width, new)
+        if entry is not new:
+            entry.first, entry.last = min(entry.first, new.first), max(entry.last, new.last)
+            entry.compared += new.compared
+            entry.differing += new.differing
+            entry.alone += new.alone
 
     def ordered(self) -> list[Step]:
         """Return the steps in order."""
@@ -84,7 +98,7 @@ class Module:
 
     Attributes:
         differing: Number of places and digests, over all steps and ranks.
-        first: (rank, epoch, step, position, what) of the first that was met.
+        first: (epoch, step, batch, position, what) of the first, whatever its rank.
     """
 
     differing: int = 0
@@ -98,93 +112,155 @@ class Course:
     Attributes:
         places: Growth of the difference among probes.
         weights: Growth of the difference among the digests of epochs.
-        moments: The records of digests, at most ``MAX_MOMENTS``; those that differ count first.
-        moments_left_out: How many more there were.
-        modules: By path, at most ``MAX_MODULES``; "" is the model itself.
-        modules_left_out: How many names found no room.
+        ranks: All that was compared on each rank, by step.
+        epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
+        differing: Modules in which something differs, by path; "" is the model itself.
+        agreeing: The others.
     """
 
     places: Growth = field(default_factory=Growth)
     weights: Growth = field(default_factory=Growth)
-    moments: list[Moment] = field(default_factory=list)
-    moments_left_out: int = 0
-    modules: dict[str, Module] = field(default_factory=dict)
-    modules_left_out: int = 0
+    ranks: dict[int, Growth] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    differing: dict[str, Module] = field(default_factory=dict)
+    agreeing: dict[str, None] = field(default_factory=dict)
+    # Those that differ and those that agree, each with its number in the order of reading.
+    _moments: tuple[list[tuple[int, Moment]], list[tuple[int, Moment]]] = field(
+        default_factory=lambda: ([], [])
+    )
+    _counted: int = 0
+    _overflow: bool = False
     _seen: set[int] = field(default_factory=set)
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The records of digests, at most ``MAX_MOMENTS``; those that differ go before others."""
+        differing, agreeing = self._moments
+        kept = differing + agreeing[: MAX_MOMENTS - len(differing)]
+        return [moment for _, moment in sorted(kept, key=lambda entry: entry[0])]
+
+    @property
+    def moments_left_out(self) -> int:
+        """How many more there were."""
+        return self._counted - len(self.moments)
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        """By path, at most ``MAX_MODULES``; those that differ go before others."""
+        room = MAX_MODULES - len(self.differing)
+        return self.differing | {path: Module() for path in list(self.agreeing)[: max(0, room)]}
+
+    @property
+    def modules_left_out(self) -> bool:
+        """Whether there were more."""
+        return self._overflow or len(self.differing) + len(self.agreeing) > MAX_MODULES
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: BatchComparison | None
     ) -> None:
         """Take a pair."""
-        if isinstance(one, Batch) and isinstance(other, Batch):
-            self._take_batch(rank, one, found)
-        elif isinstance(one, Digests) or isinstance(other, Digests):
+        item = one or other
+        if isinstance(item, Batch):
+            self._enter(item.epoch, item.step)
+            self._take_batch(rank, item, alone=one is None or other is None, found=found)
+        elif isinstance(item, Digests):
+            self._enter(item.epoch + (item.moment == "epoch"), item.step)
             self._take_digests(rank, one, other)
 
-    def _take_batch(self, rank: int, one: Batch, found: BatchComparison | None) -> None:
-        for token in one.layouts:
+    def _enter(self, epoch: int, step: int) -> None:
+        if len(self.epochs) < MAX_EPOCHS:
+            self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
+
+    def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
+        line = self.ranks.setdefault(rank, Growth(MAX_MARKS))
+        line.add(step, compared, differing, alone)
+
+    def _take_batch(
+        self, rank: int, batch: Batch, *, alone: bool, found: BatchComparison | None
+    ) -> None:
+        if alone:
+            self._mark(rank, batch.step, 0, 0, batch.size)
+            return
+        for token in batch.layouts:
             key = hash(token)
             if key not in self._seen and len(self._seen) < MAX_MODULES:
                 self._seen.add(key)
                 for kind, name, _ in unpack_places(token):
-                    self._module(_module_of_place(kind, name))
-        compared = one.size if found is None else found.places
-        self.places.add(one.step, compared, 0 if found is None else found.count)
-        for place in found.differing if found is not None else ():
-            where = (rank, one.epoch, one.step, place.position, f"{place.kind} {place.name}")
-            self._differs(_module_of_place(place.kind, place.name), where)
+                    self._agrees(module_of(kind, name))
+        if found is None:
+            self.places.add(batch.step, batch.size, 0)
+            self._mark(rank, batch.step, batch.size, 0, 0)
+            return
+        self.places.add(batch.step, found.places, found.count)
+        only = len(found.only_expected) + len(found.only_actual)
+        self._mark(rank, batch.step, found.places, found.count, only)
+        for place in found.differing:
+            what = f"{place.kind} {place.name}"
+            where = (batch.epoch, batch.step, batch.batch, place.position, what)
+            self._differs(module_of(place.kind, place.name), where)
 
     def _take_digests(self, rank: int, one: Item | None, other: Item | None) -> None:
-        record = other if isinstance(other, Digests) else one
-        if not isinstance(record, Digests):
+        if not isinstance(one, Digests) or not isinstance(other, Digests):
+            item = one or other
+            if isinstance(item, Digests):
+                status = "only actual" if one is None else "only expected"
+                self._add_moment(Moment(rank, describe_record(item), status))
+                self._mark(rank, item.step, 0, 0, 1)
             return
-        groups: tuple[tuple[str, int, int], ...] = ()
-        weights = record.groups.get("weights", {})
-        for name in weights:
-            self._module(name.rpartition(".")[0])
-        if one is None or other is None:
-            status = "only actual" if one is None else "only expected"
-        elif isinstance(one, Digests) and isinstance(other, Digests):
-            difference = None if one is other else record_difference(one, other)
-            status = "equal" if difference is None else "different"
-            if difference is not None:
-                groups = tuple((g, n, of) for g, (n, of) in difference.by_group.items())
-            theirs = one.groups.get("weights", {})
-            changed = [name for name, digest in weights.items() if theirs.get(name) != digest]
-            self.weights.add(record.step, len(weights), len(changed))
-            for number, name in enumerate(changed):
-                where = (rank, record.epoch, record.step, number, f"weights {name}")
-                self._differs(name.rpartition(".")[0], where)
-        else:
+        for group, names in other.groups.items():
+            for name in names:
+                self._agrees(module_of(group, name))
+        entries = () if one is other else tuple(list_entries(one, other))
+        groups = Counter(entry.kind for entry in entries)
+        sizes = {group: len(names) for group, names in other.groups.items()}
+        listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())
+        status = "different" if entries else "equal"
+        self._add_moment(Moment(rank, describe_record(other), status, listed))
+        self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
+        self.weights.add(other.step, sizes.get("weights", 0), groups["weights"])
+        for entry in entries:
+            # After the batches of its epoch.
+            where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
+            self._differs(module_of(entry.kind, entry.name), where)
+
+    def _add_moment(self, moment: Moment) -> None:
+        kept = self._moments[moment.status == "equal"]
+        if len(kept) < MAX_MOMENTS:
+            kept.append((self._counted, moment))
+        self._counted += 1
+
+    def _agrees(self, path: str) -> None:
+        if path in self.differing or path in self.agreeing:
             return
-        if len(self.moments) < MAX_MOMENTS:
-            self.moments.append(Moment(rank, describe_record(record), status, groups))
+        if len(self.agreeing) < MAX_MODULES:
+            self.agreeing[path] = None
         else:
-            self.moments_left_out += 1
+            self._overflow = True
 
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
-        module = self._module(path)
-        if module is not None:
-            module.differing += 1
-            module.first = module.first or where
-
-    def _module(self, path: str) -> Module | None:
-        found = self.modules.get(path)
-        if found is None:
-            if len(self.modules) >= MAX_MODULES:
-                self.modules_left_out += 1
-                return None
-            found = self.modules[path] = Module()
-        return found
+        module = self.differing.get(path)
+        if module is None:
+            if len(self.differing) >= MAX_MODULES:
+                self._overflow = True
+                return
+            self.agreeing.pop(path, None)
+            module = self.differing[path] = Module()
+        module.differing += 1
+        if module.first is None or where < module.first:
+            module.first = where
 
 
-def _module_of_place(kind: str, name: str) -> str:
-    """Return the module that a place belongs to; "" is the model itself."""
-    if kind in _NO_MODULE:
-        return ""
+def module_of(kind: str, name: str) -> str:
+    """Return the module that a place, or an entry of digests, belongs to; "" is the model itself.
+
+    >>> module_of("output", "encoder.0:hidden"), module_of("gradient", "encoder.0.weight")
+    ('encoder.0', 'encoder.0')
+    >>> module_of("op", "encoder.0::aten.mm.default"), module_of("loss", "loss")
+    ('encoder.0', '')
+    """
     if kind == "op":
-        return name.partition("::")[0].replace("/", ".")
+        return name.partition("::")[0].removeprefix(ROOT)
     path = name.partition(":")[0]
-    if kind in {"weight", "buffer", "gradient", "local_gradient"}:
+    if kind in _OF_PARAMETERS:
         return path.rpartition(".")[0]
-    return path
+    return path.removeprefix(ROOT) if kind in _OF_MODULES else ""

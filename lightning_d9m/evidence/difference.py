@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_d9m.evidence.alignment import describe_record
-from lightning_d9m.evidence.batches import BatchComparison
+from lightning_d9m.evidence.batches import BatchComparison, PlaceDifference
 from lightning_d9m.evidence.records import (
     Digests,
     End,
@@ -14,8 +13,11 @@ from lightning_d9m.evidence.records import (
     Record,
     RunFacts,
 )
+from lightning_d9m.evidence.side import describe_record
 
 Table: TypeAlias = Mapping[str, Json]
+# Name, value in the earlier run, value in the later one.
+Entry: TypeAlias = tuple[str, Json, Json]
 
 NAMES_KEPT = 10
 MISSING = "missing"
@@ -150,9 +152,7 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
     return table | _flatten(facts.extra)
 
 
-def table_differences(
-    expected: Mapping[str, Json], actual: Mapping[str, Json]
-) -> list[tuple[str, Json, Json]]:
+def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) -> list[Entry]:
     """Return (name, expected, actual) for each entry that differs, ``"missing"`` if there is none.
 
     Values of different types differ: 1 is not True, and 1.0 is not 1.
@@ -170,10 +170,43 @@ def table_differences(
 
 def record_difference(expected: Record, actual: Record) -> Difference | None:
     """Return how two records with the same key differ, or None when they hold the same evidence."""
-    if isinstance(expected, Digests) and isinstance(actual, Digests):
-        return _digests_difference(expected, actual)
-    fields = [_comparable_fields(record) for record in (expected, actual)]
-    return _build("", actual, {str(fields[0]["kind"]): (fields[0], fields[1])})
+    by_group: dict[str, tuple[int, int]] = {}
+    first: tuple[str, list[Entry]] | None = None
+    total = 0
+    for group, size, named in _differing(expected, actual):
+        total += size
+        if named:
+            by_group[group] = (len(named), size)
+            first = first or (group, named)
+    if first is None:
+        return None
+    group, named = first
+    fields = actual.as_record()
+    epoch, step = fields.get("epoch"), fields.get("step")
+    return Difference(
+        kind=str(fields["kind"]),
+        where=describe_record(actual),
+        moment=actual.moment if isinstance(actual, Digests) else "",
+        epoch=epoch if isinstance(epoch, int) else 0,
+        step=step if isinstance(step, int) else 0,
+        group=group,
+        names=tuple(name for name, _, _ in named[:NAMES_KEPT]),
+        count=sum(count for count, _ in by_group.values()),
+        total=total,
+        expected=str(named[0][1]),
+        actual=str(named[0][2]),
+        by_group=by_group,
+    )
+
+
+def list_entries(expected: Record, actual: Record) -> Iterator[PlaceDifference]:
+    """Yield each entry in which two records with the same key differ, group by group."""
+    differing = (
+        (group, *entry) for group, _, named in _differing(expected, actual) for entry in named
+    )
+    for number, (group, name, *values) in enumerate(differing):
+        one, other = (None if value == MISSING else str(value) for value in values)
+        yield PlaceDifference(number, group, name, 0, one, other)
 
 
 def batch_difference(found: BatchComparison, where: str) -> Difference | None:
@@ -229,7 +262,27 @@ def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
         yield path, value
 
 
-def _digests_difference(expected: Digests, actual: Digests) -> Difference | None:
+def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[Entry]]]:
+    """Yield each group with the number of its entries, and those that differ.
+
+    They come as the earlier run listed them, which may be the order of the model.
+    """
+    for group, (one, other) in _tables(expected, actual).items():
+        entries = one.keys() | other.keys()
+        differing = table_differences(one, other)
+        # A group's total differs whenever an entry does: it says something only when alone.
+        named = [entry for entry in differing if entry[0] != _TOTAL] or differing
+        if named[1:]:
+            order = {name: number for number, name in enumerate(one)}
+            named.sort(key=lambda entry: order.get(entry[0], len(order)))
+        yield group, len(entries) - (_TOTAL in entries and len(entries) > 1), named
+
+
+def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
+    """Return what two records hold, by group."""
+    if not isinstance(expected, Digests) or not isinstance(actual, Digests):
+        fields = [_comparable_fields(record) for record in (expected, actual)]
+        return {str(fields[0]["kind"]): (fields[0], fields[1])}
     tables: dict[str, tuple[Table, Table]] = {}
     named = list(GROUPS)
     for record in (expected, actual):
@@ -242,7 +295,7 @@ def _digests_difference(expected: Digests, actual: Digests) -> Difference | None
     tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
     extras = [_flatten(record.extra) for record in (expected, actual)]
     tables["other fields"] = (extras[0], extras[1])
-    return _build(expected.moment, actual, tables)
+    return tables
 
 
 def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table, Table]:
@@ -258,45 +311,3 @@ def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table
             if total is not None:
                 table[_TOTAL] = total
     return one, other
-
-
-def _build(
-    moment: str,
-    actual: Record,
-    tables: Mapping[str, tuple[Table, Table]],
-) -> Difference | None:
-    by_group: dict[str, tuple[int, int]] = {}
-    first: tuple[str, list[tuple[str, Json, Json]]] | None = None
-    total = 0
-    for group, (one, other) in tables.items():
-        entries = one.keys() | other.keys()
-        size = len(entries) - (_TOTAL in entries and len(entries) > 1)
-        total += size
-        differing = table_differences(one, other)
-        # A group's total differs whenever an entry does: it says something only when alone.
-        named = [entry for entry in differing if entry[0] != _TOTAL] or differing
-        if named:
-            by_group[group] = (len(named), size)
-            first = first or (group, named)
-    if first is None:
-        return None
-    group, named = first
-    # As the earlier run listed its entries, which may be the order of the model.
-    order = {name: number for number, name in enumerate(tables[group][0])}
-    named.sort(key=lambda entry: order.get(entry[0], len(order)))
-    fields = actual.as_record()
-    epoch, step = fields.get("epoch"), fields.get("step")
-    return Difference(
-        kind=str(fields["kind"]),
-        where=describe_record(actual),
-        moment=moment,
-        epoch=epoch if isinstance(epoch, int) else 0,
-        step=step if isinstance(step, int) else 0,
-        group=group,
-        names=tuple(name for name, _, _ in named[:NAMES_KEPT]),
-        count=sum(count for count, _ in by_group.values()),
-        total=total,
-        expected=str(named[0][1]),
-        actual=str(named[0][2]),
-        by_group=by_group,
-    )

@@ -31,6 +31,15 @@ def plain(value: object, limit: int = 80) -> str:
     return shown(value, limit)
 
 
+def printable(line: str) -> str:
+    r"""Return a line whole, with escapes for what would move the cursor or turn the direction.
+
+    >>> print(printable("a \x1b[31m"))
+    a \x1b[31m
+    """
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
+
+
 def describe_moment(moment: str, epoch: int, step: int) -> str:
     """Return a moment in a few words, for people.
 

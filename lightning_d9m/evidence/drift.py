@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
-from lightning_d9m.evidence.alignment import START, describe_record, record_key, record_place
 from lightning_d9m.evidence.difference import (
     Difference,
     FieldDifference,
@@ -22,6 +21,7 @@ from lightning_d9m.evidence.display import (
 )
 from lightning_d9m.evidence.ledger import read_ledger
 from lightning_d9m.evidence.records import Digests, Header, Record, RunFacts
+from lightning_d9m.evidence.side import START, describe_record, record_key, record_place
 
 if TYPE_CHECKING:
     from lightning_d9m.evidence.rank_file import RankReader

@@ -32,6 +32,10 @@ class Layouts:
         """Take over a layout that another file holds with the same bytes."""
         self._put(number, other.packed[number])
 
+    def size(self, number: int) -> int:
+        """Return the number of places of a layout; 0 when it is unknown."""
+        return self.packed.get(number, (0, b""))[0]
+
     def check_size(self, number: int, size: int) -> None:
         """Check that a record of ``size`` digests fits the layout that it names.
 

@@ -111,7 +111,8 @@ class ProbeSettings:
         """Return the settings in which those that variables give take their values.
 
         Raises:
-            SettingError: When a variable's value is not allowed.
+            SettingError: When a variable's value is not allowed, or it selects among probes and
+                none are on.
         """
         given: dict[str, object] = {}
         for field in fields(self):
@@ -119,7 +120,15 @@ class ProbeSettings:
             text = environment.get(variable, "").strip()
             if text:
                 given[field.name] = _read(field.name, variable, text)
-        return replace(self, **given)  # type: ignore[arg-type]
+        settings = replace(self, **given)  # type: ignore[arg-type]
+        idle = [_PREFIX + name.upper() for name in given if name not in ("probes", "replay_every")]
+        if idle and not settings.kinds:
+            raise SettingError(
+                f"No probes are on, so nothing is there to be selected by {', '.join(idle)}. Set "
+                f"{_PREFIX}PROBES too, to {ALL!r} or to kinds separated by commas "
+                f"({', '.join(KINDS)}); or unset what selects."
+            )
+        return settings
 
     def as_record(self) -> dict[str, str | int]:
         """Return the settings as the ledger's header keeps them; nothing where none is on."""

@@ -234,7 +234,7 @@ def _parse_place(index: int, entry: Json) -> Place:
 
 def _parse_probes(fields: _Fields) -> Probes:
     digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_PLACES)
-    if not holds_digests(digests.encode()):
+    if not digests.isascii() or not holds_digests(digests.encode()):
         allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
         raise FieldError("digests", f"{allowed}, and has {len(digests)} characters")
     return Probes(

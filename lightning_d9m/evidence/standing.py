@@ -91,7 +91,9 @@ class Roster:
 
     def _walk(self) -> None:
         modules = list(self._model.modules())
-        self._tables = [table for own in _TABLES for table in map(own, modules)]
+        tables = [table for own in _TABLES for table in map(own, modules)]
+        # TorchScript keeps its own elsewhere and shows copies, so such a model is always walked.
+        self._tables = tables if all(isinstance(table, dict) for table in tables) else []
         self._sizes = list(map(len, self._tables))
         self._filled = list(filter(None, self._tables))
         self._keys = list(chain.from_iterable(self._filled))

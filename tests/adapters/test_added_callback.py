@@ -49,7 +49,7 @@ def test_the_programs_own_callback_wins(tmp_path):
 def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, tmp_path):
     asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
     asked.setenv("LIGHTNING_D9M_THREADS", "1")
-    with pytest.warns(UserWarning, match="so LIGHTNING_D9M_ON_DRIFT have no effect"):
+    with pytest.warns(UserWarning, match="Without effect are therefore: LIGHTNING_D9M_ON_DRIFT"):
         train("lightning.pytorch", [DeterminismCallback()], tmp_path)
 
 

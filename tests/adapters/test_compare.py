@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lightning_d9m.adapters.cli import main
 from lightning_d9m.adapters.compare import add_arguments, run
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence.ledger import LedgerWriter, create_ledger_folder, rank_path
@@ -211,9 +212,62 @@ def test_a_ledger_and_itself(tmp_path, capsys):
 
 
 def test_untrusted_names_are_printed_harmlessly(tmp_path, capsys):
-    """A ledger from elsewhere does not move the cursor."""
-    one, other = write(tmp_path, stack={"\x1b[2J": "\x1b[31m"}), write(tmp_path)
-    assert "\x1b" not in compare(capsys, one, other)[1]
+    """A ledger from elsewhere does not move the cursor, nor does the folder that it is in."""
+    one = write(tmp_path / "\x1b[2J", stack={"\x1b[2J": "\x1b[31m"})
+    text = compare(capsys, one, write(tmp_path))[1]
+    assert "\x1b" not in text
+    assert "\\x1b[2J/fit-000" in text
+    assert main(["compare", str(one.parent / "none\u202e"), str(one)]) == 2
+    error = capsys.readouterr().err
+    assert "\\x1b[2J/none\\u202e: No such file" in error
+    assert not {"\x1b", "\u202e"} & set(error)
+
+
+def test_of_many_ranks_the_first_is_described(tmp_path, capsys):
+    """The others in a sentence; the last line says again which was first."""
+
+    def trace(drift):
+        return write_trace(tmp_path, world_size=8, drift=lambda rank: drift and drift[rank])
+
+    one, other = trace(None), trace([2, 2, 2, 1, 2, 2, None, 1])
+    path = rank_path(other, 7)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    text = narrow(compare(capsys, one, other)[1])
+    assert text == (
+        "\nRank 3 diverges first in batch 1 of epoch 0 (step 1):\n"
+        "  output: 2 of 4 differ\n"
+        "  first output: encoder.layers.2, encoder.layers.3\n"
+        f"    expected: {'0' * 32}\n"
+        f"    actual:   {'f' * 32}\n"
+        "  Probes that differ: 4 of 12,\n"
+        "  in 2 of 3 batches.\n"
+        "Rank 7 diverges in batch 1 of epoch 0 (step 1): output encoder.layers.2; 2 of 4\n"
+        "differ.\n"
+        "Ranks 0-2, 4, 5 diverge in batch 2 of epoch 0 (step 2): output encoder.layers.2;\n"
+        "2 of 4 differ.\n"
+        "Rank 7: only the expected run has 1 record, the first the end of the run.\n"
+        "Rank 7: the actual run was ended before it finished its ledger.\n"
+        "different: 7 records and 96 probes of 24 batches compared. Ranks 3, 7 diverge\n"
+        "first, in batch 1 of epoch 0 (step 1)."
+    )
+
+
+def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
+    """Also where the reason is a long path."""
+    parent, child = write(tmp_path / ("p" * 90)), tmp_path / "fit-009"
+    child.mkdir()
+    with LedgerWriter(rank_path(child, 0)) as writer:
+        for line in rank_path(parent, 0).read_text().splitlines()[:1]:
+            record = json.loads(line)
+            record.pop("check")
+            writer.write(record)
+        resume = {"parent": str(parent), "parent_check": "0" * 16, "epoch": 1, "step": 2}
+        writer.write({"kind": "resume", **resume, "batch": 0})
+    path = rank_path(parent, 0)
+    path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
+    text = " ".join(compare(capsys, write(tmp_path), child)[1].split())
+    assert f"{path}, line 3 does not fit its check" in text
+    assert "record the run again. " in text
 
 
 @pytest.mark.parametrize(
@@ -280,22 +334,22 @@ def test_misuse_has_status_2(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def write_trace(parent, *, drift=None, places=4, batches=3):
-    """Write a run with probes; from batch ``drift`` on, the last two places differ."""
+def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size=1):
+    """Write a run with probes; from batch ``drift(rank)`` on, the last two places differ."""
     folder = create_ledger_folder(parent)
     names = [["output", f"encoder.layers.{number}", 0] for number in range(places)]
-    header = Header(
-        rank=0, world_size=1, fit=0, seed=0, created="", settings={}, stack={}, package="0"
-    )
-    with LedgerWriter(rank_path(folder, 0)) as writer:
-        writer.write(header.as_record())
-        writer.write({"kind": "layout", "id": 0, "places": names})
-        for batch in range(batches):
-            differs = 2 if drift is not None and batch >= drift else 0
-            digests = "0" * 32 * (places - differs) + "f" * 32 * differs
-            record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
-            writer.write(record | {"digests": digests})
-        writer.write(End(status="finished").as_record())
+    facts = {"world_size": world_size, "fit": 0, "seed": 0, "created": "", "package": "0"}
+    for rank in range(world_size):
+        first = drift(rank)
+        with LedgerWriter(rank_path(folder, rank)) as writer:
+            writer.write(Header(rank=rank, **facts, settings={}, stack={}).as_record())
+            writer.write({"kind": "layout", "id": 0, "places": names})
+            for batch in range(batches):
+                differs = 2 if first is not None and batch >= first else 0
+                digests = "0" * 32 * (places - differs) + "f" * 32 * differs
+                record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
+                writer.write(record | {"digests": digests})
+            writer.write(End(status="finished").as_record())
     return folder
 
 
@@ -308,7 +362,7 @@ def test_probes_that_are_equal(tmp_path, capsys):
 
 def test_probes_that_differ(tmp_path, capsys):
     """The first in order of execution, and what only one run has."""
-    one, other = write_trace(tmp_path), write_trace(tmp_path, drift=1, places=5)
+    one, other = write_trace(tmp_path), write_trace(tmp_path, drift=lambda _: 1, places=5)
     status, output = compare(capsys, one, other)
     assert status == 1
     assert narrow(output) == (

@@ -108,3 +108,12 @@ def test_tables_of_every_kind_keep_their_entries():
     state.restore()
     assert model.counts == Counter("aab")
     assert list(model.order.items()) == [("b", 1), ("a", 2)]
+
+
+def test_what_cannot_be_written_to_is_not_copied():
+    """An array of four terabytes, as a mapped file may be."""
+    model = nn.Module()
+    model.samples = np.broadcast_to(np.float32(1), 2**40)
+    state = KeptState(model, ())
+    state.restore()
+    assert model.samples.shape == (2**40,)

@@ -340,6 +340,25 @@ def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
     assert names.count("layers.0") == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_torchscript_module_is_probed_from_outside(fit):
+    def make():
+        model = make_model()
+        model.layers = torch.jit.script(model.layers)
+        return model
+
+    plain = fit(model=make())
+    probed = fit(model=make(), probes="all")
+    assert final(probed) == final(plain)
+    places = places_of(probed)
+    assert any(kind == "op" and name.startswith("layers::") for kind, name, _ in places)
+    for kind in ("input", "output", "grad_output"):
+        assert (kind, "layers", 0) in places
+    for kind in ("weight", "local_gradient", "gradient"):
+        assert (kind, "layers.0.weight", 0) in places
+    assert ("buffer", "layers.1.running_mean", 0) in places
+
+
 def test_a_flipped_bit_of_a_weight_shows_at_its_step_and_name(fit):
     def start(self, batch, batch_idx):
         if self.faulty and self.global_step == 3:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torchmetrics import MeanMetric
 from trainings import make_model
@@ -62,6 +63,27 @@ def test_training_is_bit_identical_to_one_without_it(fit, words):
 def test_mixed_precision_is_bit_identical(fit):
     plain = fit(trainer_precision="bf16-mixed")
     assert final(fit(trainer_precision="bf16-mixed", replay_every=2)) == final(plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+def test_the_buffers_of_a_torchscript_module_are_put_back(fit):
+    def make():
+        model = make_model()
+        model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(4, 32))
+        return model
+
+    assert final(fit(model=make(), replay_every=1)) == final(fit(model=make()))
+
+
+def test_a_scaled_loss_is_no_false_alarm(fit):
+    """With a GradScaler the loss is scaled between the place that is compared and the gradient."""
+
+    def precision():
+        scaler = torch.amp.GradScaler("cpu")
+        return MixedPrecision("16-mixed", "cpu", scaler)
+
+    plain = fit(trainer_plugins=[precision()])
+    assert final(fit(trainer_plugins=[precision()], replay_every=1)) == final(plain)
 
 
 def test_only_every_nth_batch_is_run_twice(fit):
@@ -210,7 +232,21 @@ def test_an_optimizer_within_the_backward_pass_is_refused(fit):
             parameter.sub_(0.1 * parameter.grad)
 
     model.layers[0].weight.register_post_accumulate_grad_hook(descend)
-    with pytest.raises(SettingError, match=r"'layers.0.weight' changes within the backward"):
+    with pytest.raises(SettingError, match=r"'layers.0.weight' changes within a training"):
+        fit(model=model, replay_every=1)
+
+
+def test_a_step_that_writes_to_weights_is_refused(fit):
+    """A momentum target: its weights would move twice, whoever counts their versions or not."""
+
+    def step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.target.data = 0.9 * self.target.data + 0.1 * self.layers[0].weight.data
+        return loss
+
+    model = make_model(training_step=step)
+    model.target = nn.Parameter(model.layers[0].weight.detach().clone(), requires_grad=False)
+    with pytest.raises(SettingError, match="'target' changes within a training step"):
         fit(model=model, replay_every=1)
 
 

@@ -4,16 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_d9m.evidence.batches import PlaceDifference
 from lightning_d9m.evidence.causes import find_cause, first_divergences
+from lightning_d9m.evidence.comparison import Divergence
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
     """Return a divergence at a place; ``others`` are places of its batch that differ too."""
-    places = [SimpleNamespace(kind=kind, name=name)]
-    places += [SimpleNamespace(kind=k, name=n) for k, n in others]
-    return SimpleNamespace(
-        rank=rank, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name,
-        call=0, places=places, position=position,
+    places = [PlaceDifference(0, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
+    return Divergence(
+        rank=rank, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name, call=0,
+        position=position, expected="0", actual="f", places=tuple(places), count=len(places),
+        compared=9,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Traces of probes are compared place by place: aligned, ordered, counted, in bounded memory."""
 
 import json
+import random
 import tracemalloc
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.evidence import batches as batches_module
+from lightning_d9m.evidence.causes import first_divergences as earliest
 from lightning_d9m.evidence.compare import compare_ledgers, first_divergences
 from lightning_d9m.evidence.ledger import LedgerWriter, rank_path, read_ledger
 from lightning_d9m.evidence.rank_file import CHAIN_START, seal_record
@@ -133,6 +135,73 @@ def test_each_rank_has_its_own(runs):
     assert [(entry.rank, entry.batch) for entry in found] == [(1, 2), (0, 3)]
 
 
+def test_of_batches_of_one_step_the_earlier_comes_first(runs):
+    """Where gradients are accumulated, the step alone does not say which rank diverged first."""
+
+    def drift(rank, records):
+        place = PLACES[0] if rank == 0 else PLACES[6]
+        tracer = Tracer()
+        for number in range(4):
+            changed = [place] if number == 3 - rank else ()
+            tracer.add(number, changed=changed, step=0)
+        tracer(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(4), step=0))
+    comparison = compare_ledgers(*map(read_ledger, (one, runs.write(world_size=2, edit=drift))))
+    assert [(entry.rank, entry.batch) for entry in comparison.divergences] == [(1, 2), (0, 3)]
+    assert comparison.first[0] == 1
+
+
+def test_of_one_batch_the_earlier_kind_comes_first(runs):
+    """Gradients carry to the other ranks what one computed differently."""
+
+    def drift(rank, records):
+        places = PLACES[5:] if rank == 0 else [*PLACES[4:]]
+        Tracer().add(0, places=PLACES[rank:], changed=places)(rank, records)
+
+    def straight(rank, records):
+        Tracer().add(0, places=PLACES[rank:])(rank, records)
+
+    one, other = (read_ledger(runs.write(world_size=2, edit=edit)) for edit in (straight, drift))
+    found = first_divergences(one, other)
+    assert [(entry.rank, entry.kind) for entry in found] == [(1, "loss"), (0, "gradient")]
+
+
+def test_what_a_rank_computes_first_comes_first(runs):
+    """Where statistics are exchanged within a batch, or operations of the backward pass differ."""
+
+    def drift(rank, records):
+        Tracer().add(0, changed=PLACES[1:] if rank == 1 else PLACES[3:])(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(1)))
+    other = runs.write(world_size=2, edit=drift)
+    comparison = compare_ledgers(read_ledger(one), read_ledger(other))
+    assert [(entry.rank, entry.kind) for entry in comparison.divergences] == [
+        (1, "output"),
+        (0, "output"),
+    ]
+    assert [entry.rank for entry in earliest(comparison)] == [1]
+
+
+def test_all_entries_of_a_record_that_differs_are_listed(runs):
+    """Group by group, each with both values; what one lacks is None."""
+
+    def drift(_, records):
+        groups = records[3]["groups"]
+        groups["weights"]["layers.2.weight"] = "f" * 32
+        groups["weights"]["layers.9"] = "e" * 32
+        records[3]["loss"] = None
+
+    one, other = runs.write(), runs.write(edit=drift)
+    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    assert [(p.position, p.kind, p.name, p.actual) for p in found.places] == [
+        (0, "weights", "layers.2.weight", "f" * 32),
+        (1, "weights", "layers.9", "e" * 32),
+        (2, "loss", "loss", None),
+    ]
+    assert (found.places[1].expected, found.count) == (None, 3)
+
+
 def test_an_earlier_digest_comes_before_a_later_probe(runs):
     """Records of all kinds are in one order."""
 
@@ -143,7 +212,7 @@ def test_an_earlier_digest_comes_before_a_later_probe(runs):
     one, other = runs.write(edit=traced(range(3))), runs.write(edit=drift)
     (found,) = first_divergences(read_ledger(one), read_ledger(other))
     assert (found.moment, found.kind, found.name) == ("initial", "weights", "layers.0.bias")
-    assert (found.batch, found.places) == (None, ())
+    assert (found.batch, [place.name for place in found.places]) == (None, ["layers.0.bias"])
 
 
 @pytest.mark.parametrize("part", [1, 2, 3, 7])
@@ -224,7 +293,7 @@ def test_fields_of_a_later_version_are_evidence(runs):
 def test_large_batches_are_compared_in_parts(runs, monkeypatch):
     """Each place still finds its counterpart where the order is the same."""
     monkeypatch.setattr(batches_module, "MOST_PLACES", 3)
-    monkeypatch.setattr("lightning_d9m.evidence.alignment.MOST_PLACES", 3)
+    monkeypatch.setattr("lightning_d9m.evidence.side.MOST_PLACES", 3)
     one = runs.write(edit=traced(range(3), part=2))
     other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
     rank = compare(one, other)
@@ -252,6 +321,32 @@ def test_any_traces(tmp_path_factory, orders, part, changed):
     rank = compare(*paths)
     assert rank.differing_places == expected
     assert rank.places == sum(map(len, orders))
+    assert count(rank) == count(compare(*paths, watch=lambda *_: None))
+
+
+@pytest.mark.parametrize("part", [2, 3, 7])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_short_way_counts_what_the_long_one_does(tmp_path, part, seed):
+    """Equal records are measured, and after the first difference pairs of records are taken."""
+    draw = random.Random(seed)
+    one, other = Tracer(), Tracer()
+    for number in range(12):
+        places = PLACES[: draw.choice([4, 7])]
+        one.add(number, places, part=part)
+        changed = draw.sample(PLACES, draw.choice([0, 0, 1, 7]))
+        theirs = places[::-1] if draw.random() < 0.2 else places
+        if draw.random() < 0.9:
+            other.add(number, theirs, part=part, changed=changed)
+    paths = [write_trace(tmp_path / f"{n}.jsonl", t) for n, t in enumerate((one, other))]
+    short, long = compare(*paths), compare(*paths, watch=lambda *_: None)
+    assert count(short) == count(long)
+    assert short.divergence == long.divergence
+
+
+def count(rank):
+    """Return all numbers of a comparison."""
+    places = (rank.places, rank.differing_places, rank.batches, rank.differing_batches)
+    return *places, rank.records, rank.only_expected, rank.only_actual, rank.only_expected_places
 
 
 class TestUntrusted:
@@ -264,6 +359,7 @@ class TestUntrusted:
             ({"digests": "0" * 32}, r"line 5: field 'digests' must be 7 digests"),
             ({"digests": "0" * 31}, r"hex digits for each place, and has 31"),
             ({"digests": "G" * 224}, r"hex digits for each place"),
+            ({"digests": "\ud800" * 224}, r"hex digits for each place"),
             ({"digests": ""}, r"hex digits for each place"),
             ({"batch": -1}, r"field 'batch' must be a whole number"),
             ({"epoch": None}, r"field 'epoch' must be a whole number"),

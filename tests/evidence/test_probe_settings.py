@@ -80,6 +80,16 @@ def test_a_variable_with_a_wrong_value_is_an_error(name, text):
         ProbeSettings().overridden({f"LIGHTNING_D9M_{name}": text})
 
 
+@pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "PROBE_RANKS", "DUMP"])
+def test_a_variable_that_selects_among_no_probes_is_an_error(name):
+    given = {f"LIGHTNING_D9M_{name}": "0:1" if name == "PROBE_STEPS" else "1"}
+    with pytest.raises(
+        SettingError, match=f"nothing is there to be selected by LIGHTNING_D9M_{name}."
+    ):
+        ProbeSettings(replay_every=2).overridden(given)
+    assert ProbeSettings(probes=("loss",)).overridden(given)
+
+
 def test_settings_are_recorded_only_where_something_is_on():
     assert ProbeSettings(probe_steps="1:2").as_record() == {}
     assert ProbeSettings(replay_every=2).as_record() == {"replay_every": 2}

@@ -1,6 +1,6 @@
 """Probes: places in order of execution, digests of what was there at that moment, few records."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -50,6 +50,30 @@ def test_every_kind_of_container_has_leaves():
     assert paths(Pair(x, 2)) == ["left", "right"]
     assert paths(Sample(x, [x])) == ["image", "label.0"]
     assert paths(OrderedDict(z=x)) == ["z"]
+    assert paths(deque([x, 1])) == ["0", "1"]
+    assert paths(deque([1, 2])) == ["0", "1"]  # as a whole it has no digest
+
+
+def test_a_batch_of_a_class_of_its_own_has_its_attributes():
+    """Lightning moves an object with a method `to`; others, modules too, are leaves."""
+
+    class Graph:
+        def __init__(self):
+            self.x, self.edges, self.number = torch.ones(2), [torch.ones(1)], 3
+            self.parents = [self, self]
+
+        def to(self, device):
+            return self
+
+    assert paths({"graph": Graph(), "module": nn.Linear(1, 1), "class": Graph}) == [
+        "graph.x",
+        "graph.edges.0",
+        "graph.number",
+        "graph.parents.0",
+        "graph.parents.1",
+        "module",
+        "class",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +85,8 @@ def test_what_holds_only_plain_values_is_one_leaf(value):
 
 def test_a_value_that_holds_itself_ends():
     value = [torch.ones(1)]
-    value.append(value)
-    assert len(list_leaves(value)) < 100
+    value += [value, value]
+    assert paths(value) == ["0", "1", "2"]
 
 
 def test_calls_of_a_place_are_counted_within_a_batch():

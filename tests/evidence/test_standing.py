@@ -85,6 +85,17 @@ def test_memory_that_was_freed_is_an_error():
         standing.locate()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_roster_has_what_a_torchscript_module_has():
+    """Its tables are no dicts, so they cannot be watched."""
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    roster = Roster(model)
+    assert list(roster.parameters) == ["0.weight", "0.bias"]
+    assert list(roster.buffers) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    model[0].weight = nn.Parameter(torch.zeros(2))
+    assert torch.equal(roster.parameters["0.weight"], torch.zeros(2))
+
+
 def replace_parameter(model):
     model[0].weight = nn.Parameter(torch.zeros(2, 2))
 

@@ -153,7 +153,7 @@ def test_the_suite_needs_a_device(tmp_path: Path) -> None:
 def test_the_suite_runs_every_part_whatever_the_others_say(tmp_path: Path) -> None:
     """Each has a log; one that fails is named, and the status tells."""
     done = run_suite(tmp_path)
-    parts = ["patches", "tests", "example", "digest", "audit", "paper", "graphsage"]
+    parts = ["patches", "tests", "example", "digest", "probes", "audit", "paper", "graphsage"]
     assert [line[3:] for line in done.stdout.splitlines() if line.startswith("== ")] == parts
     assert {path.stem for path in (tmp_path / "out").glob("*.log")} == set(parts)
     assert done.stderr == "gpu_suite.sh: digest ended with status 3\n"
@@ -167,7 +167,7 @@ def test_every_file_that_the_suite_runs_is_there() -> None:
     """No part can fail on a CUDA machine for a name that nobody tried."""
     script = (FOLDER / "gpu_suite.sh").read_text()
     files = set(re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.py", script))
-    assert len(files) == 7
+    assert len(files) == 9
     for file in files:
         assert (FOLDER.parent / file).is_file(), file
     marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}

@@ -49,7 +49,8 @@ class KeptState:
             (tuple, self._keep_parts),
         )
         self._restores = [self._keep_attributes(module, _FIXED) for module in model.modules()]
-        self._restores.append(self._keep(values))
+        # Buffers of TorchScript are in none of its attributes.
+        self._restores.append(self._keep([values, *model.buffers()]))
 
     def restore(self) -> None:
         """Put everything back; the objects stay the same ones, for others may hold them too."""
@@ -155,11 +156,12 @@ def _keep_tensor(tensor: Tensor) -> Restore:
 
 
 def _keep_array(array: np.ndarray) -> Restore:
+    if not array.flags.writeable:  # a mapped file may be larger than the memory
+        return lambda: None
     copy = array.copy()
 
     def restore() -> None:
-        if array.flags.writeable:
-            array[...] = copy
+        array[...] = copy
 
     return restore
 

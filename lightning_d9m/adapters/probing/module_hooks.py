@@ -42,11 +42,13 @@ def hook_model(
                 continue
             if "input" in kinds:
                 take = partial(_take_input, listener, name or ROOT)
-                hooks.callback(module.register_forward_pre_hook(take, with_kwargs=True).remove)
+                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+                handle = nn.Module.register_forward_pre_hook(module, take, with_kwargs=True)
+                hooks.callback(handle.remove)
             wanted = ("output" in kinds, "grad_output" in kinds)
             if any(wanted):
                 take = partial(_take_output, listener, name or ROOT, wanted)
-                hooks.callback(module.register_forward_hook(take).remove)
+                hooks.callback(nn.Module.register_forward_hook(module, take).remove)
         if "local_gradient" in kinds:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and settings.takes_parameter(plain_name(name)):

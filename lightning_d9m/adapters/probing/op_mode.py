@@ -93,8 +93,11 @@ class OpMode(TorchDispatchMode):
                 if not name:
                     continue  # it is around everything
                 enter, leave = partial(self._enter, name), self._leave
-                hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+                before = nn.Module.register_forward_pre_hook(module, enter, prepend=True)
+                after = nn.Module.register_forward_hook(module, leave, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
             for name, parameter in model.named_parameters():
                 self._owners[id(parameter)] = plain_name(name).rpartition(".")[0]
             return hooks.pop_all()

@@ -39,6 +39,7 @@ class _Step(NamedTuple):
     call: tuple[tuple[Any, ...], dict[str, Any]]
     state: KeptState
     rng: RngState
+    weights: Trace
     trace: Trace
 
 
@@ -100,13 +101,13 @@ class Replay:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
                     gradients = self._copy_gradients()
-                versions = [parameter._version for parameter in self._module.parameters()]  # noqa: SLF001 - counts writes
                 rng = capture_rng()
                 self.add("loss", "loss", loss)
                 result = backward(loss, optimizer, **kwargs)
                 self._take_buffers()
                 self._trace = None
-                self._check_weights(versions)
+                with silenced():
+                    self._check_weights(first.weights)
                 plugin = self._trainer.precision_plugin
                 differentiate = functools.partial(
                     plugin.backward, model=self._module, optimizer=optimizer, **kwargs
@@ -146,7 +147,8 @@ class Replay:
             )
         self._trace = Trace()
         state = KeptState(self._module, (args, kwargs))
-        self._step = _Step((args, kwargs), state, capture_rng(), self._trace)
+        weights = self._trace_weights()
+        self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
 
     def _copy_gradients(self) -> list[Tensor | None]:
         gradients = (parameter.grad for parameter in self._module.parameters())
@@ -156,15 +158,22 @@ class Replay:
         buffers = self._module.named_buffers()
         self.add_tensors("buffer", {plain_name(name): buffer for name, buffer in buffers})
 
-    def _check_weights(self, versions: list[int]) -> None:
-        """Refuse an optimizer that steps inside the backward pass: it would step twice."""
-        for version, (name, own) in zip(versions, self._module.named_parameters(), strict=True):
-            if own._version != version:  # noqa: SLF001 - counts writes
-                raise SettingError(
-                    f"replay_every is on and the weight {plain_name(name)!r} changes within the "
-                    "backward pass, so that a step cannot be run twice. Step the optimizer after "
-                    "it, or set replay_every=0."
-                )
+    def _trace_weights(self) -> Trace:
+        weights = Trace()
+        own = self._module.named_parameters()
+        weights.add_tensors("weight", {plain_name(name): weight for name, weight in own})
+        return weights
+
+    def _check_weights(self, before: Trace) -> None:
+        """Refuse a step that writes to weights: they are not kept, so it would do so twice."""
+        written = find_difference(before, self._trace_weights())
+        if written is not None:
+            raise SettingError(
+                f"replay_every is on and the weight {written.place[1]!r} changes within a training "
+                "step or its backward pass, so that a step cannot be run twice. Let the optimizer, "
+                "and whatever else writes to weights, do so after the backward pass "
+                "(on_train_batch_end, say), or set replay_every=0."
+            )
 
     def _repeat(
         self,
@@ -191,7 +200,8 @@ class Replay:
                 loss = self._loss_of(output)
                 restore_rng(rng)
                 self.add("loss", "loss", loss)
-                differentiate(loss)
+                scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+                differentiate(loss if scaler is None else scaler.scale(loss))
             self._take_buffers()
         finally:
             self._repeating = False
@@ -203,13 +213,12 @@ class Replay:
         return trace
 
     def _loss_of(self, output: Any) -> Tensor:
-        """Return what Lightning differentiates: divided when batches accumulate, and scaled."""
+        """Return what Lightning differentiates: divided when batches accumulate, not yet scaled."""
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         loss: Tensor = result.closure_loss
-        return loss if scaler is None else scaler.scale(loss)
+        return loss
 
     @contextmanager
     def _set_apart(self) -> Iterator[None]:
