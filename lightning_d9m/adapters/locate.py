@@ -9,33 +9,37 @@ reported as far as it was seen.
 import argparse
 import json
 import os
-import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.adapters.command_words import add_command_arguments, command_of
 from lightning_d9m.adapters.locate_report import describe, describe_place
-from lightning_d9m.adapters.locate_runs import Pair, Runner
+from lightning_d9m.adapters.locate_runs import Pair, Runner, escape_name
 from lightning_d9m.adapters.repeat import make_output
 from lightning_d9m.errors import SettingError
 from lightning_d9m.evidence.causes import (
     OUTSIDE,
+    STATE,
     UNINITIALISED,
     Cause,
     find_cause,
     first_divergences,
+    kind_of_place,
     name_module,
 )
 from lightning_d9m.evidence.probe_settings import ROOT
 
 if TYPE_CHECKING:
-    from lightning_d9m.adapters.locate_op import OpFinding
+    from lightning_d9m.adapters.locate_values import OpFinding
     from lightning_d9m.evidence.compare import Divergence
+    from lightning_d9m.evidence.magnitude import Magnitude
 
 _FIRST = "steps of the epoch"
+_OPERATIONS = "operations of "
+_VALUES = "values"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
@@ -88,11 +92,6 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _escape(module: str) -> str:
-    """Return the pattern that a module's name alone matches."""
-    return re.sub(r"([*?[])", r"[\1]", module)
-
-
 def _check(arguments: argparse.Namespace, words: list[str]) -> None:
     if not words:
         raise SettingError(
@@ -115,6 +114,7 @@ class Found:
         pair: The runs in which it was seen.
         looks: What each look showed, in words.
         op: What the dumps of the operation show.
+        magnitude: How far the values are apart at the first place, where it is no operation.
     """
 
     cause: Cause | None = None
@@ -123,6 +123,7 @@ class Found:
     pair: Pair | None = None
     looks: list[str] = field(default_factory=list)
     op: "OpFinding | None" = None
+    magnitude: "Magnitude | None" = None
 
     def as_json(self) -> dict[str, Any]:
         """Return it for ``--json``."""
@@ -141,11 +142,16 @@ class Found:
             for name in ("moment", "epoch", "step", "batch", "kind", "name", "call", "count"):
                 record[name] = getattr(first, name)
         if self.op is not None:
-            magnitude = self.op.magnitude
-            record["op"] = vars(self.op) | {
-                "magnitude": None if magnitude is None else magnitude.as_record()
-            }
+            patch = None if self.op.patch is None else self.op.patch.name
+            magnitude = _recorded(self.op.magnitude)
+            record["op"] = vars(self.op) | {"magnitude": magnitude, "patch": patch}
+        elif self.magnitude is not None:
+            record["magnitude"] = _recorded(self.magnitude)
         return record
+
+
+def _recorded(magnitude: "Magnitude | None") -> Mapping[str, object] | None:
+    return None if magnitude is None else magnitude.as_record()
 
 
 class Search:
@@ -161,17 +167,20 @@ class Search:
         self._tries = tries
         self._found = Found()
         self._low = 0
+        self._probes: dict[str, str] = {}
 
     def locate(self) -> Found:
         """Return what was found."""
         pair = self._look("whole run")
         while pair is not None:
             pair = self._look_into_epoch(pair)
+        self._look_at_values()
         return self._found
 
     def _look_into_epoch(self, pair: Pair) -> Pair | None:
         """Narrow from an epoch; return a pair that diverged in an earlier one, if one has."""
-        if not self._found.divergences or self._found.divergences[0].moment in ("initial", "final"):
+        known = self._found.cause
+        if known is None or not known.narrows:
             return None
         first = self._found.divergences[0]
         # Each pair diverges at a step of its own; all looks begin where the epoch does, which is
@@ -179,37 +188,63 @@ class Search:
         low, high = pair.steps_of_epoch(first.epoch)
         self._low = low
         for stage, kinds in ((_FIRST, _STEPS), ("modules of the step", _MODULES)):
-            steps = f"{low}:{max(high, low + 1)}"
-            seen = self._look(stage, probes=kinds, probe_steps=steps)
+            seen = self._look(stage, probes=kinds, probe_steps=f"{low}:{max(high, low + 1)}")
             if seen is None:
                 return None
-            if self._found.divergences and self._found.divergences[0].moment == "epoch":
+            if self._found.divergences[0].epoch < first.epoch:
                 return seen
             if self._found.cause is None or not self._found.cause.narrows:
                 return None
             high = self._found.divergences[0].step + 1
-        self._look_at_operations(self._found.divergences[0].step)
+        self._look_at_operations(self._found.divergences[0])
         return None
 
-    def _look_at_operations(self, step: int) -> None:
-        from lightning_d9m.adapters.locate_op import examine_op
+    def _look_at_operations(self, first: "Divergence") -> None:
+        """Look at the operations of a module, and at what goes into it and flows back into it.
 
-        module = name_module(self._found.divergences[0])
-        steps = f"{step}:{step + 1}"
-        if module == ROOT:
-            # All operations of a step may be gigabytes: they are named first, and few are saved.
-            if self._look("operations of the step", probes=_OPS, probe_steps=steps) is None:
-                return
-            module = name_module(self._found.divergences[0])
-        stage = f"operations of {module}"
-        pair = self._look(
-            stage, dump=True, probes=_OPS, probe_steps=steps, probe_modules=_escape(module)
+        Those of other modules are left out: of what a program computes besides, for its own use,
+        more may differ than the cause.
+        """
+        module = name_module(first)
+        own = escape_name(module)
+        words = {} if module == ROOT else {"probe_modules": f"{own},{own}.*"}
+        steps = f"{first.step}:{first.step + 1}"
+        self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **words)
+
+    def _look_at_values(self) -> None:
+        """Save the values of the first place that differs, and say how far they are apart."""
+        from lightning_d9m.adapters.locate_values import (
+            examine_op,
+            measure_recorded,
+            measure_saved,
+            split_leaf,
         )
-        if pair is not None and self._found.divergences[0].kind == "op":
-            self._found.op = examine_op(self._found.divergences[0], pair.dumps)
-            cause, op = self._found.cause, self._found.op
-            if cause is not None and cause.kind == "op" and op is not None and not op.inputs_equal:
-                self._fill()
+
+        found = self._found
+        if not found.divergences or found.pair is None or found.pair.comparison.stack:
+            return
+        first, initial = found.divergences[0], found.divergences[0].moment == "initial"
+        found.magnitude = measure_recorded(first)
+        kind = kind_of_place(first)
+        if found.magnitude is not None or kind is None or not (self._probes or initial):
+            return
+        self._low = first.step if initial else self._low
+        # With the step before, if it is state: that was equal there, or the cause lies elsewhere.
+        start = max(self._low, first.step - 1) if kind in STATE else first.step
+        steps = f"{start}:{first.step + 1}"
+        words = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
+        name = split_leaf(first.name)[0] if kind == "op" else first.name
+        pair = self._look(_VALUES, dump=name, **words)
+        at = None if pair is None else _find_again(first, first_divergences(pair.comparison)[0])
+        if pair is None or at is None:
+            return
+        if kind != "op":
+            found.magnitude = measure_saved(at, kind, pair.dumps)
+            return
+        found.op = examine_op(at, pair.dumps)
+        is_given_other = found.op is not None and not found.op.inputs_equal
+        if is_given_other and found.cause is not None and found.cause.kind == "op":
+            self._fill()
 
     def _fill(self) -> None:
         """See whether runs still differ when new memory is filled."""
@@ -221,23 +256,29 @@ class Search:
         self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
         self._found.cause = UNINITIALISED
 
-    def _is_caught(self, found: "Sequence[Divergence]", steps: str) -> bool:
-        """Whether the probes saw the divergence come: it began at a probe, within the steps.
+    def _is_caught(self, stage: str, found: "Sequence[Divergence]", steps: str) -> bool:
+        """Whether a look saw the divergence that is known come, or one of an earlier epoch.
 
-        Where the first step that is probed begins from other state, the cause lies before it.
+        It is to begin at a probe, within the steps: where the first step that is probed begins from
+        other state, the cause lies before it. At the end of an epoch all of whose steps are probed
+        it began after them.
         """
-        if not found or found[0].moment != "batch":
+        known = self._found.divergences
+        if not known or not found:
+            return not known
+        first = found[0]
+        if stage == _VALUES and _find_again(known[0], first) is None:
             return False
+        if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
+            return False  # it came into the module from outside, where nobody looks
+        if first.moment == "epoch":
+            return stage == _VALUES or (stage == _FIRST and first.epoch <= known[0].epoch)
+        if first.moment != "batch":
+            return stage == _VALUES
         start = int(steps.partition(":")[0])
-        before = found[0].step == start > self._low
-        return not (before and found[0].kind in ("rng", "weight", "buffer", "optimizer"))
+        return not (first.step == start > self._low and first.kind in STATE)
 
-    def _is_earlier(self, found: "Sequence[Divergence]") -> bool:
-        """Whether a pair diverged in an epoch before the one that is looked into."""
-        known = self._found.divergences[0]
-        return bool(found) and found[0].moment == "epoch" and found[0].epoch < known.epoch
-
-    def _look(self, stage: str, *, dump: bool = False, **probes: str) -> Pair | None:
+    def _look(self, stage: str, *, dump: str = "", **probes: str) -> Pair | None:
         """Run pairs until one differs, and take it for the finding; None when none does."""
         missed = 0
         for _ in range(self._tries):
@@ -246,16 +287,43 @@ class Search:
                 continue
             found = self._found
             divergences = first_divergences(pair.comparison)
-            caught = not probes or self._is_caught(divergences, probes["probe_steps"])
-            if not caught and not (stage == _FIRST and self._is_earlier(divergences)):
+            steps = probes.get("probe_steps", "")
+            same_fit = found.pair is None or pair.fit == found.pair.fit
+            if not same_fit or not self._is_caught(stage, divergences, steps):
                 missed += 1
                 continue
-            found.cause, found.divergences = find_cause(pair.comparison), divergences
+            if stage == _VALUES:
+                again = _find_again(found.divergences[0], divergences[0])
+                found.looks.append(f"{stage}: {describe_place([again] if again else [])}")
+                return pair
+            seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
+            found.cause = find_cause(pair.comparison, batches_seen=seen)
+            found.divergences = divergences
             found.pair, found.ranks = pair, max(1, len(pair.comparison.ranks))
             found.looks.append(f"{stage}: {describe_place(divergences)}")
+            self._probes = probes
             return pair
         runs = 2 * self._tries
         outcome = "nothing differs" if not probes else "the divergence did not come back"
         elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
         return None
+
+
+def _is_within(found: "Divergence", stage: str) -> bool:
+    """Whether something differs by what the module does whose operations are looked at."""
+    module = stage.removeprefix(_OPERATIONS)
+    return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
+
+
+def _find_again(known: "Divergence", first: "Divergence") -> "Divergence | None":
+    """Return a place that is known, as another pair shows it: among the first kind that differs.
+
+    Of a race the first place of that kind is another one in each pair.
+    """
+    if (first.moment, first.kind) != (known.moment, known.kind):
+        return None
+    others = [(at.name, at.call) for at in first.places if at.kind == first.kind]
+    if (known.name, known.call) not in ((first.name, first.call), *others):
+        return None
+    return replace(first, name=known.name, call=known.call)

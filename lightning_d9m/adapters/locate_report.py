@@ -9,10 +9,17 @@ from lightning_d9m.evidence.display import plain
 
 if TYPE_CHECKING:
     from lightning_d9m.adapters.locate import Found
-    from lightning_d9m.adapters.locate_op import OpFinding
+    from lightning_d9m.adapters.locate_values import OpFinding
     from lightning_d9m.evidence.compare import Divergence
+    from lightning_d9m.evidence.magnitude import Magnitude
 
 _WIDTH = 80
+# By the status of the catalogue's entry; an exempt one has its own.
+_FIXES = {
+    "patched": "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it.",
+    "offered": "Deterministic algorithms, which lightning_d9m switches on.",
+    "exempt": "",
+}
 _LABEL = re.compile(r"\s*[a-z ]+:|\s+")
 # A line of the program, with the path of its file, is shown whole.
 _LONGEST = 400
@@ -21,7 +28,7 @@ _LONGEST = 400
 def describe_place(found: "Sequence[Divergence]") -> str:
     """Return where runs diverge, in a line."""
     if not found:
-        return "the runs are not comparable"
+        return "no place that both runs have"
     first = found[0]
     when = f"epoch {first.epoch}, step {first.step}"
     if first.moment == "batch":
@@ -54,49 +61,60 @@ def _describe(found: "Found", *, recipe: bool) -> Iterator[str]:
         if recipe:
             yield "To see what would differ without lightning_d9m's switches: --without-recipe."
         return
-    cause, pair = found.cause, found.pair
+    cause = found.cause
     yield f"cause: {cause.kind}"
     yield cause.text
+    yield from _describe_moment(found)
+    if found.op is not None:
+        yield from describe_op(found.op)
+    elif found.magnitude is not None:
+        yield from _describe_magnitude(found.magnitude)
+    if cause.advice:
+        yield f"advice: {cause.advice}"
+
+
+def _describe_moment(found: "Found") -> Iterator[str]:
+    """Yield where the runs diverge; where they are not comparable, the fields that differ."""
+    pair = found.pair
     if found.divergences:
         first = found.divergences[0]
         yield f"where: {describe_place(found.divergences)}"
         ranks = ", ".join(str(entry.rank) for entry in found.divergences)
         if found.ranks > 1:
             yield f"rank:  {ranks} of {found.ranks}"
+        if pair is not None and pair.fits > 1:
+            yield f"fit:   {plain(pair.fit)}, one of {pair.fits}"
         yield f"differ: {first.count:,} of {first.compared:,} places of that moment"
-    elif pair is not None:
-        for entry in (*pair.comparison.refusals, *pair.comparison.stack):
-            yield f"  {plain(entry.field)}"
-            yield f"    expected: {plain(entry.expected)}"
-            yield f"    actual:   {plain(entry.actual)}"
-    if found.op is not None:
-        yield from describe_op(found.op)
-    if cause.advice:
-        yield f"advice: {cause.advice}"
+    if pair is None:
+        return
+    for entry in (*pair.comparison.refusals, *pair.comparison.stack):
+        yield f"  {plain(entry.field)}"
+        yield f"    expected: {plain(entry.expected)}"
+        yield f"    actual:   {plain(entry.actual)}"
+    if found.divergences or pair.comparison.refusals:
+        return
+    for rank in pair.comparison.ranks:
+        for side, alone in (("expected", rank.only_expected), ("actual", rank.only_actual)):
+            if alone.count:
+                yield (
+                    f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
+                    f"{plain(alone.first)}"
+                )
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:
     """Yield what the dumps of an operation show, and what the catalogue knows of it."""
-    from lightning_d9m.adapters.locate_op import find_patch
-
-    yield f"op: {found.op}" + (
-        f", called at {plain(found.source, _LONGEST)}" if found.source else ""
-    )
-    if found.inputs_equal:
+    called = "in the backward pass of" if found.backward else "called at"
+    source = f", {called} {plain(found.source, _LONGEST)}" if found.source else ""
+    yield f"op: {found.op}{source}"
+    if not found.inputs_equal:
+        yield "Its inputs differed, though no recorded operation wrote them."
+    elif found.generator_equal:
         yield "Its inputs were equal in both runs."
     else:
-        yield "Its inputs differed, though no recorded operation wrote them."
+        yield "Its inputs were equal in both runs, but not the state of its generator."
     if found.magnitude is not None:
-        m = found.magnitude
-        ulps = "" if m.ulps is None else f", at most {m.ulps:,} ulps"
-        yield (
-            f"{m.count:,} of {m.total:,} elements differ{ulps}, by at most {m.absolute:.3g} "
-            f"({m.relative:.3g} relative)"
-        )
-        for at, expected, actual in m.examples:
-            yield f"  {list(at)}"
-            yield f"    expected: {expected!r} ({expected.hex()})"
-            yield f"    actual:   {actual!r} ({actual.hex()})"
+        yield from _describe_magnitude(found.magnitude)
     if not found.inputs_equal:
         return
     if found.obstacle:
@@ -106,18 +124,41 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
             f"Confirmed: run alone {found.replays} times on these inputs, it gave "
             f"{found.outcomes} different outputs."
         )
+    elif not found.generator_equal:
+        yield (
+            f"Confirmed: run alone {found.replays} times from one state of its generator, it gave "
+            "one output each time."
+        )
     else:
         yield (
             f"Run alone {found.replays} times on these inputs, here, it gave one output each time: "
             "what makes it differ is not shown by the operation alone."
         )
-    patch = find_patch(found.op)
+    if found.generator_equal:
+        yield from _describe_fix(found)
+
+
+def _describe_fix(found: "OpFinding") -> Iterator[str]:
+    """Yield what the catalogue of patches knows of an operation."""
+    patch = found.patch
     if patch is not None:
-        does = patch.instead or patch.reason
-        yield f"known: {patch.name} ({patch.status}). {patch.cause} {does}"
-        yield f"fix: {patch.torch_does} See `d9m ops {patch.name}`."
+        yield f"known: {patch.name} ({patch.status}). {patch.cause}"
+        yield f"with deterministic algorithms on, torch: {patch.torch_does}"
+        yield f"fix: {_FIXES[patch.status] or patch.reason} See `d9m ops {patch.name}`."
     elif found.outcomes > 1:
         yield (
             "fix: torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
             "a deterministic kernel or raises; without a recipe's switches it is off."
         )
+
+
+def _describe_magnitude(found: "Magnitude") -> Iterator[str]:
+    ulps = "" if found.ulps is None else f", at most {found.ulps:,} ulps"
+    yield (
+        f"{found.count:,} of {found.total:,} elements differ{ulps}, by at most "
+        f"{found.absolute:.3g} ({found.relative:.3g} relative)"
+    )
+    for at, expected, actual in found.examples:
+        yield f"  {list(at)}"
+        yield f"    expected: {expected!r} ({expected.hex()})"
+        yield f"    actual:   {actual!r} ({actual.hex()})"

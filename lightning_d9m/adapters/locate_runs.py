@@ -1,5 +1,6 @@
 """Pairs of runs of one command, steered by variables, and how they compare."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,6 +13,7 @@ from lightning_d9m.evidence.ledger import Ledger, list_fits, read_ledger
 from lightning_d9m.evidence.records import Digests, End
 
 _DUMP = "LIGHTNING_D9M_DUMP"
+_DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
 # Memory is filled only where deterministic algorithms are on.
 _FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
 
@@ -24,12 +26,14 @@ class Pair:
         fit: Name of the first fit that differs; of the last when none does.
         comparison: How that fit compares.
         expected: Its ledger in the first run.
+        fits: How many fits each run has.
         dumps: The folders of dumps of the two runs, if any were asked for.
     """
 
     fit: str
     comparison: Comparison
     expected: Ledger
+    fits: int = 1
     dumps: tuple[Path, ...] = ()
 
     @property
@@ -64,14 +68,12 @@ class Runner:
     tell: Callable[[str], None]
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
 
-    def run_pair(
-        self, stage: str, *, dump: bool = False, filled: bool = False, **probes: str
-    ) -> Pair:
+    def run_pair(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> Pair:
         """Run twice and compare; the names of ``probes`` are those of the settings.
 
         Args:
             stage: What progress calls the runs.
-            dump: Whether the values at the places are saved.
+            dump: Name of the place whose values are saved; empty for none.
             filled: Whether everything is switched on that fills new memory.
             **probes: Settings of the probes.
 
@@ -90,6 +92,7 @@ class Runner:
             if dump:
                 dumps.append(folder / "dump")
                 variables[_DUMP] = str(dumps[-1])
+                variables[_DUMP_NAMES] = _patterns(dump)
             title = f"run {number}, {stage}"
             steering = {**self.steering, **variables}
             try:
@@ -105,13 +108,24 @@ class Runner:
                 f"{', '.join(found[1])}. Each run must fit the same models in the same order."
             )
         pairs = [
-            Pair(name, compare_ledgers(ledger, found[1][name]), ledger, tuple(dumps))
+            Pair(name, compare_ledgers(ledger, found[1][name]), ledger, len(found[0]), tuple(dumps))
             for name, ledger in found[0].items()
         ]
         pair = next((pair for pair in pairs if pair.differs), pairs[-1])
         if drifted is not None and not pair.differs:
             raise drifted
         return pair
+
+
+def _patterns(name: str) -> str:
+    """Return the patterns of a place and its leaves."""
+    own = escape_name(name)
+    return f"{own},{own}:[!:]*"
+
+
+def escape_name(name: str) -> str:
+    """Return the pattern that a name alone matches, but for commas: they separate patterns."""
+    return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
 
 
 def _has_drifted(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_d9m.evidence.compare import Comparison, Divergence
-from lightning_d9m.evidence.probe_settings import ROOT
+from lightning_d9m.evidence.probe_settings import KINDS, ROOT
 
 # Operations that draw: other outputs for equal inputs are other draws, not another arithmetic.
 _DRAWING = (
@@ -27,7 +27,7 @@ class Cause:
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
             ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialised memory"``,
             ``"value from outside torch"``, ``"module"``, ``"logged value"``,
-            ``"after training"``, ``"incomparable"`` or ``"unknown"``.
+            ``"after training"``, ``"length"``, ``"incomparable"`` or ``"unknown"``.
         text: One sentence: what differs, and what was equal before it.
         advice: What to do about it.
         narrows: Whether a narrower look, at modules or operations, can say more.
@@ -44,6 +44,17 @@ _CAUSES = {
         "stack",
         "The two runs saw different stacks.",
         "Make the fields that differ equal, and locate again.",
+    ),
+    "initial buffers": Cause(
+        "buffers",
+        "Buffers differ before the first step.",
+        "Look at what writes to them before the training: the model's own code, a hook, or the "
+        "validation that Lightning runs first.",
+    ),
+    "initial settings": Cause(
+        "optimizer settings",
+        "The optimizer's settings differ before the first step.",
+        "Look at what configure_optimizers computes them from.",
     ),
     "initial weights": Cause(
         "initial weights",
@@ -76,15 +87,16 @@ _CAUSES = {
     ),
     "weight": Cause(
         "weights",
-        "Weights differ when the batch begins, while the batch before had equal gradients and the "
-        "optimizer equal settings.",
-        "Something else wrote to the weights: another thread, a callback, or the optimizer's own "
-        "step.",
+        "Weights differ, while the gradients before were equal, and so were the optimizer's "
+        "settings.",
+        "Something else wrote to the weights: another thread, a callback, clipping, or the "
+        "optimizer's own step.",
     ),
     "buffer": Cause(
         "buffers",
-        "Buffers differ when the batch begins, while the batch before computed the same.",
-        "Look at what writes to the buffers between two batches: a callback or another thread.",
+        "Buffers differ, while everything that was recorded before is equal.",
+        "Look at what writes to them: the training step itself, the validation, a callback, or "
+        "another thread.",
     ),
     "gradient": Cause(
         "gradients",
@@ -126,7 +138,8 @@ _CAUSES = {
         "value from outside torch",
         "An operation was given other inputs, though no operation had written them, and filled "
         "memory changes nothing.",
-        "Look at what that line takes from NumPy, the clock, a file or another thread.",
+        "Look at what that line takes from NumPy, the clock, a file, another thread, or a kernel "
+        "that torch does not see.",
     ),
     "op": Cause(
         "op",
@@ -145,6 +158,18 @@ _CAUSES = {
         "All epochs agree, and the final state differs.",
         "Look at what rewrites the weights when the training ends.",
     ),
+    "given": Cause(
+        "module",
+        "What is given to a module differs, and everything recorded before it is equal.",
+        "Look at what is done to it before: in training_step, or to the batch in a hook such as "
+        "on_train_batch_start.",
+        narrows=True,
+    ),
+    "length": Cause(
+        "length",
+        "One run goes on where the other ends, and all that both have recorded is equal.",
+        "Look at what ends the training: a limit of time, or a callback that stops it.",
+    ),
     "incomparable": Cause(
         "incomparable",
         "The two runs are not the same experiment.",
@@ -156,10 +181,15 @@ UNINITIALISED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
 # By the group of the digests that the training starts from.
 _INITIAL = {
     "weights": "initial weights",
-    "buffers": "buffer",
-    "optimizers": "optimizer settings",
-    "schedulers": "optimizer settings",
+    "buffers": "initial buffers",
+    "optimizers": "initial settings",
+    "schedulers": "initial settings",
 }
+# The kind of place of a group of the digests that an epoch ends with.
+_KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
+_KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
+# What a batch starts from.
+STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
@@ -173,22 +203,37 @@ def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     return tuple(entry for entry in found if entry.when == first)
 
 
-def find_cause(comparison: Comparison) -> Cause:
-    """Say what kind of cause the first divergence of a comparison has."""
+def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
+    """Say what kind of cause the first divergence of a comparison has.
+
+    Args:
+        comparison: How two runs compare.
+        batches_seen: Whether probes saw all batches of the epoch that diverges first. If its end
+            differs all the same, then what came after its last batch's gradients did.
+    """
     if comparison.refusals:
         return _CAUSES["incomparable"]
     if comparison.stack:
         return _CAUSES["stack"]
     found = first_divergences(comparison)
-    return _CAUSES["unknown"] if not found else _cause_of(found, len(comparison.ranks))
+    if not found:
+        alone = [
+            side for rank in comparison.ranks for side in (rank.only_expected, rank.only_actual)
+        ]
+        longer = any(side.count for side in alone)
+        return _CAUSES["length" if longer else "unknown"]
+    return _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
 
 
-def _cause_of(found: Sequence[Divergence], ranks: int) -> Cause:
+def _cause_of(found: Sequence[Divergence], ranks: int, *, batches_seen: bool) -> Cause:
     first = found[0]
     if first.moment == "initial":
         return _CAUSES[_INITIAL.get(first.kind, "unknown")]
     if first.moment == "final":
         return _CAUSES["after training"]
+    if first.moment == "epoch" and batches_seen:
+        kind = _KINDS.get(first.kind, "unknown")
+        return _CAUSES["optimizer settings" if _is_setting(kind, first.name) else kind]
     if first.moment != "batch":
         return _CAUSES["unknown"]
     return _CAUSES[_rule(first, found, everywhere=len(found) == ranks > 1)]
@@ -204,7 +249,7 @@ def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -
         op = first.name.rpartition("::")[2]
         return "draw" if any(word in op for word in _DRAWING) else "op"
     if first.kind in _INSIDE:
-        return "module"
+        return "given" if first.kind == "input" else "module"
     if first.kind == "gradient":
         return "all-reduce" if everywhere else "gradient"
     return first.kind if first.kind in _CAUSES else "unknown"
@@ -213,6 +258,12 @@ def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -
 def _is_setting(kind: str, name: str) -> bool:
     """Whether a place is a setting of a parameter group, such as ``0.group.0:lr``."""
     return kind == "optimizer" and name.partition(".")[2].startswith("group.")
+
+
+def kind_of_place(found: Divergence) -> str | None:
+    """Return the kind of the probes that meet what differs; None where none has values to show."""
+    kind = found.kind if found.moment == "batch" else _KINDS.get(found.kind)
+    return kind if kind in KINDS and kind != "rng" else None
 
 
 def name_module(found: Divergence) -> str:

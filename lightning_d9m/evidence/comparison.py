@@ -77,16 +77,17 @@ class Divergence:
     def when(self) -> tuple[int, ...]:
         """Where it stands in the order of execution, on whatever rank: the earliest is least.
 
-        Of several in one batch, the earliest kind, and of what the batch computes the earliest
-        place: what one rank computes differently reaches the others with the gradients, or with
+        Of several in one batch, the earliest kind, and of what the batch computes, whatever kind
+        it is, the earliest place: what one rank computes differently reaches the others with the gradients, or with
         what else the ranks exchange.
         """
         if self.moment == "" and self.kind == "end":  # how a run ended: after everything else
             return (2**63,)
         phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
-        kind = KINDS.index(self.kind) if self.kind in KINDS else 0
-        position = self.position if self.kind in _COMPUTED else 0
-        return (self.epoch, phase, self.step, self.batch or 0, kind, position)
+        when = (self.epoch, phase, self.step, self.batch or 0)
+        if self.kind in _COMPUTED:
+            return (*when, KINDS.index("input"), self.position)
+        return (*when, KINDS.index(self.kind) if self.kind in KINDS else 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ lists and dicts. ``read_dump`` reads it with ``weights_only=True``.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,10 +40,12 @@ class Dump:
     Args:
         folder: The folder that the user named.
         rank: This rank.
+        names: Patterns of the names of the places that are saved.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
         self._folder = folder / f"rank-{rank}"
+        self._names = tuple(names)
         self._moment: Moment | None = None
         self._batch = self._folder
         self._count = 0
@@ -53,12 +56,14 @@ class Dump:
         Raises:
             LedgerError: When the file cannot be written.
         """
+        kind, name, call = place
+        if not any(fnmatchcase(name, pattern) for pattern in self._names):
+            return
         if moment != self._moment:
             self._moment = moment
             epoch, step, batch = moment
             self._batch = self._folder / f"epoch-{epoch}.step-{step}.batch-{batch}"
             self._count = 0
-        kind, name, call = place
         entry: dict[str, Any] = {"kind": kind, "name": name, "call": call}
         file = f"{self._count:06d}.pt"
         self._count += 1
@@ -142,6 +147,18 @@ def revive(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
         case _:
             text = value.get("text")
             raise LedgerError(f"The dump holds only the text of {text}, so it cannot be replayed.")
+
+
+def take_generators(value: Any, states: list[Any]) -> Any:
+    """Return what ``keep`` gave without its generators, whose states are added to a list."""
+    if isinstance(value, list):
+        return [take_generators(entry, states) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get(_TAG) == "generator":
+        states.append(value["state"])
+        return None
+    return {key: take_generators(entry, states) for key, entry in value.items()}
 
 
 def replay_op(dumped: Mapping[str, Any]) -> Any:

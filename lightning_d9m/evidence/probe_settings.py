@@ -50,6 +50,7 @@ class ProbeSettings:
         probe_ranks: Ranks that record; empty means all.
         replay_every: Run the forward and backward pass of every N-th batch twice; 0 for never.
         dump: Folder into which the tensors at the places are saved; None for none.
+        dump_names: Patterns of the names of the places that are saved.
 
     Raises:
         SettingError: When a value is not allowed.
@@ -61,6 +62,7 @@ class ProbeSettings:
     probe_ranks: tuple[int, ...] = ()
     replay_every: int = 0
     dump: Path | None = None
+    dump_names: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
         for kind in self.probes:
@@ -197,7 +199,7 @@ def _parse_steps(text: str) -> range:
 
 
 def _read(name: str, variable: str, text: str) -> object:
-    if name in ("probes", "probe_modules"):
+    if name in ("probes", "probe_modules", "dump_names"):
         return _split(text)
     if name == "dump":
         return Path(text)

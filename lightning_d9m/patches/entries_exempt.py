@@ -65,6 +65,11 @@ EXEMPT: tuple[Op, ...] = (
         ),
         cause="Blocks of keys add to the gradient of the queries with atomics.",
         reason="torch itself does it, if deterministic algorithms are on without warn_only.",
+        operators=(
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+        ),
     ),
     Op(
         name="ctc_loss_cudnn",
@@ -72,6 +77,7 @@ EXEMPT: tuple[Op, ...] = (
         torch_does="Asks cuDNN for its deterministic algorithm under cudnn.deterministic.",
         cause="cuDNN's default algorithm for CTC varies.",
         reason="The flag chooses the deterministic algorithm; the native version is patched.",
+        operators=("_cudnn_ctc_loss",),
     ),
     Op(
         name="rnn_cudnn",
@@ -79,6 +85,7 @@ EXEMPT: tuple[Op, ...] = (
         torch_does="Warns in the documentation of LSTM and RNN.",
         cause="cuBLAS may split a product over workspaces whose number depends on what else runs.",
         reason="CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, set before CUDA starts, fixes it.",
+        operators=("_cudnn_rnn", "_cudnn_rnn_backward"),
     ),
     Op(
         name="embedding_max_norm",

@@ -11,7 +11,13 @@ _REASON = "torch itself does it, if deterministic algorithms are on."
 _LAST_WINS = "Of several values for one place, whichever thread writes last wins."
 
 
-def _describe(name: str, *documented: str, cause: str = ATOMICS, torch_does: str = _SWITCHES) -> Op:
+def _describe(
+    name: str,
+    *documented: str,
+    cause: str = ATOMICS,
+    torch_does: str = _SWITCHES,
+    operators: tuple[str, ...] = (),
+) -> Op:
     return Op(
         name=name,
         status="exempt",
@@ -19,6 +25,7 @@ def _describe(name: str, *documented: str, cause: str = ATOMICS, torch_does: str
         torch_does=torch_does,
         cause=cause,
         reason=_REASON,
+        operators=operators,
     )
 
 
@@ -28,6 +35,7 @@ SWITCHING: tuple[Op, ...] = (
         *(f"torch.nn.{kind}{dims}d" for kind in ("Conv", "ConvTranspose") for dims in (1, 2, 3)),
         cause="cuDNN's fastest algorithms for the gradients add with atomics.",
         torch_does="Asks cuDNN for its deterministic algorithms.",
+        operators=("convolution_backward",),
     ),
     _describe(
         "bmm_sparse",
@@ -35,7 +43,12 @@ SWITCHING: tuple[Op, ...] = (
         cause="cuSPARSE adds the products of a sparse matrix in no fixed order.",
         torch_does="Asks cuSPARSE for its deterministic algorithm.",
     ),
-    _describe("index_put", "torch.Tensor.index_put", cause=_LAST_WINS),
+    _describe(
+        "index_put",
+        "torch.Tensor.index_put",
+        cause=_LAST_WINS,
+        operators=("_unsafe_index_put",),
+    ),
     _describe("scatter", "torch.Tensor.scatter", cause=_LAST_WINS),
     _describe("scatter_reduce_sum", "torch.Tensor.scatter_reduce"),
     _describe("index_copy", "torch.Tensor.index_copy", cause=_LAST_WINS),

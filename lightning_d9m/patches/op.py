@@ -32,6 +32,8 @@ class Op:
         instead: What is done here.
         bits: How the result relates to the original's.
         kernels: The replacement of each overload, as ``module:function``.
+        operators: Names of the operators that it is, where they are neither its own name nor
+            replaced.
         since: The first torch release that the entry holds for.
         until: The first torch release that needs no patch; None where there is none yet.
         cost: Time relative to the nondeterministic original; None until measured.
@@ -46,6 +48,7 @@ class Op:
     bits: str = ""
     documented: tuple[str, ...] = ()
     kernels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    operators: tuple[str, ...] = ()
     since: str = "2.11"
     until: str | None = None
     cost: str | None = None

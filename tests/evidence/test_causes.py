@@ -9,18 +9,23 @@ from lightning_d9m.evidence.causes import find_cause, first_divergences
 from lightning_d9m.evidence.comparison import Divergence
 
 
-def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=()):
+def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
     """Return a divergence at a place; ``others`` are places of its batch that differ too."""
     places = [PlaceDifference(0, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
     return Divergence(
         rank=rank, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name, call=0,
-        position=0, expected="0", actual="f", places=tuple(places), count=len(places), compared=9,
+        position=position, expected="0", actual="f", places=tuple(places), count=len(places),
+        compared=9,
     )  # fmt: skip
 
 
 def comparison(*divergences, refusals=(), stack=()):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
-    ranks = [SimpleNamespace(divergence=entry) for entry in divergences]
+    none = SimpleNamespace(count=0)
+    ranks = [
+        SimpleNamespace(divergence=entry, only_expected=none, only_actual=none)
+        for entry in divergences
+    ]
     return SimpleNamespace(ranks=ranks, refusals=refusals, stack=stack)
 
 
@@ -73,6 +78,42 @@ def test_the_rank_that_differs_before_the_exchange_is_the_cause():
     found = comparison(divergence("gradient"), divergence("batch", rank=1))
     assert [entry.rank for entry in first_divergences(found)] == [1]
     assert find_cause(found).kind == "data"
+
+
+def test_of_what_ranks_compute_the_first_goes_first():
+    """An operation of the backward pass hands on what another rank's forward pass did."""
+    late = divergence("op", "(model)::aten.copy_.default", position=90)
+    found = comparison(late, divergence("op", "a::aten.mul.Tensor", rank=1, position=20), late)
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+
+
+def test_a_module_on_another_rank_does_not_go_before_what_was_given_to_it():
+    """What ranks exchange in the forward pass, as synchronised statistics do."""
+    given = divergence("input", "b", position=70)
+    found = comparison(given, divergence("output", "a", rank=1, position=50))
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+
+
+@pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
+def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
+    one, other = (SimpleNamespace(count=count) for count in counts)
+    rank = SimpleNamespace(divergence=None, only_expected=one, only_actual=other)
+    runs = SimpleNamespace(ranks=[rank], refusals=(), stack=())
+    assert find_cause(runs).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "cause"),
+    [
+        ("weights", "a", "weights"),
+        ("buffers", "a", "buffers"),
+        ("optimizers", "0.group.0", "optimizer settings"),
+        ("scalars", "val_loss", "logged value"),
+    ],
+)
+def test_the_end_of_an_epoch_whose_batches_agree(kind, name, cause):
+    found = comparison(divergence(kind, name, moment="epoch"))
+    assert find_cause(found, batches_seen=True).kind == cause
 
 
 def test_the_earliest_step_goes_first():

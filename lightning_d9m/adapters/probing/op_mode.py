@@ -31,6 +31,8 @@ from lightning_d9m.evidence.standing import plain_name
 _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 # What they return is not there yet: the transfer goes on in the background.
 _COLLECTIVES = ("c10d", "_c10d_functional")
+# The function of torch from which a backward pass runs.
+_ENGINE = "_engine_run_backward"
 _FOREIGN = (
     "torch",
     "lightning",
@@ -43,10 +45,17 @@ _FOREIGN = (
 
 
 class _Origin(NamedTuple):
-    """Where an operation was called: the modules around it, innermost last, and the line."""
+    """Where an operation was called.
+
+    Attributes:
+        modules: The modules around it, innermost last.
+        source: The line of the program.
+        backward: Whether it computes the gradient of what that line called.
+    """
 
     modules: tuple[str, ...]
     source: str | None
+    backward: bool = False
 
 
 class OpMode(TorchDispatchMode):
@@ -130,6 +139,7 @@ class OpMode(TorchDispatchMode):
         else:
             leaves = taken if isinstance(taken, list | tuple) else [taken]
             dump |= {"outputs": keep(leaves), "source": origin.source}
+            dump |= {"backward": origin.backward}
             self._probes.add("op", name, taken, dump)
         return outputs
 
@@ -160,8 +170,12 @@ class OpMode(TorchDispatchMode):
             return origin
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return _Origin(("", *_parents(self._owners.get(id(variable), ""))), None)
-        return self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001
+            origin = _Origin(("", *_parents(self._owners.get(id(variable), ""))), None)
+        else:
+            origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001
+        # A hook, or the backward pass of a function of the program's own, has a line of its own.
+        own = _find_source(_ENGINE) if self._probes.saves else None
+        return _Origin(origin.modules, own or origin.source, backward=own is None)
 
     def _keep_inputs(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -203,10 +217,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> obj
     return [args, dict(kwargs)]
 
 
-def _find_source() -> str | None:
-    """Return the innermost line that is not the libraries', as ``file:line in f: text``."""
+def _find_source(end: str | None = None) -> str | None:
+    """Return the innermost line that is not the libraries', as ``file:line in f: text``.
+
+    Args:
+        end: Name of the function around which no line is looked for.
+    """
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
     while frame is not None and frame.f_code.co_filename.startswith(("<", *_foreign_folders())):
+        if frame.f_code.co_name == end:
+            return None
         frame = frame.f_back
     if frame is None:
         return None

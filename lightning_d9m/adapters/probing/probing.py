@@ -66,8 +66,8 @@ class Probing:
         """Begin a fit, whose ledger is open."""
         self._kinds = self._settings.kinds
         if self._kinds and self._settings.takes_rank(trainer.global_rank):
-            folder = self._settings.dump
-            dump = None if folder is None else Dump(folder, trainer.global_rank)
+            folder, names = self._settings.dump, self._settings.dump_names
+            dump = None if folder is None else Dump(folder, trainer.global_rank, names)
             self._probes = Probes(testimony.append, None if dump is None else dump.save)
             self._roster = Roster(module, self._settings.takes_parameter)
             _warn_of_idle_patterns(self._settings, module)
