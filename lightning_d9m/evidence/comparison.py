@@ -78,8 +78,8 @@ class Divergence:
         """Where it stands in the order of execution, on whatever rank: the earliest is least.
 
         Of several in one batch, the earliest kind, and of what the batch computes, whatever kind
-        it is, the earliest place: what one rank computes differently reaches the others with the gradients, or with
-        what else the ranks exchange.
+        it is, the earliest place: what one rank computes differently reaches the others with the
+        gradients, or with what else the ranks exchange.
         """
         if self.moment == "" and self.kind == "end":  # how a run ended: after everything else
             return (2**63,)
