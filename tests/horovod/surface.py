@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_d9m import DeterminismCallback
 from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.errors import D9mError
+from lightning_d9m.evidence.digest import digest
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])
@@ -302,6 +304,41 @@ def options():
         fit(model, strategy=HorovodDeterministicStrategy(**given))
         digests[name] = models.digest(model)
     return digests
+
+
+@check
+def probes():
+    """Gradients before and after the exchange, however soon their bucket leaves; what was wrong."""
+    own, mean = [], []
+
+    class Model(Base):
+        def training_step(self, batch, _):
+            loss = functional.mse_loss(self.net(batch[0]), batch[1])
+            names, weights = zip(*self.named_parameters(), strict=True)
+            local = torch.autograd.grad(loss, weights, retain_graph=True)
+            own.append({n: digest(g) for n, g in zip(names, local, strict=True)})
+            means = [self.all_gather(gradient).sum(0) / 2 for gradient in local]
+            mean.append({n: digest(g) for n, g in zip(names, means, strict=True)})
+            return loss
+
+    model = Model(models.network())
+    model.net[3].p = 0.0
+    kinds = ["local_gradient", "gradient"]
+    callback = DeterminismCallback(probes=kinds, ledger_dir=folder / "probes")
+    strategy = HorovodDeterministicStrategy(bucket_bytes=256)
+    rank = fit(model, strategy=strategy, callbacks=[callback], max_epochs=1).global_rank
+    lines = (folder / "probes" / "fit-000" / f"rank-{rank}.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    (places,) = [record["places"] for record in records if record["kind"] == "layout"]
+    batches = [record["digests"] for record in records if record["kind"] == "probes"]
+    wrong = [
+        (batch, kind, name)
+        for batch, digests in enumerate(batches)
+        for number, (kind, name, _) in enumerate(places)
+        if digests[32 * number : 32 * number + 32]
+        != (own if kind == "local_gradient" else mean)[batch][name]
+    ]
+    return {"batches": len(batches), "places": len(places), "wrong": wrong}
 
 
 @check

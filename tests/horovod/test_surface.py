@@ -114,6 +114,11 @@ def test_parameters_unfrozen_while_training_are_reduced(found):
     assert both(found, "parameters", "moved")
 
 
+def test_probes_have_gradients_of_before_and_after_the_exchange(found):
+    """The bucket's last gradient is packed, and scaled, as soon as it is there."""
+    assert both(found, "probes") == {"batches": 4, "places": 12, "wrong": []}
+
+
 def test_options_leave_the_ranks_equal(found):
     """At two ranks a sum has one order, so that fusion does not show; the other options do."""
     digests = {name: both(found, "options", name) for name in found[0]["options"]}
