@@ -95,13 +95,19 @@ def _render_verdict(comparison: Comparison) -> Iterator[str]:
         yield from _render_first(comparison, found)
     elif comparison.verdict == "different":
         yield "<p>No record that both runs have differs, but one has what the other lacks:</p>"
+    for entry in comparison.refusals[:3]:
+        yield (
+            f"<p><code>{_name(entry.field)}</code>: expected {_text(entry.expected)}, actual "
+            f"{_text(entry.actual)}. {escape(entry.reason)}</p>"
+        )
     if not found:
         yield from (f"<p>{_text(text, _WORDS)}</p>" for text in _first_sentences(comparison))
     if comparison.stack:
         fields = counted(len(comparison.stack), "field")
         listed = ", ".join(f"<code>{_name(entry.field)}</code>" for entry in comparison.stack[:3])
         more = " and others" if comparison.stack[3:] else ""
-        yield f"<p>The stacks differ in {fields}, which alone may change bits: {listed}{more}.</p>"
+        but = "but the bits are equal" if comparison.equal else "which alone may change bits"
+        yield f"<p>The stacks differ in {fields}, {but}: {listed}{more}.</p>"
     elif not comparison.refusals:
         yield "<p>The stacks are equal.</p>"
     if is_one_ledger(comparison):
@@ -126,16 +132,13 @@ def _render_first(comparison: Comparison, found: Sequence[Divergence]) -> Iterat
     together = sorted(entry.rank for entry in found if entry.when == first.when)
     later = len(found) - len(together)
     others = f"; {counted(later, 'more rank')} diverged later" if later else ""
-    of = f" of {len(comparison.ranks)}" if comparison.ranks[1:] else ""
-    ranks = name_ranks(together)
+    ranks = f"{name_ranks(together)} of {len(comparison.ranks)}{others}. ".capitalize()
+    ranks = ranks if comparison.ranks[1:] else ""
     yield (
         f'<p class="lead">First divergence: <strong>{_where(first)}</strong>, {_text(first.kind)} '
         f"<code>{_name(name_call(first.name, first.call))}</code>.</p>"
     )
-    yield (
-        f"<p>{ranks[:1].upper()}{ranks[1:]}{of}{others}. {first.count:,} of {first.compared:,} "
-        "places differ there.</p>"
-    )
+    yield (f"<p>{ranks}{first.count:,} of {first.compared:,} places differ there.</p>")
     for alone in first.one_sided[:1]:
         run = "actual" if alone.expected is None else "expected"
         yield (
@@ -275,6 +278,8 @@ def _render_timeline(course: Course, comparison: Comparison) -> Iterator[str]:
 
 
 def _render_growth(course: Course) -> Iterator[str]:
+    if not course.ranks:
+        return
     yield "<section><h2>How the difference grows</h2>"
     drawn = False
     for title, growth in (
@@ -353,7 +358,7 @@ def _render_moments(course: Course) -> Iterator[str]:
 def _render_one_sided(comparison: Comparison) -> Iterator[str]:
     sentences = list(list_one_sided(comparison))
     if sentences:
-        yield "<section><h2>In one run only</h2><ul>"
+        yield "<section><h2>In one run only, resumed, or cut short</h2><ul>"
         yield from (f"<li>{_text(text, _WORDS)}</li>" for text in sentences[:_SENTENCES])
         yield "</ul>"
         if sentences[_SENTENCES:]:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -106,6 +106,10 @@ class ProbeSettings:
     def takes_parameter(self, name: str) -> bool:
         """Return whether a parameter or buffer is recorded: by its module's name or its own."""
         return self.takes_module(name.rpartition(".")[0]) or self.takes_module(name)
+
+    def idle_patterns(self, names: Collection[str]) -> list[str]:
+        """Return the patterns that fit none of a model's modules, parameters and buffers."""
+        return [p for p in self.probe_modules if not any(fnmatchcase(n or ROOT, p) for n in names)]
 
     def overridden(self, environment: Mapping[str, str]) -> "ProbeSettings":
         """Return the settings in which those that variables give take their values.

@@ -16,11 +16,10 @@ from lightning_d9m.evidence.comparison import Divergence
 
 def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""), others=()):
     """Return a pair of runs that diverge at a place, or agree."""
-    names = (name, *others) if moment == "batch" else ()
     found = Divergence(
-        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=kind or "", name=name,
+        rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=str(kind), name=name,
         call=0, position=0, count=1, compared=9, expected=values[0], actual=values[1],
-        places=tuple(PlaceDifference(0, kind, own, 0, *values) for own in names),
+        places=tuple(PlaceDifference(0, str(kind), own, 0, *values) for own in (name, *others)),
     )  # fmt: skip
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(

@@ -229,6 +229,19 @@ def test_gradients_are_met_beside_hooks_of_the_program():
     assert met == [*ours[:2], "own", ours[2]]
 
 
+def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
+    def send(weight):
+        weight.grad.zero_()
+
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.register_post_accumulate_grad_hook(send)
+    met = []
+    listener = SimpleNamespace(add=lambda kind, name, value: met.append(value.clone()))
+    with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), listener):
+        model(torch.ones(1, 2)).sum().backward()
+    assert [gradient.tolist() for gradient in met] == [[[1.0, 1.0]]]
+
+
 def test_a_parameter_that_a_module_returns_keeps_no_hook(fit):
     class Returned(nn.Module):
         def __init__(self):
@@ -441,3 +454,14 @@ def test_a_loader_of_dicts_names_its_leaves(fit):
     )
     names = [name for _, name, _ in places_of(ledger)]
     assert names == ["batch:image", "batch:names", "batch:more.0", "batch:more.1"]
+
+
+def test_a_pattern_that_fits_nothing_is_named(fit):
+    with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
+        ledger = fit(probes=["output"], probe_modules=["encodr.*", "layers.0"])
+    assert places_of(ledger) == [("output", "layers.0", 0)]
+
+
+def test_a_pattern_may_fit_a_buffer_or_the_whole_model(fit, recwarn):
+    fit(probes=["output", "buffer"], probe_modules=["(model)", "layers.1.running_mean"])
+    assert not [found for found in recwarn if "probe_modules" in str(found.message)]

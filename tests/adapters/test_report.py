@@ -157,7 +157,7 @@ def test_different_runs(tmp_path, capsys):
     words = Page(text).words
     assert "Different" in words
     assert "First divergence: epoch 0, step 8, batch 8 , gradient" in words
-    assert "Rank 0. 2 of 10 places differ there." in words
+    assert ". 2 of 10 places differ there." in words
     assert "The stacks differ in 1 field, which alone may change bits: device.driver ." in words
     assert "device.driver 560.35 570.1" in words
     assert "weights 4 of 4" in words
@@ -275,7 +275,15 @@ def test_runs_of_other_world_sizes(tmp_path):
     """They are refused, and the page says why."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
     assert "Not comparable" in words
-    assert "world_size 1 2" in words
+    assert "world_size : expected 1, actual 2. Another number of ranks gives" in words
+    assert "How the difference grows" not in words
+
+
+def test_another_stack_and_equal_bits(tmp_path):
+    """The bits decide, and the difference is shown."""
+    words = Page(report(tmp_path, write(tmp_path), write(tmp_path, stack="570"), status=0)).words
+    assert "The stacks differ in 1 field, but the bits are equal: device.driver ." in words
+    assert "device.driver 560.35 570 0" in words
 
 
 def test_a_ledger_held_against_itself(tmp_path):

@@ -131,7 +131,11 @@ def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Li
             listener.add("local_gradient", name, parameter.grad)
 
     handle = parameter.register_post_accumulate_grad_hook(take)
-    # To the front, before the hook of a strategy that sends the gradient away.
+    # To the front, before the hook of a strategy that sends the gradient away. torch calls them in
+    # the order in which a plain dict has them, which `move_to_end` of an ordered one leaves alone.
     own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001
-    own.move_to_end(handle.id, last=False)
+    others = {key: hook for key, hook in own.items() if key != handle.id}
+    for key in others:
+        del own[key]
+    own.update(others)
     hooks.callback(handle.remove)

@@ -1,6 +1,7 @@
 """The probes of one Trainer's fits: hooks go on for the batches that are probed, and come off."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from fnmatch import fnmatchcase
@@ -19,7 +20,7 @@ from lightning_d9m.evidence.monitors import monitors_heard
 from lightning_d9m.evidence.probe_settings import ProbeSettings
 from lightning_d9m.evidence.probes import Moment, Probes
 from lightning_d9m.evidence.records import Json
-from lightning_d9m.evidence.standing import Roster
+from lightning_d9m.evidence.standing import Roster, plain_name
 
 # What belongs to one fit.
 _OWN = ("_probes", "_roster", "_hooks", "_ops", "_replay", "_replayed")
@@ -69,6 +70,7 @@ class Probing:
             dump = None if folder is None else Dump(folder, trainer.global_rank, names)
             self._probes = Probes(testimony.append, None if dump is None else dump.save)
             self._roster = Roster(module, self._settings.takes_parameter)
+            _warn_of_idle_patterns(self._settings, module)
         if self._settings.replay_every:
             append = _append_after(self._probes, testimony)
             self._replay = Replay(trainer, module, append, on_drift)
@@ -176,6 +178,21 @@ class Probing:
         self._ops = None
         if hooks is not None:
             hooks.close()
+
+
+def _warn_of_idle_patterns(settings: ProbeSettings, module: Any) -> None:
+    """Say so if nothing will be recorded for a pattern; another model of the program may fit it."""
+    modules = [plain_name(name) for name, _ in module.named_modules()]
+    held = [*module.named_parameters(), *module.named_buffers()]
+    idle = settings.idle_patterns([*modules, *(plain_name(name) for name, _ in held)])
+    if idle:
+        some = ", ".join(map(repr, modules[1:6])) or "none"
+        warnings.warn(
+            f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or buffer "
+            f"of {type(module).__name__} is called so: nothing is recorded for it. Its modules "
+            f"are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
+            stacklevel=2,
+        )
 
 
 def _append_after(
