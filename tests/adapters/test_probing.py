@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainings import make_loader, make_model
@@ -13,6 +14,7 @@ from trainings import make_loader, make_model
 from lightning_d9m import DeterminismCallback, probe
 from lightning_d9m.adapters.probing.module_hooks import hook_model
 from lightning_d9m.errors import SettingError
+from lightning_d9m.evidence.compare import compare_ledgers
 from lightning_d9m.evidence.digest import digest, digest_value
 from lightning_d9m.evidence.dumps import find_dumps, read_dump, read_index, replay_op
 from lightning_d9m.evidence.probe_settings import KINDS, ProbeSettings
@@ -454,6 +456,21 @@ def test_a_loader_of_dicts_names_its_leaves(fit):
     )
     names = [name for _, name, _ in places_of(ledger)]
     assert names == ["batch:image", "batch:names", "batch:more.0", "batch:more.1"]
+
+
+def test_the_scale_of_the_loss_is_a_state_of_the_optimizer(fit):
+    def end(self, outputs, batch, batch_idx):
+        if self.faulty and batch_idx == 2:
+            self.trainer.precision_plugin.scaler.update(2.0**15)
+
+    ledgers = []
+    for faulty in (False, True):
+        model = make_model(on_train_batch_end=end)
+        model.faulty = faulty
+        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+        ledgers.append(fit(model=model, probes="all", trainer_plugins=[precision]))
+    found = compare_ledgers(*ledgers).ranks[0].divergence
+    assert (found.step, found.kind, found.name) == (3, "optimizer", "scaler.scale")
 
 
 def test_a_pattern_that_fits_nothing_is_named(fit):

@@ -94,7 +94,8 @@ class Probing:
             return
         probes.begin(Moment(trainer.current_epoch, step, batch_idx))
         self._took_loss = False
-        take_states(roster, trainer.optimizers, self._settings, probes)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        take_states(roster, trainer.optimizers, self._settings, probes, scaler)
         if "batch" in self._kinds:
             probes.add("batch", "batch", batch)
         if self._hooks is None:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,17 @@ def take_states(
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,
+    scaler: Any = None,
 ) -> None:
-    """Hand the state that the selected kinds name to a listener."""
+    """Hand the state that the selected kinds name to a listener.
+
+    Args:
+        roster: Parameters and buffers.
+        optimizers: The optimizers.
+        settings: They select.
+        listener: Takes the values.
+        scaler: The ``torch.amp.GradScaler``, where the precision has one.
+    """
     kinds = settings.kinds
     if "rng" in kinds:
         _take_rng(listener)
@@ -35,6 +45,10 @@ def take_states(
         listener.add_tensors("buffer", buffers)
     if "optimizer" in kinds:
         _take_optimizers(names, optimizers, settings, listener)
+        if scaler is not None:
+            scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
+            scale = scaler.get_scale() if scale is None else scale
+            listener.add("optimizer", "scaler.scale", scale)
 
 
 def _take_rng(listener: Listener) -> None:
