@@ -34,7 +34,7 @@ def main():
     fit(folder, "probed", probes="all", replay_every=2)
     faulty = make_model()
     faulty.layers[0].register_forward_hook(FlipOnRank1())
-    found = error_of(folder, "faulty", faulty, replay_every=1)
+    found = error_of(folder, "faulty", faulty, replay_every=1, probes="loss", probe_ranks=1)
     (folder / f"found-{RANK}.json").write_text(json.dumps(found))
     assert os.environ["WORLD_SIZE"] == "2"
 

@@ -99,6 +99,16 @@ class ProbeSettings:
         """Return whether a rank records."""
         return not self.probe_ranks or rank in self.probe_ranks
 
+    def check_ranks(self, world_size: int) -> None:
+        """Raise a ``SettingError`` if a rank is named that the training does not have."""
+        absent = [rank for rank in self.probe_ranks if rank >= world_size]
+        if absent:
+            raise SettingError(
+                f"probe_ranks has {', '.join(map(str, absent))}, and this training has "
+                f"{world_size} rank{'s' if world_size > 1 else ''}; allowed: whole numbers from 0 "
+                f"to {world_size - 1}, or nothing for all."
+            )
+
     def takes_module(self, name: str) -> bool:
         """Return whether a module's places are recorded; the whole model's name is empty."""
         return any(fnmatchcase(name or ROOT, pattern) for pattern in self.probe_modules)

@@ -125,7 +125,7 @@ def test_values_are_taken_before_they_are_overwritten(fit):
     assert digests["output", "layers.1", 0] != digests["output", "layers.2", 0]
 
 
-def test_modules_steps_and_ranks_are_selected(fit):
+def test_modules_and_steps_are_selected(fit):
     ledger = fit(probes=["output", "weight"], probe_modules="layers.0", probe_steps="2:4")
     assert places_of(ledger) == [
         ("weight", "layers.0.weight", 0),
@@ -133,7 +133,6 @@ def test_modules_steps_and_ranks_are_selected(fit):
         ("output", "layers.0", 0),
     ]
     assert list(read_probes(ledger)) == [(0, 2), (0, 3)]
-    assert not read_probes(fit(probes="loss", probe_ranks=1))
 
 
 def test_variables_steer_the_callback_of_the_program(fit, monkeypatch):
@@ -477,6 +476,11 @@ def test_a_pattern_that_fits_nothing_is_named(fit):
     with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
         ledger = fit(probes=["output"], probe_modules=["encodr.*", "layers.0"])
     assert places_of(ledger) == [("output", "layers.0", 0)]
+
+
+def test_a_rank_that_is_not_there_is_refused(fit):
+    with pytest.raises(SettingError, match="probe_ranks has 1, 7, and this training has 1 rank;"):
+        fit(probes=["output"], probe_ranks=[0, 1, 7])
 
 
 def test_a_pattern_may_fit_a_buffer_or_the_whole_model(fit, recwarn):

@@ -53,3 +53,9 @@ def test_a_fault_on_one_rank_stops_both(folder):
     found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
     assert (found[1]["step"], found[1]["group"], found[1]["names"]) == (2, "output", ["layers.0"])
     assert "Rank 1 failed" in found[0]["message"]
+
+
+def test_only_the_ranks_that_are_named_record(folder):
+    """One that ends with an error has written what it met before."""
+    files = [folder / "faulty" / "fit-000" / f"rank-{rank}.jsonl" for rank in (0, 1)]
+    assert [file.read_text().count('"kind":"probes"') for file in files] == [0, 3]

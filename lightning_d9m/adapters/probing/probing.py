@@ -63,8 +63,14 @@ class Probing:
         return self._settings.as_record()
 
     def begin(self, trainer: Any, module: Any, testimony: Testimony, on_drift: str) -> None:
-        """Begin a fit, whose ledger is open."""
+        """Begin a fit, whose ledger is open.
+
+        Raises:
+            SettingError: When a rank is to be probed that the training does not have, or no step
+                can be run twice.
+        """
         self._kinds = self._settings.kinds
+        self._settings.check_ranks(trainer.world_size)
         if self._kinds and self._settings.takes_rank(trainer.global_rank):
             folder, names = self._settings.dump, self._settings.dump_names
             dump = None if folder is None else Dump(folder, trainer.global_rank, names)
