@@ -16,6 +16,7 @@ from lightning_d9m.evidence.compare import Divergence
 from lightning_d9m.evidence.difference import MISSING
 from lightning_d9m.evidence.digest import digest, digest_value
 from lightning_d9m.evidence.dumps import (
+    find_batches,
     find_dumps,
     read_dump,
     read_index,
@@ -133,19 +134,16 @@ def split_leaf(name: str) -> tuple[str, str]:
 
 
 def _read_op(found: Divergence, name: str, folder: Path) -> dict[str, Any] | None:
-    for file in find_dumps(folder, step=found.step, place=(found.kind, name, found.call)):
-        if file.parent.parent.name == f"rank-{found.rank}" and _is_of_batch(file.parent, found):
-            return read_dump(file)
-    return None
+    place = (found.kind, name, found.call)
+    files = find_dumps(folder, step=found.step, place=place, **_whereabouts(found))
+    return next(map(read_dump, files), None)
 
 
 def _read_values(
     found: Divergence, kind: str, folder: Path
 ) -> Iterator[tuple[tuple[str, str, int], Any]]:
     """Yield what was saved at the place, or at the leaves of the place, with where that is."""
-    for batch in sorted(folder.glob(f"rank-{found.rank}/epoch-*.step-{found.step}.batch-*")):
-        if found.moment == "batch" and not _is_of_batch(batch, found):
-            continue
+    for batch in find_batches(folder, step=found.step, **_whereabouts(found)):
         for entry in read_index(batch):
             own = entry["name"] == found.name or entry["name"].startswith(f"{found.name}:")
             if own and entry["kind"] == kind and entry["call"] == found.call:
@@ -153,8 +151,11 @@ def _read_values(
                 yield place, read_dump(batch / entry["file"])["value"]
 
 
-def _is_of_batch(folder: Path, found: Divergence) -> bool:
-    return folder.name == f"epoch-{found.epoch}.step-{found.step}.batch-{found.batch}"
+def _whereabouts(found: Divergence) -> dict[str, int | None]:
+    """Return where a divergence was saved; one at an epoch's end is in no batch of its own."""
+    if found.moment != "batch":
+        return {"rank": found.rank}
+    return {"rank": found.rank, "epoch": found.epoch, "batch": found.batch}
 
 
 def _take_inputs(dumped: Mapping[str, Any]) -> tuple[str, str]:

@@ -91,9 +91,22 @@ def read_dump(file: Path) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
-def find_dumps(folder: Path, *, step: int, place: Place) -> Iterator[Path]:
-    """Yield the files of a place at a global step, of every rank that saved it."""
-    for batch in sorted(folder.glob(f"rank-*/epoch-*.step-{step}.batch-*")):
+def find_batches(
+    folder: Path,
+    *,
+    step: int,
+    rank: int | None = None,
+    epoch: int | None = None,
+    batch: int | None = None,
+) -> list[Path]:
+    """Return the folders of a global step's batches: all, or those of a rank, epoch or batch."""
+    own, at, number = ("*" if value is None else value for value in (rank, epoch, batch))
+    return sorted(folder.glob(f"rank-{own}/epoch-{at}.step-{step}.batch-{number}"))
+
+
+def find_dumps(folder: Path, *, step: int, place: Place, **where: int | None) -> Iterator[Path]:
+    """Yield the files of a place at a global step; ``where`` is that of ``find_batches``."""
+    for batch in find_batches(folder, step=step, **where):
         for entry in read_index(batch):
             if (entry["kind"], entry["name"], entry["call"]) == place:
                 yield batch / entry["file"]

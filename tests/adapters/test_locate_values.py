@@ -12,7 +12,9 @@ from lightning_d9m.evidence.dumps import Dump, keep
 from lightning_d9m.evidence.probes import Moment
 
 PLACE = ("op", "layers.0::aten.mm.default", 1)
-FOUND = SimpleNamespace(rank=0, epoch=0, step=4, batch=4, kind="op", name=PLACE[1], call=1)
+FOUND = SimpleNamespace(
+    rank=0, moment="batch", epoch=0, step=4, batch=4, kind="op", name=PLACE[1], call=1
+)
 
 
 @pytest.fixture
