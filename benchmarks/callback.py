@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.adapters import pieces
-from lightning_d9m.adapters.takeover import Takeover
 from lightning_d9m.control.loaders import LoaderControl
-from lightning_d9m.control.samples import Apart
-from lightning_d9m.control.stream import Stream
+from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.seeded_dataset import Apart
+from lightning_d9m.lightning.resume import run_state
+from lightning_d9m.lightning.trainer_session import Takeover
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from digits import Digits, DigitsNet
@@ -118,7 +118,7 @@ def time_entrances():
     for owner, names in {
         DeterminismCallback: ("setup", "teardown"),
         Takeover: ("start_evaluation", "end_evaluation", "restart_epoch"),
-        pieces: ("capture_drawn",),
+        run_state: ("capture_drawn",),
         LoaderControl: ("take_over", "start_epoch"),
         Apart: ("begin", "end"),
         Stream: ("derive",),

@@ -22,10 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from lightning_d9m.evidence.compare import compare_ledgers
-from lightning_d9m.evidence.ledger import LedgerWriter, read_ledger
-from lightning_d9m.evidence.rank_file import seal_record
-from lightning_d9m.evidence.records import Digests, End, Header, RunFacts
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.ledger.folder import LedgerWriter, read_ledger
+from lightning_d9m.ledger.reader import seal_record
+from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 
 # Places a batch, for the modules of a small network and of a large one; share of all places.
 SHAPES = {

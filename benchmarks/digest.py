@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from lightning_d9m.evidence.digest import digest, digest_many
-from lightning_d9m.evidence.tensors import locate
+from lightning_d9m.hashing.digest import digest, digest_many
+from lightning_d9m.hashing.tensor_bytes import locate
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "digest"
@@ -41,10 +41,10 @@ def _one_tensor(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
         "sha256": lambda: _sha256(tensor),
     }
     if tensor.is_cuda:
-        from lightning_d9m.evidence import chunks_cuda
+        from lightning_d9m.hashing import xxh3_cuda
 
         memory = [locate(tensor)]
-        methods["digest's kernel alone"] = lambda: chunks_cuda.start_hashing(memory, tensor.device)
+        methods["digest's kernel alone"] = lambda: xxh3_cuda.start_hashing(memory, tensor.device)
     return methods
 
 

@@ -44,8 +44,8 @@ for part; do
     run tests "$python" -m pytest -c /dev/null --rootdir "$PWD" --import-mode=importlib \
       -o "markers=cuda: needs a CUDA device" -p no:cacheprovider -m cuda -v \
       --junit-xml="$folder/cuda-tests.xml" \
-      tests/patches/test_cuda.py tests/evidence/test_digest_cuda.py \
-      tests/adapters/test_probing_cuda.py
+      tests/patches/test_cuda.py tests/hashing/test_xxh3_cuda.py \
+      tests/lightning/probing/test_recorder_cuda.py
     ;;
   example)
     run example "$python" -m lightning_d9m repeat -n 3 -o "$folder/segmentation" --json \

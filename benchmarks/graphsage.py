@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from lightning_d9m import deterministic
-from lightning_d9m.adapters.audit.plot import draw_lines
-from lightning_d9m.adapters.audit.tables import markdown_table, short
-from lightning_d9m.evidence.digest import digest_value
-from lightning_d9m.evidence.variability import measure_variation
+from lightning_d9m.comparison.variability import measure_variation
+from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.output.markdown import markdown_table, short
+from lightning_d9m.output.svg_charts import draw_lines
 
 PAPERS, LINKS, CLASSES, FEATURES, HIDDEN = 2708, 5278, 7, 128, 64
 TRAINED, TESTED = 140, 1000

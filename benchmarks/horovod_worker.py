@@ -102,10 +102,10 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode in {"static", "static-horovod"}:
-        from lightning_d9m.adapters.horovod.allocator import keep_freed_memory
-        from lightning_d9m.adapters.horovod.buckets import BUCKET_BYTES, GradientBuckets
-        from lightning_d9m.adapters.horovod.settings import switch_on
-        from lightning_d9m.adapters.horovod.wire import Wire
+        from lightning_d9m.horovod.communicator import Wire
+        from lightning_d9m.horovod.environment import switch_on
+        from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets
+        from lightning_d9m.horovod.malloc import keep_freed_memory
 
         transport = "torch" if mode == "static" else "horovod"
         switch_on(initialized=False, stall_seconds=600, transport=transport)

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from lightning_d9m import deterministic
-from lightning_d9m.adapters.audit.op_case import Inputs
-from lightning_d9m.adapters.audit.tables import markdown_table, short
-from lightning_d9m.evidence.variability import SpreadMeter
+from lightning_d9m.audit.ops.case import Inputs
+from lightning_d9m.comparison.variability import SpreadMeter
+from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.patches.registration import patches_applied
 
 Call = Callable[[], Tensor]

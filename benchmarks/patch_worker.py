@@ -17,8 +17,8 @@ from patch_models import MODELS
 from patch_workloads import WORKLOADS, Call, Workload
 from torch import Tensor
 
-from lightning_d9m.evidence.digest import digest_many
-from lightning_d9m.patches.catalogue import OPS, find_op
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.registration import patches_applied
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]

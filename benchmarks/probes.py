@@ -30,7 +30,7 @@ from probe_models import KINDS, Digits
 from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.evidence.stack import capture_stack
+from lightning_d9m.ledger.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
 HOOKS = (

@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.loaders import LoaderControl
-from lightning_d9m.control.position import Request
-from lightning_d9m.control.samples import Apart, SeededDataset
-from lightning_d9m.control.stream import Stream
+from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.resumable_sampler import Request
+from lightning_d9m.control.seeded_dataset import Apart, SeededDataset
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000_000

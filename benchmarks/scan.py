@@ -2,7 +2,7 @@
 
     python benchmarks/scan.py --output benchmarks/results/scan.json [FOLDER ...]
 
-The corpus is tests/scan/corpus, whose lines say what is to be found and what is not. Without
+The corpus is tests/lint/corpus, whose lines say what is to be found and what is not. Without
 folders the tree is the installed torch and lightning, tests included. The baseline matches the
 names of attributes, as torchdetscan 0.1 does; ``--torchdetscan SCRIPT``, an installed
 ``torchdetscan.py``, also runs that program itself: on the corpus, to say where it differs from the
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from attribute_names import match_names
 
-from lightning_d9m.adapters.scan import choose_version, scan_entries
-from lightning_d9m.scan.files import Entry, list_files
-from lightning_d9m.scan.rules import RULES
+from lightning_d9m.cli.scan import choose_version, scan_entries
+from lightning_d9m.lint.files import Entry, list_files
+from lightning_d9m.lint.rules import RULES
 
 CORPUS = Path(__file__).parents[1] / "tests" / "scan" / "corpus"
 OPS = ("D9M101", "D9M102", "D9M103", "D9M104")

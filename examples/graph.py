@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.evidence.digest import digest_value
+from lightning_d9m.hashing.digest import digest_value
 
 NEIGHBOURS = 16
 

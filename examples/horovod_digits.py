@@ -12,7 +12,7 @@ import lightning as L
 from digits import Digits, DigitsNet
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
 def main() -> None:

@@ -8,9 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_d9m.adapters.bit_exact import assert_bit_exact
-    from lightning_d9m.adapters.callback import DeterminismCallback
-    from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
+    from lightning_d9m.audit.inference.fixed_batch import FixedShape, PerSample
     from lightning_d9m.control.session import Session, deterministic, enable
     from lightning_d9m.control.settings import Settings
     from lightning_d9m.errors import (
@@ -28,32 +26,37 @@ if TYPE_CHECKING:
         StackDifferenceError,
         TooLateError,
     )
-    from lightning_d9m.evidence.digest import digest
+    from lightning_d9m.hashing.digest import digest
+    from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+    from lightning_d9m.lightning.callback import DeterminismCallback
+    from lightning_d9m.testing import assert_bit_exact
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "CheckpointError": "errors",
-    "D9mError": "errors",
-    "DeterminismCallback": "adapters.callback",
-    "DigestError": "errors",
-    "DriftError": "errors",
-    "HorovodDeterministicStrategy": "adapters.horovod.strategy",
-    "InexactResumeError": "errors",
-    "LedgerError": "errors",
-    "NotBitExactError": "errors",
-    "RankLostError": "errors",
-    "RanksDisagreeError": "errors",
-    "ReferenceRefusedError": "errors",
-    "Session": "control.session",
-    "SettingError": "errors",
-    "Settings": "control.settings",
-    "StackDifferenceError": "errors",
-    "TooLateError": "errors",
-    "assert_bit_exact": "adapters.bit_exact",
-    "deterministic": "control.session",
-    "digest": "evidence.digest",
-    "enable": "control.session",
+    "CheckpointError": "lightning_d9m.errors",
+    "D9mError": "lightning_d9m.errors",
+    "DeterminismCallback": "lightning_d9m.lightning.callback",
+    "DigestError": "lightning_d9m.errors",
+    "DriftError": "lightning_d9m.errors",
+    "FixedShape": "lightning_d9m.audit.inference.fixed_batch",
+    "HorovodDeterministicStrategy": "lightning_d9m.horovod.strategy",
+    "InexactResumeError": "lightning_d9m.errors",
+    "LedgerError": "lightning_d9m.errors",
+    "NotBitExactError": "lightning_d9m.errors",
+    "PerSample": "lightning_d9m.audit.inference.fixed_batch",
+    "RankLostError": "lightning_d9m.errors",
+    "RanksDisagreeError": "lightning_d9m.errors",
+    "ReferenceRefusedError": "lightning_d9m.errors",
+    "Session": "lightning_d9m.control.session",
+    "SettingError": "lightning_d9m.errors",
+    "Settings": "lightning_d9m.control.settings",
+    "StackDifferenceError": "lightning_d9m.errors",
+    "TooLateError": "lightning_d9m.errors",
+    "assert_bit_exact": "lightning_d9m.testing",
+    "deterministic": "lightning_d9m.control.session",
+    "digest": "lightning_d9m.hashing.digest",
+    "enable": "lightning_d9m.control.session",
 }
 
 __all__ = [
@@ -62,10 +65,12 @@ __all__ = [
     "DeterminismCallback",
     "DigestError",
     "DriftError",
+    "FixedShape",
     "HorovodDeterministicStrategy",
     "InexactResumeError",
     "LedgerError",
     "NotBitExactError",
+    "PerSample",
     "RankLostError",
     "RanksDisagreeError",
     "ReferenceRefusedError",
@@ -84,10 +89,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
     if name == "probe":  # the module itself: lightning_d9m.probe.monitor(x, "name")
-        return import_module(f"{__name__}.probe")
+        return import_module("lightning_d9m.probe")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

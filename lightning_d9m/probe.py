@@ -1,5 +1,5 @@
 """Probes that are written into a program: ``lightning_d9m.probe.monitor(x, "name")``."""
 
-from lightning_d9m.evidence.monitors import monitor
+from lightning_d9m.probes.monitor import monitor
 
 __all__ = ["monitor"]

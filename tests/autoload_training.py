@@ -1,4 +1,4 @@
-"""A project that never mentions lightning_d9m; see adapters/test_autoload.py."""
+"""A project that never mentions lightning_d9m; see lightning/autoload/test_entry_points.py."""
 
 import importlib
 import json

@@ -15,6 +15,7 @@ import raise_sites
 import sklearn  # noqa: F401
 import torch
 from hypothesis import HealthCheck, settings
+from ledger_runs import runs  # noqa: F401 - a fixture
 
 # A busy machine is slow, and that is no finding.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""One rank of trainings with probes under DDP on Gloo; see adapters/test_probing_ddp.py."""
+"""One rank of trainings with probes under DDP; see lightning/probing/test_recorder_ddp.py."""
 
 import json
 import os

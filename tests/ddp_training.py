@@ -1,4 +1,4 @@
-"""One rank of a training with DDP on Gloo; see adapters/test_ddp.py."""
+"""One rank of a training with DDP on Gloo; see lightning/test_ddp.py."""
 
 import json
 import os

@@ -14,9 +14,7 @@ from pathlib import Path
 import gallery_training
 import lightning.pytorch  # noqa: F401 - for the children
 
-import lightning_d9m.adapters.added_callback
-import lightning_d9m.adapters.horovod.strategy  # noqa: F401
-from lightning_d9m.adapters import autoload
+from lightning_d9m.lightning.autoload import entry_points
 
 
 def run(words, variables, log, folder):
@@ -31,7 +29,7 @@ def run(words, variables, log, folder):
     sys.argv = list(words)
     status = 1
     try:
-        autoload.load()
+        entry_points.load()
         gallery_training.train(words[-1])
         status = 0
     except BaseException:  # noqa: BLE001 - as the interpreter would

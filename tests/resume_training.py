@@ -1,4 +1,4 @@
-"""One process of a training that is interrupted and resumed; see adapters/test_resume_processes.py.
+"""One process of a training that is interrupted and resumed.
 
 Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "interrupted" (saved in
 the middle of an epoch, between two micro-batches, and ended there), "killed" (by the system, some

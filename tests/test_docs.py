@@ -1,4 +1,4 @@
-"""The tables of the documentation are complete; tests/pages runs its code."""
+"""The tables of the documentation are complete; tests/docs runs its code."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m import DeterminismCallback, Settings
-from lightning_d9m.control import algorithms, variables
-from lightning_d9m.evidence import rank_file, record_text, records, schema
-from lightning_d9m.evidence.ledger import LedgerWriter
+from lightning_d9m.control import environment, torch_flags
+from lightning_d9m.ledger import encoding, reader, records, schema
+from lightning_d9m.ledger.folder import LedgerWriter
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,9 +26,9 @@ def test_the_settings_page_names_every_setting():
 def test_the_settings_page_names_every_variable_and_its_value():
     page = (ROOT / "docs/settings.md").read_text()
     for name, value in (
-        (variables.CUBLAS, variables.CUBLAS_ALLOWED[0]),
-        (variables.NCCL, variables.NCCL_DEFAULT),
-        *variables._SWITCHES.items(),
+        (environment.CUBLAS, environment.CUBLAS_ALLOWED[0]),
+        (environment.NCCL, environment.NCCL_DEFAULT),
+        *environment._SWITCHES.items(),
     ):
         assert re.search(rf"^\| `{name}` \| `{re.escape(value)}`", page, re.MULTILINE), name
 
@@ -44,7 +44,7 @@ def test_the_settings_page_has_a_line_for_every_flag():
         "sdpa.cudnn": "cuDNN attention",
         "mkldnn.deterministic": "torch.backends.mkldnn.deterministic",
     }
-    flags = algorithms.wanted_flags(fill_uninitialized_memory=True)
+    flags = torch_flags.wanted_flags(fill_uninitialized_memory=True)
     assert set(lines) == set(flags) - {"inductor.deterministic"}
     assert all(text in page for text in lines.values())
 
@@ -86,7 +86,7 @@ def test_the_ledger_page_shows_records_as_they_are():
         assert list(shown)[-1] == "check"
         check = shown.pop("check")
         assert len(check) == len(CHECK)
-        record = record_text.decode_record(json.dumps(shown).encode())
+        record = encoding.decode_record(json.dumps(shown).encode())
         assert type(record) is not records.Opaque
         written = record.as_record()
         assert list(written) == list(shown)
@@ -103,13 +103,13 @@ def test_the_ledger_page_names_every_field():
 def test_the_ledger_page_has_the_limits_of_the_reader():
     said = " ".join(LEDGER.split())
     for text in (
-        f"a line has at most {rank_file.MAX_LINE // 2**20} MiB",
-        f"(the header {rank_file.MAX_HEADER // 2**20} MiB)",
-        f"at most {record_text.MAX_ITEMS:,} values nested at most {record_text.MAX_DEPTH} deep",
+        f"a line has at most {reader.MAX_LINE // 2**20} MiB",
+        f"(the header {reader.MAX_HEADER // 2**20} MiB)",
+        f"at most {encoding.MAX_ITEMS:,} values nested at most {encoding.MAX_DEPTH} deep",
         f"a name {records.MAX_NAME:,} characters",
         f"a ledger {schema.MAX_RANKS:,} ranks",
         f"a list of at most {records.MAX_PLACES:,} `[kind, name, call]`",
-        f"({len(rank_file.CHAIN_START)} zeros before the first)",
+        f"({len(reader.CHAIN_START)} zeros before the first)",
     ):
         assert text in said
 

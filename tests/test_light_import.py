@@ -23,12 +23,12 @@ LIGHT = {
     "package": "import lightning_d9m",
     "errors": "import lightning_d9m; lightning_d9m.DriftError",
     "settings": "import lightning_d9m; lightning_d9m.Settings(seed=1)",
-    "help": "from lightning_d9m.adapters.cli import build_parser; build_parser().format_help()",
+    "help": "from lightning_d9m.cli.main import build_parser; build_parser().format_help()",
     **{
-        command: f"from lightning_d9m.adapters.cli import build_parser; build_parser({command!r})"
+        command: f"from lightning_d9m.cli.main import build_parser; build_parser({command!r})"
         for command in ("repeat", "compare", "doctor", "ops", "audit", "install-horovod")
     },
-    "ledger": "import lightning_d9m.evidence.ledger, lightning_d9m.evidence.compare",
+    "ledger": "import lightning_d9m.ledger.folder, lightning_d9m.comparison.ledgers",
 }
 
 

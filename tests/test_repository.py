@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_d9m.adapters.cli import build_parser
+from lightning_d9m.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,11 +14,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9m.control.attribute_patches import Replacements
 from lightning_d9m.control.generators import capture_generators, restore_generators
-from lightning_d9m.control.position import Requests, is_foreign, unwrap
-from lightning_d9m.control.replacements import Replacements
+from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.resumable_sampler import Requests, is_foreign, unwrap
 from lightning_d9m.control.samplers import copy_loader, find_samplers, is_rankless, make_generator
-from lightning_d9m.control.samples import (
+from lightning_d9m.control.seeded_dataset import (
     Apart,
     SeededCollate,
     SeededDataset,
@@ -26,7 +27,6 @@ from lightning_d9m.control.samples import (
     WorkerInit,
     draws_nothing,
 )
-from lightning_d9m.control.stream import Stream
 from lightning_d9m.errors import SettingError
 
 # torch adds the epoch to a DistributedSampler's seed; users' subclasses give the sum to generators

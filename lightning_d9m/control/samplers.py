@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.position import unwrap
+from lightning_d9m.control.resumable_sampler import unwrap
 
 # A loader keeps both, a batch sampler the first. Lightning's distributed wrapper keeps a `dataset`
 # that keeps the user's sampler as `_sampler`.

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_d9m.control import algorithms
+from lightning_d9m.control import torch_flags
+from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.control.threads import threads_pinned, verify_threads
-from lightning_d9m.control.variables import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.registration import patches_applied
 
@@ -68,7 +68,7 @@ class Session:
 
     def _switch(self, stack: ExitStack) -> None:
         fill = self.settings.fill_uninitialized_memory
-        stack.enter_context(algorithms.algorithms_switched(fill_uninitialized_memory=fill))
+        stack.enter_context(torch_flags.algorithms_switched(fill_uninitialized_memory=fill))
         # Whether torch was built for CUDA: to ask for a device would start the driver, after which
         # a launcher can no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
@@ -79,7 +79,7 @@ class Session:
         """Raise a ``SettingError`` if somebody has changed a switch since."""
         if self._switching:
             fill = self.settings.fill_uninitialized_memory
-            algorithms.verify_flags(fill_uninitialized_memory=fill)
+            torch_flags.verify_flags(fill_uninitialized_memory=fill)
         verify_threads(self.settings.threads)
 
     def close(self) -> None:

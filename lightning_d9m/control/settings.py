@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.catalogue import find_op
+from lightning_d9m.patches.catalog.catalog import find_op
 
 # The range of Lightning's `seed_everything`, so that one number serves both.
 HIGHEST_SEED = 2**32 - 1

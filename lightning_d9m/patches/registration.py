@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -18,9 +18,9 @@ from torch._prims_common.wrappers import _maybe_resize_out
 from torch.library import Library, get_kernel
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.catalogue import select_ops
-from lightning_d9m.patches.delegation import Original, raise_as_original
-from lightning_d9m.patches.op import Op
+from lightning_d9m.patches.catalog.catalog import select_ops
+from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 
 _active: set[str] = set()
 
@@ -78,8 +78,7 @@ def patches_applied(
 
 def _register(library: Library, op: Op, device_key: str) -> None:
     for overload, path in op.kernels.items():
-        module, function = path.split(":")
-        replacement = getattr(import_module(f"lightning_d9m.patches.{module}"), function)
+        replacement = resolve_name(path)
         outputs = [
             argument.name for argument in _find_schema(overload).arguments if argument.is_out
         ]

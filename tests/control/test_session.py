@@ -13,7 +13,7 @@ import torch
 import lightning_d9m
 from lightning_d9m import SettingError, Settings
 from lightning_d9m.control import session
-from lightning_d9m.control.algorithms import capture_flags
+from lightning_d9m.control.environment import CUBLAS, INDUCTOR
 from lightning_d9m.control.session import (
     Session,
     active_session,
@@ -21,7 +21,7 @@ from lightning_d9m.control.session import (
     enable,
     next_fit,
 )
-from lightning_d9m.control.variables import CUBLAS, INDUCTOR
+from lightning_d9m.control.torch_flags import capture_flags
 from lightning_d9m.patches.registration import patches_applied
 
 OTHER = torch.get_num_threads() + 1  # a number of threads that shows whether it was put back

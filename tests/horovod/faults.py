@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9m.adapters.callback import DeterminismCallback
-from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.lightning.callback import DeterminismCallback
 
 warnings.filterwarnings("ignore")
 folder, fault, transport = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

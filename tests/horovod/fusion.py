@@ -14,9 +14,9 @@ from torch.nn import functional
 
 folder, mode = sys.argv[1:]
 if mode == "ours":
-    from lightning_d9m.adapters.horovod import settings
+    from lightning_d9m.horovod import environment
 
-    settings.switch_on(initialized=False, stall_seconds=60)
+    environment.switch_on(initialized=False, stall_seconds=60)
 else:
     assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
 import horovod.torch as hvd  # noqa: E402 - the variables come first, as in the strategy
@@ -54,7 +54,7 @@ def horovods_own(model, optimizer):
 
 def buckets(size, wire):
     """Reduce with our buckets; a size of 0 reduces each gradient alone."""
-    from lightning_d9m.adapters.horovod.buckets import GradientBuckets
+    from lightning_d9m.horovod.gradient_buckets import GradientBuckets
 
     def reduced(model, optimizer):
         own = GradientBuckets(model.named_parameters(), wire, bucket_bytes=size)
@@ -71,7 +71,7 @@ def buckets(size, wire):
 
 
 if mode == "ours":
-    from lightning_d9m.adapters.horovod.wire import Wire
+    from lightning_d9m.horovod.communicator import Wire
 
     wire, result = Wire(hvd), {}
     for transport in ("horovod", "torch"):

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
-from lightning_d9m.adapters.horovod.wire import Wire
+from lightning_d9m.horovod.communicator import Wire
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
 class PortedStrategy(HorovodDeterministicStrategy):

@@ -14,8 +14,8 @@ import models
 import torch
 from torch.nn import functional
 
-from lightning_d9m.adapters.callback import DeterminismCallback
 from lightning_d9m.control import session
+from lightning_d9m.lightning.callback import DeterminismCallback
 
 folder, *runs = sys.argv[1:]
 checkpoint = Path(folder, "middle.ckpt")

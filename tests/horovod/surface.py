@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.errors import D9mError
-from lightning_d9m.evidence.digest import digest
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])

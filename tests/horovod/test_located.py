@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.adapters.cli import main
+from lightning_d9m.cli.main import main
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 PORTED = Path(__file__).parent / "ported.py"

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.adapters import install_horovod
-from lightning_d9m.adapters.horovod.settings import import_horovod
-from lightning_d9m.adapters.horovod.strategy import HorovodDeterministicStrategy
-from lightning_d9m.adapters.horovod.wire import Claim, Wire
+from lightning_d9m.cli import install_horovod
 from lightning_d9m.errors import CommandError, RanksDisagreeError, SettingError
+from lightning_d9m.horovod.communicator import Claim, Wire
+from lightning_d9m.horovod.environment import import_horovod
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
 @pytest.fixture

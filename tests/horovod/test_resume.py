@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_d9m.evidence.compare import compare_ledgers
-from lightning_d9m.evidence.ledger import read_ledger
-from lightning_d9m.evidence.lineage import find_breaks
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.resumed_runs import find_breaks
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 RANKS = 4

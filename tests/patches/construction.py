@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_d9m.patches import bands
-from lightning_d9m.patches.op import Op
+from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.primitives import gather_tables
 
 ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
@@ -119,14 +119,14 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
 
     with monkeypatch.context() as patch:
         for path in {path for op in ops for path in op.kernels.values()}:
-            module = import_module(f"lightning_d9m.patches.{path.split(':')[0]}")
+            module = import_module(path.split(":")[0])
             name = path.split(":")[1]
             patch.setattr(module, name, observe(path, getattr(module, name)))
-        build = bands._place
+        build = gather_tables._place
 
         def prepare(*args: object) -> object:
             with _disable_current_modes():
                 return build(*args)
 
-        patch.setattr(bands, "_place", prepare)
+        patch.setattr(gather_tables, "_place", prepare)
         yield judge, ran

@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from patches.cases import GRADIENT_CASES, compute_gradient, make_inputs
 from patches.construction import Judge, judged
 
-from lightning_d9m.patches.catalogue import OPS, select_ops
+from lightning_d9m.patches.catalog.catalog import OPS, select_ops
 from lightning_d9m.patches.registration import patches_applied
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]

@@ -10,8 +10,8 @@ import torch
 from patches.cases import deterministic_algorithms
 from torch import Tensor
 
-from lightning_d9m.evidence.digest import digest_many
-from lightning_d9m.patches.catalogue import OPS, select_ops
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.patches.catalog.catalog import OPS, select_ops
 from lightning_d9m.patches.registration import patches_applied
 
 _HERE = Path(__file__).parents[2] / "benchmarks" / "patch_workloads.py"

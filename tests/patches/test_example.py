@@ -10,7 +10,7 @@ import torch
 from patches.cases import deterministic_algorithms
 from patches.construction import judged
 
-from lightning_d9m.patches.catalogue import select_ops
+from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.registration import patches_applied
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "segmentation.py"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.adapters import ops as command
+from lightning_d9m.cli import ops as command
 from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.catalogue import OPS
-from lightning_d9m.patches.listing import render_markdown
+from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.catalog.listing import render_markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 

@@ -11,7 +11,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_flatten
 
-from lightning_d9m.patches.catalogue import OPS
+from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import patches_applied
 
 # Importing torch's test library freezes torch's flags for the whole process; other tests set them.

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches import registration
-from lightning_d9m.patches.catalogue import OPS, select_ops
-from lightning_d9m.patches.delegation import raise_as_original
+from lightning_d9m.patches.catalog.catalog import OPS, select_ops
+from lightning_d9m.patches.primitives.fallback import raise_as_original
 from lightning_d9m.patches.registration import patches_applied
 
 KERNELS = [f"aten::{overload}" for op in select_ops(torch.__version__) for overload in op.kernels]

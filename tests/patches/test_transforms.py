@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from patches.cases import answer, threads
 from torch import Tensor
 
-from lightning_d9m.patches.catalogue import OPS
+from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import patches_applied
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]

@@ -1,0 +1,1 @@
+"""Measure how nondeterministic ops, trainings and inference are on this machine."""

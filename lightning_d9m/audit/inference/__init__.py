@@ -1,0 +1,1 @@
+"""Check whether inference is repeatable and independent of the batch."""

@@ -1,0 +1,113 @@
+"""A module on its own: batches of inputs that have the bits of single samples.
+
+Within the model, what comes after the first module that depends on its batch gets inputs that do.
+Here each module gets, put together, the very inputs that it got for each sample alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_d9m.audit.inference.batches import list_batches
+from lightning_d9m.audit.inference.subject import Subject
+from lightning_d9m.audit.inference.trace import Trace
+
+
+def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> set[int] | None:
+    """Return the batch sizes at which a module alone gives a sample other bits.
+
+    Args:
+        subject: The model and its samples.
+        name: Of the module.
+        sizes: The batch sizes to try.
+
+    Returns:
+        None where its inputs cannot be put together from those of samples.
+    """
+    module = subject.module.get_submodule(name)
+    count = len(subject.samples)
+    inputs = [_capture(subject, module, [sample]) for sample in range(count)]
+    pair = _capture(subject, module, [0, 1])
+    if pair is None or None in inputs:
+        return None
+    dims = _find_dims(inputs[0], inputs[1], pair)
+    if dims is None:
+        return None
+    shapes: dict[Any, torch.Size] = {}
+    alone = [_evaluate(module, single, 1, shapes) for single in inputs]
+    breaking = set()
+    for size in sizes:
+        for indices in list_batches(count, size):
+            together = _evaluate(module, _stack([inputs[i] for i in indices], dims), size, shapes)
+            for place, rows in together.rows.items():
+                expected = [alone[index].rows.get(place) for index in indices]
+                if rows is None or not all(expected):
+                    return None
+                if any(
+                    one is not None and not together.agrees(place, position, one[0])
+                    for position, one in enumerate(expected)
+                ):
+                    breaking.add(size)
+    return breaking
+
+
+def _capture(subject: Subject, module: nn.Module, indices: Sequence[int]) -> Any:
+    """Return the arguments of a module's first call; None where it is not called."""
+    seen: list[Any] = []
+
+    def keep(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if not seen:
+            seen.append(_copy((args, kwargs)))
+
+    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        subject.call(subject.collate(indices))
+    finally:
+        handle.remove()
+    return seen[0] if seen else None
+
+
+def _copy(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _find_dims(first: Any, second: Any, pair: Any) -> list[int | None] | None:
+    """Return the batch dimension of each argument; None for one that all samples share."""
+    dims: list[int | None] = []
+    for one, other, both in zip(*(tree_flatten(v)[0] for v in (first, second, pair)), strict=True):
+        if not isinstance(one, Tensor):
+            dims.append(None)
+            continue
+        longer = [d for d in range(one.dim()) if one.shape[d] != both.shape[d]]
+        if (
+            len(longer) == 1
+            and one.shape == other.shape
+            and both.shape[longer[0]] == 2 * one.shape[longer[0]]
+        ):
+            dims.append(longer[0])
+        elif not longer and torch.equal(one, other):
+            dims.append(None)
+        else:
+            return None
+    return dims
+
+
+def _stack(inputs: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    flat = [tree_flatten(value) for value in inputs]
+    leaves = [
+        column[0] if dim is None else torch.cat(column, dim)
+        for column, dim in zip(zip(*(leaves for leaves, _ in flat), strict=True), dims, strict=True)
+    ]
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _evaluate(module: nn.Module, inputs: Any, size: int, shapes: dict[Any, torch.Size]) -> Trace:
+    args, kwargs = _copy(inputs)
+    trace = Trace(size, shapes)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        trace.note("output", "", module(*args, **kwargs))
+    return trace

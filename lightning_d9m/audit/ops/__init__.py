@@ -1,0 +1,1 @@
+"""Run each op of the catalog many times and count its distinct outputs."""

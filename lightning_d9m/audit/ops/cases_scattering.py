@@ -1,0 +1,259 @@
+"""Cases where values meet in places: scatter, index, count, and the gradients of reading."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from lightning_d9m.audit.ops.case import FLOATS, Call, Case, Inputs
+
+# Number of values and of the places they go to: few and many duplicates, and one place for all.
+SIZES = ((1_000, 100), (1_000, 1_000), (100_000, 1_000), (100_000, 100_000), (2_000_000, 50))
+ALL_IN_ONE = (100_000, 1)
+_QUICK = (100_000, 1_000)
+
+# A call on (target, places, values); made once, called often, so that it must not change them.
+Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _scattered(
+    op: str,
+    documented: tuple[tuple[str, str], ...],
+    scatter: Scatter,
+    *,
+    quick: tuple[int, int] = _QUICK,
+    near_one: bool = False,
+    entry: str = "",
+) -> Iterator[Case]:
+    for values, places in (*SIZES, ALL_IN_ONE):
+
+        def make(inputs: Inputs, values: int = values, places: int = places) -> Call:
+            target = inputs.normal(places)
+            given = inputs.normal(values)
+            if near_one:  # a product of many neither vanishes nor overflows
+                target, given = target * 1e-3 + 1, given * 1e-3 + 1
+            index = inputs.whole(places, values)
+            return lambda: scatter(target, index, given)
+
+        yield Case(
+            op=op,
+            parameters={"values": values, "places": places, "ratio": places / values},
+            make=make,
+            documented=documented,
+            quick=(values, places) == quick,
+            entry=entry,
+        )
+
+
+def _reduced(reduce: str, words: str | None, op: str | None = None) -> Iterator[Case]:
+    # From 2.15 on one line speaks of any reduction, of CUDA and of Apple's devices.
+    any_reduction = ("torch.Tensor.scatter_reduce", "CUDA or MPS")
+    documented = (("torch.Tensor.scatter_reduce", words), any_reduction) if words else ()
+
+    def scatter(target: Tensor, index: Tensor, given: Tensor) -> Tensor:
+        return target.scatter_reduce(0, index, given, reduce)
+
+    yield from _scattered(
+        op or f"scatter_reduce_{reduce}", documented, scatter, near_one=reduce == "prod"
+    )
+
+
+def _read(
+    op: str, documented: tuple[tuple[str, str], ...], read: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[Case]:
+    """Yield the gradients of reading many values from few places."""
+    for values, places in (*SIZES, ALL_IN_ONE):
+
+        def make(inputs: Inputs, values: int = values, places: int = places) -> Call:
+            source = inputs.leaf(places)
+            return inputs.gradient(read(source, inputs.whole(places, values)), source)
+
+        yield Case(
+            op=op,
+            parameters={"values": values, "places": places, "ratio": places / values},
+            make=make,
+            documented=documented,
+            quick=(values, places) == _QUICK,
+        )
+
+
+def _rows() -> Iterator[Case]:
+    """Yield additions of whole rows, in the shapes of Shanmugavelu et al. 2024."""
+    for side, ratio in ((100, 0.1), (100, 0.5), (100, 1.0), (1000, 0.5)):
+
+        def make(inputs: Inputs, side: int = side, ratio: float = ratio) -> Call:
+            rows = int(side * ratio)
+            target, given = inputs.normal(side, side), inputs.normal(rows, side)
+            index = inputs.whole(rows, rows)
+            return lambda: target.index_add(0, index, given)
+
+        yield Case(
+            op="index_add",
+            parameters={"side": side, "ratio": ratio},
+            make=make,
+            documented=(("torch.index_add", ""),),
+            quick=(side, ratio) == (1000, 0.5),
+        )
+
+
+def _embed(inputs: Inputs) -> Call:
+    table, rows = inputs.leaf(1000, 64), inputs.whole(1000, 8192)
+    return inputs.gradient(nnf.embedding(rows, table), table)
+
+
+def _embed_scaled(inputs: Inputs) -> Call:
+    table, rows = inputs.normal(500, 64), inputs.whole(500, 8192)
+    return lambda: nnf.embedding(rows, table.clone(), max_norm=1.0)
+
+
+def _bag(mode: str) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        table, rows = inputs.leaf(1000, 64), inputs.whole(1000, 8192)
+        starts = torch.arange(0, 8192, 8, device=inputs.device)
+        return inputs.gradient(nnf.embedding_bag(rows, table, starts, mode=mode), table)
+
+    return make
+
+
+def _count(values: int, places: int) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        index, weights = inputs.whole(places, values), inputs.normal(values)
+        return lambda: torch.bincount(index, weights, places)
+
+    return make
+
+
+def _histogram(values: int, bins: int) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        given = inputs.normal(values)
+        return lambda: torch.histc(given, bins, -1, 1)
+
+    return make
+
+
+def _repeat(inputs: Inputs) -> Call:
+    source, times = inputs.leaf(1_000), inputs.whole(200, 1_000)
+    return inputs.gradient(torch.repeat_interleave(source, times), source)
+
+
+def _coalesce(inputs: Inputs) -> Call:
+    index, given = inputs.whole(100, 2, 100_000), inputs.normal(100_000)
+
+    def call() -> Tensor:
+        matrix = torch.sparse_coo_tensor(index, given, (100, 100), check_invariants=False)
+        return matrix.coalesce().values()
+
+    return call
+
+
+def list_scattering_cases() -> Iterator[Case]:
+    """Yield the cases of this module."""
+    put = ("torch.Tensor.put_", "accumulate=")
+    yield from _scattered(
+        "index_put_accumulate",
+        (("torch.Tensor.index_put", "accumulate=True"),),
+        lambda t, i, v: t.index_put((i,), v, accumulate=True),
+        quick=SIZES[-1],
+    )
+    yield from _scattered(
+        "index_put",
+        (("torch.Tensor.index_put", "accumulate=False"),),
+        lambda t, i, v: t.index_put((i,), v),
+    )
+    yield from _scattered(
+        "put_", ((put[0], f"{put[1]}False"),), lambda t, i, v: t.clone().put_(i, v)
+    )
+    yield from _scattered(
+        "put_accumulate",
+        ((put[0], f"{put[1]}True"),),
+        lambda t, i, v: t.clone().put_(i, v, accumulate=True),
+    )
+    yield from _scattered(
+        "scatter_add", (("torch.Tensor.scatter_add_", ""),), lambda t, i, v: t.scatter_add(0, i, v)
+    )
+    yield from _scattered(
+        "scatter", (("torch.Tensor.scatter", "src"),), lambda t, i, v: t.scatter(0, i, v)
+    )
+    yield from _scattered(
+        "scatter_with_reduce", (), lambda t, i, v: t.scatter(0, i, v, reduce="add")
+    )
+    yield from _reduced("sum", "reduce='sum'")
+    yield from _reduced("mean", "reduce='mean'")
+    yield from _reduced("prod", "reduce='prod'")
+    yield from _reduced("amax", None)
+    yield from _scattered(
+        "index_add", (("torch.index_add", ""),), lambda t, i, v: t.index_add(0, i, v)
+    )
+    yield from _rows()
+    yield from _scattered(
+        "index_copy", (("torch.Tensor.index_copy", ""),), lambda t, i, v: t.index_copy(0, i, v)
+    )
+    for reduce in ("mean", "prod", "amax"):
+        yield from _scattered(
+            f"index_reduce_{reduce}",
+            (("torch.Tensor.index_reduce", ""),),
+            lambda t, i, v, reduce=reduce: t.index_reduce(0, i, v, reduce),  # type: ignore[misc]
+            near_one=reduce == "prod",
+            entry="index_reduce",
+        )
+    yield from _read(
+        "gather_backward", (("torch.gather", ""),), lambda source, index: source.gather(0, index)
+    )
+    yield from _read(
+        "index_select_backward",
+        (("torch.index_select", ""),),
+        lambda source, index: source.index_select(0, index),
+    )
+    yield from _read(
+        "getitem_backward",
+        (("torch.Tensor.__getitem__", ""),),
+        lambda source, index: source[(index,)],
+    )
+    # Its gradient is `put_` with accumulate, which the documentation of the flag does not say.
+    yield from _read("take_backward", (), lambda source, index: source.take(index))
+    rows = {"rows": 8192, "table": 1000, "features": 64}
+    listed = (("torch.nn.Embedding", ""),)
+    yield Case(
+        op="embedding_dense_backward", parameters=rows, make=_embed, documented=listed, quick=True
+    )
+    yield Case(op="embedding_max_norm", parameters=rows, make=_embed_scaled, quick=True)
+    for mode in ("sum", "mean", "max"):
+        yield Case(
+            op=f"embedding_bag_{mode}_backward",
+            parameters=rows,
+            make=_bag(mode),
+            documented=(("torch.nn.EmbeddingBag", "max" if mode == "max" else "MPS"),),
+            quick=True,
+        )
+    yield Case(
+        op="repeat_interleave_backward",
+        parameters={"values": 1_000, "times": 100},
+        make=_repeat,
+        documented=(("torch.repeat_interleave", ""),),
+        quick=True,
+    )
+    yield Case(
+        op="sparse_coalesce",
+        parameters={"values": 100_000, "places": 10_000},
+        make=_coalesce,
+        quick=True,
+        dtypes=FLOATS[:2],
+    )
+    for values, places in ((100_000, 1_000), (2_000_000, 50)):
+        shape = {"values": values, "places": places}
+        yield Case(
+            op="bincount",
+            parameters=shape,
+            make=_count(values, places),
+            documented=(("torch.bincount", "weights"),),
+            quick=places == 1_000,  # noqa: PLR2004 - the smaller one
+        )
+        yield Case(
+            op="histc",
+            parameters=shape,
+            make=_histogram(values, places),
+            documented=(("torch.histc", ""),),
+            quick=places == 1_000,  # noqa: PLR2004 - the smaller one
+            dtypes=FLOATS[:2],
+        )

@@ -1,0 +1,202 @@
+"""Cases on images and volumes: convolution, pooling, resampling, padding."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from lightning_d9m.audit.ops.case import Call, Case, Inputs, Scalar
+
+Forward = Callable[[Tensor], Tensor]
+# Side of an input by its number of dimensions, for --quick and otherwise.
+_SIDES = {1: (256, 4096), 2: (24, 96), 3: (10, 24)}
+
+
+def _differentiated(
+    op: str,
+    dims: int,
+    forward: Forward,
+    documented: str | None = None,
+    words: str = "",
+    **parameters: Scalar,
+) -> Iterator[Case]:
+    """Yield the gradients of ``forward`` for a small and a large input of 4 x 8 channels."""
+    for size, side in enumerate(_SIDES[dims]):
+
+        def make(inputs: Inputs, side: int = side) -> Call:
+            image = inputs.leaf(4, 8, *[side] * dims)
+            return inputs.gradient(forward(image), image)
+
+        yield Case(
+            op=op,
+            parameters={"side": side, **parameters},
+            make=make,
+            documented=((documented, words),) if documented else (),
+            quick=size == 0,
+        )
+
+
+def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
+    name = f"{'ConvTranspose' if transposed else 'Conv'}{dims}d"
+    convolve = getattr(nnf, f"conv{'_transpose' if transposed else ''}{dims}d")
+    for size, side in enumerate(_SIDES[dims]):
+        for backward in (False, True):
+
+            def make(inputs: Inputs, side: int = side, backward: bool = backward) -> Call:
+                image, kernel = inputs.leaf(4, 8, *[side] * dims), inputs.leaf(8, 8, *[3] * dims)
+                if backward:
+                    return inputs.gradient(convolve(image, kernel, stride=2), image, kernel)
+                still, weights = image.detach(), kernel.detach()
+                return lambda: convolve(still, weights, stride=2)
+
+            yield Case(
+                op=f"{name.lower()}{'_backward' if backward else ''}",
+                entry="convolution",
+                parameters={"side": side, "kernel": 3, "stride": 2},
+                make=make,
+                documented=((f"torch.nn.{name}", ""),),
+                quick=size == 0,
+            )
+
+
+def _unpooled(dims: int) -> Iterator[Case]:
+    unpool = getattr(nnf, f"max_unpool{dims}d")
+    for size, side in enumerate(_SIDES[dims]):
+        for duplicates in (False, True):
+
+            def make(inputs: Inputs, side: int = side, duplicates: bool = duplicates) -> Call:
+                image = inputs.normal(4, 8, *[side] * dims)
+                pool = getattr(nnf, f"max_pool{dims}d")
+                values, places = pool(image, 2, return_indices=True)
+                if duplicates:  # overlapping windows choose one input several times
+                    places = places // 8 * 8
+                return lambda: unpool(values, places, 2)
+
+            yield Case(
+                op=f"max_unpool{dims}d",
+                parameters={"side": side, "duplicates": duplicates},
+                make=make,
+                documented=((f"torch.nn.MaxUnpool{dims}d", ""),),
+                quick=size == 0,
+            )
+
+
+def _fractional(dims: int) -> Iterator[Case]:
+    pool = getattr(nnf, f"fractional_max_pool{dims}d")
+
+    def forward(image: Tensor) -> Tensor:
+        planes = image.shape[:2]
+        starts = torch.linspace(0.1, 0.9, planes.numel() * dims, dtype=image.dtype)
+        starts = starts.view(*planes, dims).to(image.device)
+        half = [image.shape[-1] // 2] * dims
+        pooled: Tensor = pool(image, 3, half, _random_samples=starts)
+        return pooled
+
+    name = f"fractional_max_pool{dims}d_backward"
+    yield from _differentiated(name, dims, forward, f"torch.nn.FractionalMaxPool{dims}d")
+
+
+def _pooled() -> Iterator[Case]:
+    yield from _differentiated("avg_pool2d_backward", 2, lambda x: nnf.avg_pool2d(x, 3, 2, 1))
+    yield from _differentiated(
+        "avg_pool3d_backward", 3, lambda x: nnf.avg_pool3d(x, 3, 2, 1), "torch.nn.AvgPool3d"
+    )
+    for dims in (2, 3):
+        for kind, label in (("avg", "Avg"), ("max", "Max")):
+            pool = getattr(nnf, f"adaptive_{kind}_pool{dims}d")
+            # Windows that overlap meet in one input; adaptive 3-D max pooling is in no list.
+            listed = None if (kind, dims) == ("max", 3) else f"torch.nn.Adaptive{label}Pool{dims}d"
+            for output in (5, 32):
+                yield from _differentiated(
+                    f"adaptive_{kind}_pool{dims}d_backward",
+                    dims,
+                    lambda x, pool=pool, output=output: pool(x, output),  # type: ignore[misc]
+                    listed,
+                    output=output,
+                )
+    yield from _differentiated(
+        "max_pool2d_backward", 2, lambda x: nnf.max_pool2d(x, 3, 2, 1), "torch.nn.MaxPool2d"
+    )
+    yield from _differentiated(
+        "max_pool3d_backward", 3, lambda x: nnf.max_pool3d(x, 3, 2, 1), "torch.nn.MaxPool3d"
+    )
+    for dims in (2, 3):
+        yield from _fractional(dims)
+    for dims in (1, 2, 3):
+        yield from _unpooled(dims)
+
+
+def _resampled() -> Iterator[Case]:
+    modes: tuple[tuple[str, int, str, Mapping[str, bool]], ...] = (
+        ("linear", 1, "upsample_linear1d_backward", {}),
+        ("bilinear", 2, "upsample_bilinear2d_backward", {}),
+        ("bicubic", 2, "upsample_bicubic2d_backward", {}),
+        ("trilinear", 3, "upsample_trilinear3d_backward", {}),
+        ("nearest", 2, "upsample_nearest_backward", {}),
+        ("bilinear", 2, "upsample_bilinear2d_aa_backward", {"antialias": True}),
+        ("bicubic", 2, "upsample_bicubic2d_aa_backward", {"antialias": True}),
+    )
+    for mode, dims, op, more in modes:
+        listed = None if mode == "nearest" else "torch.nn.functional.interpolate"
+        for factor in (2.0, 0.5):
+
+            def forward(
+                image: Tensor,
+                mode: str = mode,
+                factor: float = factor,
+                more: Mapping[str, bool] = more,
+            ) -> Tensor:
+                return nnf.interpolate(image, scale_factor=factor, mode=mode, **more)
+
+            # Of Apple's devices torch does not say which cases it means.
+            words = "some cases" if more else f"``{mode}``"
+            yield from _differentiated(op, dims, forward, listed, words, factor=factor)
+
+    def enlarge(image: Tensor) -> Tensor:
+        size = [image.shape[-1] * 2] * 2
+        found: Tensor = torch.ops.aten._upsample_lanczos2d_aa(image, size, align_corners=False)  # noqa: SLF001 - it has no public name
+        return found
+
+    yield from _differentiated("upsample_lanczos2d_aa_backward", 2, enlarge, factor=2.0)
+    for dims in (2, 3):
+        for size, side in enumerate(_SIDES[dims]):
+            for crowd in (1.0, 0.05):  # how far the samples spread: few inputs for all, or all
+
+                def make(
+                    inputs: Inputs, dims: int = dims, side: int = side, crowd: float = crowd
+                ) -> Call:
+                    image = inputs.leaf(4, 8, *[side] * dims)
+                    grid = (inputs.normal(4, *[side] * dims, dims) * crowd).requires_grad_()
+                    output = nnf.grid_sample(image, grid, align_corners=False)
+                    return inputs.gradient(output, image, grid)
+
+                yield Case(
+                    op=f"grid_sampler_{dims}d_backward",
+                    parameters={"side": side, "crowd": crowd},
+                    make=make,
+                    documented=(("torch.nn.functional.grid_sample", ""),),
+                    quick=size == 0 and crowd < 1,
+                )
+
+
+def _padded() -> Iterator[Case]:
+    for dims in (1, 2, 3):
+        for mode, kind in (("reflect", "Reflection"), ("replicate", "Replication")):
+            yield from _differentiated(
+                f"{kind.lower()}_pad{dims}d_backward",
+                dims,
+                lambda x, mode=mode, dims=dims: nnf.pad(x, [7] * (2 * dims), mode=mode),  # type: ignore[misc]
+                f"torch.nn.{kind}Pad{dims}d",
+                pad=7,
+            )
+
+
+def list_spatial_cases() -> Iterator[Case]:
+    """Yield the cases of this module."""
+    for dims in (1, 2, 3):
+        yield from _convolved(dims, transposed=False)
+        yield from _convolved(dims, transposed=True)
+    yield from _pooled()
+    yield from _resampled()
+    yield from _padded()

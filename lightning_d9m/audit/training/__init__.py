@@ -1,0 +1,1 @@
+"""Measure the spread of several trainings."""

@@ -1,0 +1,207 @@
+"""What ``d9m audit model`` says: how far trainings lie apart, by epoch and by layer."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_d9m.audit.training.runs import ARMS, Fit, Training
+from lightning_d9m.output.markdown import markdown_table, short
+from lightning_d9m.output.run_table import RunRow, format_table
+from lightning_d9m.output.svg_charts import draw_lines
+
+_EXPLANATION = """\
+Each run is held against the first one of its arm. Vermv is the mean of |A - B| / |A| over all
+weights, Vc the share of the weights that differ in any bit (Shanmugavelu et al. 2024, arXiv
+2408.05148), ulps the greatest distance in representable numbers. *Without* is the same program,
+seeded as always, with every switch off."""
+
+
+def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
+    """Return all figures."""
+    names = list(trainings[ARMS[0]][0].fits)
+    seconds = {arm: [round(run.seconds, 3) for run in trainings[arm]] for arm in ARMS}
+    fits = []
+    for name in names:
+        entry: dict[str, Any] = {"fit": name}
+        for arm in ARMS:
+            entry[arm] = _summarise(trainings[arm], [run.fits[name] for run in trainings[arm]])
+        fits.append(entry)
+    medians = {arm: statistics.median(seconds[arm]) for arm in ARMS}
+    return {
+        "runs": len(seconds["with"]),
+        "seconds": seconds,
+        "ratio": round(medians["with"] / medians["without"], 3),
+        "fits": fits,
+    }
+
+
+def _summarise(runs: Sequence[Training], fits: Sequence[Fit]) -> dict[str, Any]:
+    scalars = sorted(set.intersection(*(set(fit.last.scalars) for fit in fits)))
+    values = {name: [fit.last.scalars[name] for fit in fits] for name in scalars}
+    losses = [fit.last.loss for fit in fits if fit.last.loss is not None]
+    if losses:
+        values = {"final loss": losses} | values
+    moments = min(len(fit.epochs) for fit in fits)
+    return {
+        "equal": all(fit.equal for fit in fits),
+        "distinct": len({fit.last.totals["weights"] for fit in fits}),
+        "runs": [
+            {
+                "run": number,
+                "seed": run.seed,
+                "weights": fit.last.totals["weights"],
+                "loss": fit.last.loss,
+                "equal": fit.equal,
+            }
+            for number, (run, fit) in enumerate(zip(runs, fits, strict=True), start=1)
+        ],
+        "scalars": {name: _spread_of(texts) for name, texts in values.items()},
+        "moments": [
+            {
+                "moment": fits[0].moments[place].moment,
+                "epoch": fits[0].moments[place].epoch,
+                "distinct": len({fit.moments[place].totals["weights"] for fit in fits}),
+                **_vary([fit.epochs[place] for fit in fits]),
+            }
+            for place in range(moments)
+        ],
+        "layers": {
+            layer: _vary([fit.layers[layer] for fit in fits if layer in fit.layers])
+            for layer in fits[0].layers
+        },
+    }
+
+
+def _spread_of(texts: Sequence[str]) -> dict[str, Any]:
+    numbers = [float.fromhex(text) for text in texts]
+    return {
+        "distinct": len(set(texts)),
+        "least": repr(min(numbers)),
+        "greatest": repr(max(numbers)),
+        "deviation": repr(statistics.pstdev(numbers)),
+    }
+
+
+def _vary(variations: Sequence[Any]) -> dict[str, Any]:
+    """Return the figures of all runs but the first, which they are held against."""
+    others = variations[1:]
+    return {
+        "vermv": statistics.fmean(one.vermv for one in others),
+        "vermv_max": max(one.vermv for one in others),
+        "vc": statistics.fmean(one.vc for one in others),
+        "vc_max": max(one.vc for one in others),
+        "ulps": max(one.ulps for one in others),
+    }
+
+
+def render_plot(entry: Mapping[str, Any]) -> str:
+    """Return the plot of how the spread of one fit grows by epoch, as SVG."""
+    series = {
+        f"{arm}: {name}": [m[key] for m in entry[arm]["moments"] if m["moment"] == "epoch"]
+        for arm in ARMS
+        for name, key in (("Vermv", "vermv"), ("Vc", "vc"))
+    }
+    title = "How far the weights of the runs lie apart"
+    return draw_lines(title, ("epoch", "mean over the runs"), series)
+
+
+def render_text(result: Mapping[str, Any]) -> str:
+    """Return the result for a terminal."""
+    parts = []
+    for fit in result["fits"]:
+        if len(result["fits"]) > 1:
+            parts.append(fit["fit"])
+        for arm in ARMS:
+            entry = fit[arm]
+            parts.append(f"{arm} the recipe: {entry['distinct']} distinct of {result['runs']}")
+            parts.append(format_table(_rows(entry)))
+        names = fit["without"]["scalars"]
+        parts += ["\n".join(_say_scalar(fit, arm, name) for arm in ARMS) for name in names]
+    parts.append(
+        f"time: {statistics.median(result['seconds']['with']):.2f} s with, "
+        f"{statistics.median(result['seconds']['without']):.2f} s without (medians of the whole "
+        f"command): {result['ratio']} times."
+    )
+    return "\n\n".join(parts)
+
+
+def _say_scalar(fit: Mapping[str, Any], arm: str, name: str) -> str:
+    entry = fit[arm]["scalars"].get(name)
+    if entry is None:
+        return f"{name}, {arm}: not logged in every run"
+    if entry["distinct"] == 1:
+        return f"{name}, {arm}: {entry['least']} in every run"
+    span = f"{entry['least']} to {entry['greatest']}"
+    return f"{name}, {arm}: {entry['distinct']} values, {span}"
+
+
+def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
+    return [
+        RunRow(
+            run=run["run"],
+            fit=1,
+            seed=run["seed"],
+            weights=run["weights"],
+            loss=run["loss"],
+            verdict="expected" if run["run"] == 1 else "equal" if run["equal"] else "differs",
+        )
+        for run in entry["runs"]
+    ]
+
+
+def render_markdown(result: Mapping[str, Any], words: Sequence[str]) -> str:
+    """Return the result as a page."""
+    parts = ["# Audit of a training", f"`{' '.join(words)}`, {result['runs']} runs in each arm."]
+    parts.append(_EXPLANATION)
+    for fit in result["fits"]:
+        parts.append(f"## {fit['fit']}")
+        parts.append(f"![Spread by epoch]({fit['fit']}.svg)")
+        parts += [
+            f"### Runs {arm} the recipe\n\n```\n{format_table(_rows(fit[arm]))}\n```"
+            for arm in ARMS
+        ]
+        parts.append("### Loss and metrics\n\n" + _scalar_table(fit))
+        parts.append("### Weights by epoch\n\n" + _moment_table(fit))
+        parts.append("### Weights by layer, at the end\n\n" + _layer_table(fit))
+    parts.append(
+        "## Time\n\nSeconds of the whole command, imports included: "
+        + "; ".join(f"{arm} {result['seconds'][arm]}" for arm in ARMS)
+        + f". With over without, medians: {result['ratio']}."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _scalar_table(fit: Mapping[str, Any]) -> str:
+    rows = []
+    for name in fit["without"]["scalars"]:
+        for arm in ARMS:
+            entry = fit[arm]["scalars"].get(name)
+            if entry:
+                span = (entry["least"], entry["greatest"], entry["deviation"])
+                rows.append((name, arm, str(entry["distinct"]), *span))
+    return markdown_table(("", "arm", "distinct", "least", "greatest", "deviation"), rows)
+
+
+def _moment_table(fit: Mapping[str, Any]) -> str:
+    rows = []
+    for without, with_ in zip(fit["without"]["moments"], fit["with"]["moments"], strict=False):
+        title = str(without["epoch"]) if without["moment"] == "epoch" else without["moment"]
+        rows.append((title, *_figures(without), *_figures(with_)))
+    return markdown_table(("epoch", *_columns("distinct")), rows)
+
+
+def _layer_table(fit: Mapping[str, Any]) -> str:
+    rows = [
+        (f"`{layer}`", *_figures(entry), *_figures(fit["with"]["layers"].get(layer, entry)))
+        for layer, entry in fit["without"]["layers"].items()
+    ]
+    return markdown_table(("layer", *_columns()), rows)
+
+
+def _columns(*first: str) -> list[str]:
+    return [f"{name}, {arm}" for arm in ARMS for name in (*first, "Vermv", "Vc", "ulps")]
+
+
+def _figures(entry: Mapping[str, Any]) -> list[str]:
+    first = [str(entry["distinct"])] if "distinct" in entry else []
+    return [*first, short(entry["vermv"]), short(entry["vc"]), str(entry["ulps"])]

@@ -1,0 +1,1 @@
+"""The ``d9m`` command: one file for each command."""

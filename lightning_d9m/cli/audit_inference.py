@@ -1,0 +1,132 @@
+"""``d9m audit inference``: is a model repeatable, and its outputs independent of their batch?"""
+
+import argparse
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning_d9m.errors import SettingError
+
+_SIZES = (2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256)
+_MOST_RUNS = 10_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words of ``d9m audit inference``."""
+    parser.add_argument(
+        "target",
+        help="module:function or script.py:function, which returns (module, samples)",
+    )
+    parser.add_argument(
+        "-n", "--runs", type=int, default=10, help="how often one batch is evaluated (default: 10)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=32, help="how many samples are taken (default: 32)"
+    )
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", metavar="SIZE", help="besides 1 (default: a range)"
+    )
+    parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
+    parser.add_argument("--threads", type=int, help="intra-op CPU threads")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="within a deterministic session"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write Markdown")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audit a model; return 0 when it is repeatable and batch-invariant, else 1."""
+    _check(arguments)
+    # Here, so that the words above need no torch.
+    from lightning_d9m.audit.inference.report import render_markdown, render_text
+    from lightning_d9m.audit.ops.arms import check_device
+    from lightning_d9m.control.session import deterministic
+    from lightning_d9m.control.threads import threads_pinned
+
+    check_device(arguments.device)
+    with ExitStack() as stack:
+        stack.enter_context(threads_pinned(arguments.threads))
+        if arguments.deterministic:
+            stack.enter_context(deterministic())
+        result = _audit(arguments)
+    if arguments.output is not None:
+        arguments.output.write_text(render_markdown(result))
+    print(json.dumps(result, indent=1) if arguments.json else render_text(result))
+    return 0 if result["repeatable"] and result["invariant"] else 1
+
+
+def _audit(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from lightning_d9m.audit.inference import checks
+    from lightning_d9m.audit.inference import modes as inference_modes
+    from lightning_d9m.audit.inference.subject import load_subject
+
+    subject = load_subject(arguments.target, arguments.device, arguments.samples)
+    count = len(subject.samples)
+    sizes = sorted({min(size, count) for size in arguments.batch_sizes or _SIZES} - {1})
+    modules = {
+        name: checks.ModuleFindings(type(part).__name__)
+        for name, part in subject.module.named_modules()
+    }
+    outputs = checks.check_repeatability(subject, arguments.runs, max(sizes), modules)
+    invariance = checks.Invariance(subject, modules)
+    for size in sizes:
+        invariance.check(size)
+    invariance.isolate(sizes)
+    micros = inference_modes.time_modes(subject, max(sizes))
+    modes = []
+    for mode, evaluate in inference_modes.make_evaluators(subject, max(sizes)).items():
+        distinct, differing = inference_modes.count_outputs(subject, [1, *sizes], evaluate)
+        modes.append(
+            {
+                "mode": mode,
+                "outputs": distinct,
+                "differing": differing,
+                "microseconds": round(micros[mode][0], 2),
+                "ratio": round(micros[mode][0] / micros["as it is"][0], 3),
+                "ratio_alone": round(micros[mode][1] / micros["as it is"][1], 3),
+            }
+        )
+    first = invariance.first
+    return {
+        "target": arguments.target,
+        "torch": torch.__version__,
+        "device": arguments.device,
+        "threads": torch.get_num_threads(),
+        "deterministic": arguments.deterministic,
+        "runs": arguments.runs,
+        "samples": count,
+        "sizes": sizes,
+        "outputs": outputs,
+        "repeatable": outputs == 1 and all(found.outputs == 1 for found in modules.values()),
+        "invariant": modes[0]["outputs"] == 1,
+        "first": None if first is None else vars(first),
+        "modules": [
+            {
+                "name": name,
+                "kind": found.kind,
+                "repeatability": found.repeatability,
+                "outputs": found.outputs,
+                "invariance": found.invariance,
+                "sizes": sorted(found.sizes),
+            }
+            for name, found in modules.items()
+        ],
+        "modes": modes,
+    }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, value, low, high in (
+        ("--runs", arguments.runs, 2, _MOST_RUNS),
+        ("--samples", arguments.samples, 2, 1_000_000),
+        ("--threads", arguments.threads, 1, 4096),
+        *(("--batch-sizes", size, 1, 1_000_000) for size in arguments.batch_sizes or ()),
+    ):
+        if value is not None and not low <= value <= high:
+            raise SettingError(f"{name} is {value}; allowed: {low} to {high}.")
+    if arguments.batch_sizes and max(arguments.batch_sizes) == 1:
+        raise SettingError("--batch-sizes is 1 alone; a sample needs company: name a larger one.")

@@ -1,0 +1,222 @@
+"""`d9m install-horovod`: build, cache, install and try Horovod for the torch that is present."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lightning_d9m.errors import CommandError
+from lightning_d9m.horovod.build import (
+    HOROVOD_VERSION,
+    REQUIREMENTS,
+    Target,
+    build_environment,
+    build_wheel,
+    find_tools,
+)
+
+_TRIAL_SECONDS = 180
+_QUIET_PROGRESS_SECONDS = 30
+_TERMINAL_COLUMNS = 100
+
+# Two processes, because a single one reduces nothing; whole numbers, so that any order of the sum
+# gives the same. `horovodrun --check-build` claims PyTorch even where the extension is missing.
+_TRIAL = """\
+import torch, horovod.torch as hvd
+hvd.init()
+assert hvd.size() == 2 and hvd.gloo_built(), (hvd.size(), hvd.gloo_built())
+assert hvd.mpi_built() or not {mpi}, "built without MPI"
+assert hvd.nccl_built() or not {nccl}, "built without NCCL"
+total = hvd.allreduce(torch.arange(5.0) * (hvd.rank() + 1), op=hvd.Sum)
+assert total.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0], total
+hvd.shutdown()
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.description = (
+        f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and try it."
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="where wheels are kept (default: $XDG_CACHE_HOME/lightning_d9m/wheels)",
+    )
+    parser.add_argument("--mpi", action="store_true", help="build with MPI in addition to Gloo")
+    parser.add_argument(
+        "--gpu",
+        choices=("auto", "nccl", "none"),
+        default="auto",
+        help="NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)",
+    )
+    parser.add_argument(
+        "--rebuild", action="store_true", help="build even if a cached or installed one would do"
+    )
+    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Bring Horovod into this environment; a Horovod that already works is left as it is.
+
+    Raises:
+        CommandError: A tool is missing, the build failed, or what was built does not work.
+    """
+    target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
+    if not arguments.rebuild and _try_installed(target) is None:
+        return _report(arguments, "kept", target, None)
+    folder = (arguments.cache or default_cache()) / target.key
+    wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
+    built = wheel is None or arguments.rebuild
+    _install_requirements()
+    if built:
+        wheel = _build_into(folder, target, quiet=arguments.json)
+    _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
+    failure = _try_installed(target)
+    if failure is not None:
+        raise CommandError(
+            f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
+            f"{failure} Run `d9m install-horovod --rebuild` to build it anew."
+        )
+    return _report(arguments, "built" if built else "installed", target, wheel)
+
+
+def default_cache() -> Path:
+    """The folder for wheels under the user's cache directory (XDG Base Directory)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning_d9m" / "wheels"
+
+
+def _find_target(*, mpi: bool, gpu: str) -> Target:
+    try:
+        import torch
+    except ImportError as error:
+        raise CommandError(
+            f"Horovod is built against torch, but {sys.executable} has none: install torch first."
+        ) from error
+    nccl = gpu == "nccl" or (gpu == "auto" and torch.version.cuda is not None)
+    if nccl and torch.version.cuda is None:
+        raise CommandError(
+            f"--gpu nccl needs a CUDA build of torch, but torch {torch.__version__} is none: "
+            "install a CUDA build or pass --gpu none."
+        )
+    return Target(torch=str(torch.__version__), mpi=mpi, nccl=nccl)
+
+
+def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
+    """Build a wheel and move it into its cache folder whole, so that no half wheel is seen."""
+    tools = find_tools(target, os.environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build.log"
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
+        work = Path(name)
+        environment = build_environment(target, tools, work, os.environ)
+        _say(
+            f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}", quiet=quiet
+        )
+        progress = _Progress(quiet=quiet)
+        try:
+            built = build_wheel(work, log, environment, progress.show)
+        finally:
+            progress.finish()
+        return built.replace(folder / built.name)
+
+
+class _Progress:
+    """One line that is rewritten on a terminal, one line each half minute elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stderr.isatty()
+        self._next = 0.0
+
+    def show(self, seconds: float, line: str) -> None:
+        text = f"{int(seconds) // 60}:{int(seconds) % 60:02} {line}"[:_TERMINAL_COLUMNS]
+        if self._terminal and not self._quiet:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif seconds >= self._next:
+            self._next = seconds + _QUIET_PROGRESS_SECONDS
+            _say(text, quiet=self._quiet)
+
+    def finish(self) -> None:
+        if self._terminal and not self._quiet:
+            print(file=sys.stderr)
+
+
+def _install_requirements() -> None:
+    """Install what is missing and touch nothing that is there."""
+    missing = [name for name in REQUIREMENTS if not _is_installed(name)]
+    if missing:
+        _pip(*missing)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CommandError(
+            f"`{' '.join(command[1:])}` failed with exit status {done.returncode}: "
+            f"{done.stderr.strip() or done.stdout.strip()}"
+        )
+
+
+def _try_installed(target: Target) -> str | None:
+    """Reduce a tensor between two processes; what went wrong, or None."""
+    if not _is_installed("horovod"):
+        return "Horovod is not installed."
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "trial.py"
+        script.write_text(_TRIAL.format(mpi=target.mpi, nccl=target.nccl))
+        command = [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
+        command += [sys.executable, str(script)]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=folder,
+                env=environment,
+                timeout=_TRIAL_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {_TRIAL_SECONDS} s."
+    if done.returncode == 0:
+        return None
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+    return f"{lines[0] if lines else f'exit status {done.returncode}'}."
+
+
+def _say(text: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _report(arguments: argparse.Namespace, done: str, target: Target, wheel: Path | None) -> int:
+    if arguments.json:
+        facts = {
+            "done": done,
+            "horovod": HOROVOD_VERSION,
+            "torch": target.torch,
+            "mpi": target.mpi,
+            "nccl": target.nccl,
+            "wheel": None if wheel is None else str(wheel),
+        }
+        print(json.dumps(facts))
+    else:
+        print(f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done}).")
+    return 0

@@ -1,0 +1,30 @@
+"""``d9m ops``: which ops torch leaves nondeterministic, and what is done about each."""
+
+import argparse
+import json
+
+from lightning_d9m.patches.catalog.catalog import OPS, find_op
+from lightning_d9m.patches.catalog.listing import render_markdown, render_op, render_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words of ``d9m ops``."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="all facts of this op")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print the documentation's page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the catalogue, or one entry of it."""
+    ops = OPS if arguments.name is None else (find_op(arguments.name),)
+    if arguments.json:
+        records = [op.as_record() for op in ops]
+        print(json.dumps(records if arguments.name is None else records[0], indent=2))
+    elif arguments.markdown:
+        print(render_markdown(ops), end="")
+    elif arguments.name is None:
+        print(render_table(ops))
+    else:
+        print(render_op(ops[0]))
+    return 0

@@ -1,0 +1,114 @@
+"""``d9m repeat``: run a command several times and say whether the runs agree bit for bit."""
+
+import argparse
+from pathlib import Path
+
+from lightning_d9m.cli.arguments import add_command_arguments, command_of
+from lightning_d9m.cli.repeat_interrupted import interrupt_and_resume
+from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
+from lightning_d9m.ledger.reader import explain
+from lightning_d9m.output.repeat_text import Report
+
+_FEWEST_RUNS = 2
+_MOST_RUNS = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words of ``d9m repeat``."""
+    parser.usage = (
+        "d9m repeat [-n RUNS | --interrupt] [-o DIR] [--timeout SECONDS] [--json]\n"
+        "                  -- COMMAND ..."
+    )
+    parser.add_argument("-n", "--runs", type=int, help="how many runs (default: 2)")
+    parser.add_argument(
+        "--interrupt",
+        action="store_true",
+        help="hold runs that are killed at several places and resumed against a straight one",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="new folder for ledgers and logs (default: the next free d9m-runs/NNN)",
+    )
+    add_command_arguments(parser, "a training with Lightning")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return 0 when all runs agree, 1 when they differ."""
+    words = command_of(arguments)
+    _check(arguments, words)
+    output = make_output(arguments.output)
+    if arguments.interrupt:
+        runs = interrupt_and_resume(words, output, timeout=arguments.timeout)
+    else:
+        runs = _repeat(words, output, arguments)
+    report = Report(runs, output)
+    report.print_out(as_one_object=arguments.json)
+    return 0 if report.equal else 1
+
+
+def _repeat(words: list[str], output: Path, arguments: argparse.Namespace) -> list[Run]:
+    runs: list[Run] = []
+    many = arguments.runs or _FEWEST_RUNS
+    for number in range(1, many + 1):
+        title = f"run {number} of {many}"
+        folder = make_run_folder(output, f"run-{number:03d}")
+        try:
+            run_once(words, folder, title=title, timeout=arguments.timeout)
+            runs.append(Run(read_fits(folder, words)))
+        except CommandError as error:
+            before = f" (run {number - 1} ended well)" if runs else ""
+            raise CommandError(f"In {title}{before}: {error}") from error
+    return runs
+
+
+def _check(arguments: argparse.Namespace, words: list[str]) -> None:
+    if not words:
+        raise SettingError(
+            "There is no command to repeat. Give it after `--`: d9m repeat -- python train.py"
+        )
+    if arguments.interrupt and arguments.runs is not None:
+        raise SettingError(
+            f"--runs is {arguments.runs} beside --interrupt, which makes one run for each place "
+            "that it chooses. Leave one of them out."
+        )
+    if arguments.runs is not None and not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
+        raise SettingError(
+            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}."
+            + (" One run has nothing to be compared with." if arguments.runs == 1 else "")
+        )
+    if arguments.timeout is not None and not arguments.timeout > 0:
+        raise SettingError(f"--timeout is {arguments.timeout:g}; allowed: more than 0 seconds.")
+
+
+def make_output(chosen: Path | None) -> Path:
+    """Make a new folder for this repetition; never one that exists."""
+    candidates = (
+        (Path("d9m-runs") / f"{number:03d}" for number in range(1000))
+        if chosen is None
+        else [chosen]
+    )
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except FileNotFoundError as error:  # /proc, or a link to nowhere: its parents were made
+            raise LedgerError(
+                f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise LedgerError(f"The folder {folder} cannot be made: {explain(error)}") from error
+        return folder.resolve()
+    if chosen is None:
+        raise LedgerError(
+            "d9m-runs holds 1000 repetitions already. Remove old ones, or give a new folder with "
+            "--output."
+        )
+    raise LedgerError(
+        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
+        "--output, or remove it."
+    )

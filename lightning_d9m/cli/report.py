@@ -1,0 +1,100 @@
+"""``d9m report``: how two runs compare, as one HTML file that needs no network."""
+
+import argparse
+import json
+from pathlib import Path
+
+from lightning_d9m.cli.compare import as_json, progress_shown
+from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.comparison.timeline import Course
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.reader import explain
+from lightning_d9m.output.html_page import GENERATOR, render_page
+from lightning_d9m.text import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words of ``d9m report``."""
+    where = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
+    parser.add_argument("expected", type=Path, help=f"ledger of the earlier run: {where}")
+    parser.add_argument("actual", type=Path, help="ledger of the later run, likewise")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="file that is written (report.html); an earlier report there is replaced",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the file even if it is no report"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the facts as JSON and write no file"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, write the page, and return 0 when the runs are equal, else 1."""
+    if not arguments.json:
+        _check_output(arguments.output, force=arguments.force)
+    course = Course()
+    ledgers = read_ledger(arguments.expected), read_ledger(arguments.actual)
+    with progress_shown() as progress:
+        comparison = compare_ledgers(*ledgers, progress=progress, watch=course.watch)
+    if arguments.json:
+        print(json.dumps(_facts(comparison, course), indent=2))
+    else:
+        _write(arguments.output, render_page(comparison, course))
+        print(f"{comparison.verdict}: the report is {printable(str(arguments.output))}")
+    return 0 if comparison.equal else 1
+
+
+def _facts(comparison: Comparison, course: Course) -> dict[str, object]:
+    growth = {
+        name: [[s.first, s.last, s.compared, s.differing] for s in found.ordered()]
+        for name, found in (("places", course.places), ("weights", course.weights))
+    }
+    timeline = {
+        rank: [[s.first, s.last, s.compared, s.differing, s.alone] for s in found.ordered()]
+        for rank, found in course.ranks.items()
+    }
+    moments = [[m.rank, m.where, m.status, list(m.groups)] for m in course.moments]
+    modules = {
+        path: {"differing": module.differing, "first": module.first}
+        for path, module in course.modules.items()
+    }
+    return as_json(comparison) | {
+        "growth": growth,
+        "timeline": timeline,
+        "moments": moments,
+        "moments_left_out": course.moments_left_out,
+        "modules": modules,
+        "modules_left_out": course.modules_left_out,
+    }
+
+
+def _check_output(path: Path, *, force: bool) -> None:
+    """Refuse, before the work, what cannot be written or is not ours to replace."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise LedgerError(f"The report {path} {what}; name a file in a folder that exists (-o).")
+    if force or not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            ours = GENERATOR.encode() in file.read(1024)
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be read: {explain(error)}") from error
+    if not ours:
+        raise LedgerError(
+            f"{path} exists and is no report of lightning_d9m; it was left as it is. Name another "
+            "file with -o, or replace it with --force."
+        )
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LedgerError(f"The report {path} cannot be written: {explain(error)}") from error

@@ -1,0 +1,195 @@
+"""``d9m scan``: what in a program's source would make its runs differ."""
+
+import argparse
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lint.files import Entry, list_files
+from lightning_d9m.lint.join import join_ops, read_records
+from lightning_d9m.lint.programs import find_seeded
+from lightning_d9m.lint.rules import RULES
+from lightning_d9m.lint.scanner import LARGEST, FileScan, scan_file, scanning_prepared
+from lightning_d9m.output.lint_text import render_json, render_sarif, render_table, render_text
+from lightning_d9m.patches.catalog.catalog import OPS
+
+# Which findings of these two stay is decided when all files are scanned.
+_FLAGGED, _UNSEEDED = "D9M103", "D9M210"
+# Files handed to a process at a time: enough that the handing over costs nothing.
+_CHUNK = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words of ``d9m scan``."""
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files and folders")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "sarif"),
+        default="text",
+        help="text for a terminal (80 columns), JSON, or SARIF 2.1.0 (default: text)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write there, not to the terminal"
+    )
+    rules = "rules, or the beginnings of their names, with commas: D9M2,D9M301"
+    parser.add_argument("--select", action="append", metavar="RULES", help=f"only these {rules}")
+    parser.add_argument("--ignore", action="append", metavar="RULES", help=f"not these {rules}")
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="leave out what matches"
+    )
+    parser.add_argument(
+        "--torch",
+        metavar="VERSION",
+        help="the torch whose ops are meant (default: the installed one)",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="deterministic algorithms are on: leave out what varies only without (D9M103). So it "
+        "is anyway if a scanned file turns them on",
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument(
+        "--max-bytes", type=int, default=LARGEST, metavar="N", help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--with",
+        dest="records",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a run's ledger, or an audit's JSON: join what ran with what was found, op by op",
+    )
+    parser.add_argument("--rules", action="store_true", help="list the rules and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Scan, print, and return 1 when something was found, else 0."""
+    if arguments.rules:
+        for rule in RULES.values():
+            print(f"{rule.id}  {rule.severity:8}{rule.name}")
+        return 0
+    if not arguments.paths:
+        raise SettingError("d9m scan needs a file or a folder to scan.")
+    if arguments.jobs < 1:
+        raise SettingError(f"--jobs is {arguments.jobs}; allowed: 1 or more.")
+    rules = choose_rules(arguments.select, arguments.ignore)
+    torch_version = choose_version(arguments.torch)
+    records = [record for path in arguments.records for record in read_records(path)]
+    entries = list(list_files(arguments.paths, arguments.exclude))
+    entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
+    scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
+    turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
+    found = [finding for scan in scans for finding in scan.findings]
+    unseeded = {finding.file for finding in found if finding.rule == _UNSEEDED}
+    seeded = find_seeded(unseeded, [entry.path for entry in entries])
+    findings = sorted(
+        finding
+        for finding in found
+        if not (turned_on and finding.rule == _FLAGGED)
+        and not (finding.rule == _UNSEEDED and finding.file in seeded)
+    )
+    facts = {
+        "torch": torch_version,
+        "files": len(entries),
+        "lines": sum(scan.lines for scan in scans),
+        "deterministic": turned_on,
+    }
+    table = join_ops(findings, records) if arguments.records else None
+    if arguments.format == "json":
+        text = render_json(findings, facts, table)
+    elif arguments.format == "sarif":
+        text = render_sarif(findings)
+    else:
+        text = render_text(findings, facts) + (f"\n\n{render_table(table)}" if table else "")
+    if arguments.output is None:
+        print(text)
+    else:
+        _write(arguments.output, text)
+    return 1 if findings else 0
+
+
+def scan_entries(
+    entries: Iterable[Entry],
+    torch_version: str,
+    rules: frozenset[str],
+    jobs: int = 1,
+    largest: int = LARGEST,
+) -> list[FileScan]:
+    """Scan files, in one process or several; the results are in the order of the files."""
+    scan = partial(scan_file, torch_version=torch_version, rules=rules, largest=largest)
+    if jobs == 1:
+        with scanning_prepared():
+            return [scan(entry) for entry in entries]
+    with ProcessPoolExecutor(jobs) as pool:
+        return list(pool.map(partial(_scan_apart, scan), entries, chunksize=_CHUNK))
+
+
+def _scan_apart(scan: "partial[FileScan]", entry: Entry) -> FileScan:
+    with scanning_prepared():
+        return scan(entry)
+
+
+def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> frozenset[str]:
+    """Return the ids that ``--select`` names, without those that ``--ignore`` names.
+
+    Raises:
+        SettingError: A word names no rule.
+    """
+    chosen = _expand(select) if select else set(RULES)
+    return frozenset(chosen - _expand(ignore or ()))
+
+
+def _expand(words: Iterable[str]) -> set[str]:
+    ids: set[str] = set()
+    for word in ",".join(words).split(","):
+        if not (prefix := word.strip().upper()):
+            continue
+        found = {rule for rule in RULES if rule.startswith(prefix)}
+        if not found:
+            raise SettingError(f"{word.strip()!r} names no rule. `d9m scan --rules` lists them.")
+        ids |= found
+    return ids
+
+
+def choose_version(given: str | None) -> str:
+    """Return the torch that is meant: the given, the installed, or the newest that is known.
+
+    What is older than the catalogue is read as the oldest that it knows.
+
+    Raises:
+        SettingError: The given version is none.
+    """
+    if given is None:
+        try:
+            given = version("torch")
+        except PackageNotFoundError:
+            return "2.13"
+    try:
+        release = tuple(int(part) for part in given.split(".")[:2])
+        oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
+    except ValueError as error:
+        raise SettingError(f"{given!r} is no version of torch. Give one such as 2.13.0.") from error
+    return given if release >= oldest else ".".join(map(str, oldest))
+
+
+def _shorten(path: str) -> str:
+    """Return a path relative to the current folder where it lies below."""
+    here = f"{Path.cwd()}{os.sep}"
+    return path.removeprefix(here).removeprefix(f".{os.sep}") or path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise SettingError(
+            f"The findings cannot be written to {path}: {error.strerror or error}. Give another "
+            "file with --output."
+        ) from error

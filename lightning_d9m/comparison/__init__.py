@@ -1,0 +1,1 @@
+"""Compare two ledgers and name the first divergence."""

@@ -1,0 +1,218 @@
+"""Which record of one run is the counterpart of which record of another."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_d9m.comparison.cursor import (
+    START,
+    Entry,
+    Item,
+    Key,
+    Place,
+    Side,
+)
+from lightning_d9m.comparison.probe_diff import Batch
+from lightning_d9m.ledger.encoding import PROBES_HEAD
+from lightning_d9m.ledger.reader import RankReader
+from lightning_d9m.ledger.records import (
+    Digests,
+    Probes,
+)
+from lightning_d9m.ledger.schema import KNOWN_KINDS
+
+Pair: TypeAlias = tuple[Item | None, Item | None]
+
+# A pair of records with equal bytes and of a kind that this version does not know: not parsed.
+UNPARSED: Pair = (None, None)
+
+_KINDS = tuple(b'{"kind":"%b"' % kind.encode() for kind in KNOWN_KINDS)
+_EQUAL_DIGESTS = re.compile(
+    rb'{"kind":"digests","moment":"(initial|epoch|final)","epoch":([0-9]{1,18}),"step":([0-9]{1,18}),'
+)
+# A digest or a number as ``float.hex`` gives it; no name, because a name follows no colon.
+_VALUE = re.compile(rb':"(?:[0-9a-f]{32}|-?0x[01]\.[0-9a-f]+p[+-][0-9]+)"')
+# Records of one step may come in another order in each run. So many bytes of a step are kept to
+# find their counterparts; beyond that, those that wait count as records of one run only.
+_KEPT_BYTES = 64 * 2**20
+
+
+def align_records(
+    expected: RankReader,
+    actual: RankReader,
+    *,
+    whole: bool = True,
+    named: Callable[[], bool] = lambda: True,
+) -> Iterator[Pair]:
+    """Pair the records of two runs, as streams: memory is bounded by one step's records.
+
+    The run that is behind (by epoch and step) advances. Within one step, records find each other
+    by their keys in any order. Layouts are not paired: they are part of the probes that name them.
+
+    Args:
+        expected: The earlier run's file.
+        actual: The later run's.
+        whole: Whether records with equal bytes are parsed in full; without, what they are of is
+            read and nothing else, which takes a tenth of the time.
+        named: Says whether it is still asked in what records differ. As soon as it is not, digests
+            that have the same names in the same order are not parsed either; their text is in
+            ``extra``. Batches come in as many parts as they have records.
+
+    Yields:
+        (record, its counterpart), twice the same object when their bytes are equal; (record, None)
+        or (None, record) for what one run has alone; ``UNPARSED``. The probes of a batch come as a
+        ``Batch``, or as several where only some of its records are equal.
+    """
+    one, other = Side(expected), Side(actual)
+    merge = _Merge()
+    one.advance(other)
+    other.advance(one)
+    while one.body is not None or other.body is not None:
+        pair = _read_equal(one, other, whole=whole)
+        if pair is None and not whole and not named():
+            pair = _read_unlike(one, other)
+        if pair is not None:
+            yield pair
+            taken = (True, True)
+        else:
+            taken = yield from merge.step(one, other)
+        if taken[0]:
+            one.advance(other)
+        if taken[1]:
+            other.advance(one)
+    yield from merge.flush()
+
+
+def _read_equal(one: Side, other: Side, *, whole: bool) -> Pair | None:
+    """Return the records that both runs have reached if their bytes mean the same."""
+    body = one.body
+    if body is None or body != other.body or one.entry or other.entry:
+        return None
+    if not body.startswith(_KINDS) and body.startswith(b'{"kind":"'):
+        return UNPARSED
+    if not whole and (quick := _read_quickly(one, other, body)) is not None:
+        return quick, quick
+    record = one.reader.parse(body)
+    if isinstance(record, Probes):
+        if not one.reader.layouts.agrees(record.layout, other.reader.layouts):
+            return None
+        batch = one.begin(record)
+        other.skip(batch)
+        return batch, batch
+    return record, record
+
+
+def _read_quickly(one: Side, other: Side, body: bytes) -> Digests | Batch | None:
+    """Return what equal records are of, and nothing else."""
+    if (head := _EQUAL_DIGESTS.match(body)) is not None:
+        return _unparsed(head)
+    batch = one.measure(body, other)
+    if batch is not None:
+        other.skip(batch)
+    return batch
+
+
+def _read_unlike(one: Side, other: Side) -> Pair | None:
+    """Return the records that both runs have reached if they differ in digests and nothing else.
+
+    Digests of a moment do where their texts differ in values alone; that the rest is well formed is
+    known from a record with the same rest, which was parsed.
+    """
+    if one.body is None or other.body is None or one.entry or other.entry:
+        return None
+    if (head := PROBES_HEAD.match(one.body)) is not None:
+        return _read_unlike_probes(one, other, head)
+    heads = _EQUAL_DIGESTS.match(one.body), _EQUAL_DIGESTS.match(other.body)
+    if heads[0] is None or heads[1] is None or heads[0][0] != heads[1][0]:
+        return None
+    end = heads[0].end()
+    rest = _VALUE.sub(b":", one.body[end:])
+    if rest != _VALUE.sub(b":", other.body[end:]):
+        return None
+    known, one.rest = one.rest, rest
+    if rest != known:
+        return None
+    return _unparsed(heads[0], one.body), _unparsed(heads[1], other.body)
+
+
+def _read_unlike_probes(one: Side, other: Side, head: re.Match[bytes]) -> Pair | None:
+    ours, theirs = one.body, other.body
+    if ours is None or theirs is None or not theirs.startswith(head[0]):
+        return None
+    if not one.reader.layouts.agrees(int(head[4]), other.reader.layouts):
+        return None
+    records = one.reader.parse(ours), other.reader.parse(theirs)
+    if not isinstance(records[0], Probes) or not isinstance(records[1], Probes):
+        return None
+    return one.begin(records[0]), other.begin(records[1])
+
+
+def _unparsed(head: re.Match[bytes], body: bytes | None = None) -> Digests:
+    moment, epoch, step = head.groups()
+    return Digests(
+        moment=moment.decode(),
+        epoch=int(epoch),
+        step=int(step),
+        totals={},
+        groups={},
+        extra={} if body is None else {"text": body},
+    )
+
+
+@dataclass(slots=True)
+class _Merge:
+    """The records of the current step that wait for their counterparts."""
+
+    floor: Place = START
+    waiting: tuple[dict[Key, deque[Item]], dict[Key, deque[Item]]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    kept: int = 0
+
+    def step(self, *sides: Side) -> Generator[Pair, None, tuple[bool, bool]]:
+        """Take the record of the run that is behind, or both; return which was taken."""
+        one, other = (side.look(self.floor) for side in sides)
+        if one and other and one.key == other.key and not self._awaits(one.key):
+            yield one.item, other.item
+            return True, True
+        lowest = min(entry.place for entry in (one, other) if entry)
+        if lowest > self.floor:
+            yield from self.flush()
+            self.floor = lowest
+        taken = (
+            one is not None and one.place == lowest,
+            other is not None and other.place == lowest,
+        )
+        for side, entry in enumerate((one, other)):
+            if entry and taken[side]:
+                yield from self._take(side, entry)
+        return taken
+
+    def flush(self) -> Iterator[Pair]:
+        """Give up on the records that wait: no counterpart can come any more."""
+        for records in self.waiting[0].values():
+            yield from ((record, None) for record in records)
+        for records in self.waiting[1].values():
+            yield from ((None, record) for record in records)
+        for table in self.waiting:
+            table.clear()
+        self.kept = 0
+
+    def _awaits(self, key: Key) -> bool:
+        """Whether an earlier record with this key has yet to find its counterpart."""
+        return key in self.waiting[0] or key in self.waiting[1]
+
+    def _take(self, side: int, entry: Entry) -> Iterator[Pair]:
+        others = self.waiting[1 - side]
+        if queue := others.get(entry.key):
+            found = queue.popleft()
+            if not queue:
+                del others[entry.key]
+            yield (found, entry.item) if side else (entry.item, found)
+            return
+        self.waiting[side].setdefault(entry.key, deque()).append(entry.item)
+        self.kept += entry.size
+        if self.kept > _KEPT_BYTES:
+            yield from self.flush()

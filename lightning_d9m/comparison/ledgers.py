@@ -1,0 +1,321 @@
+"""Compare two ledgers as streams: what differs in stack and settings, then where they diverge."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TypeAlias
+
+from lightning_d9m.comparison.alignment import align_records
+from lightning_d9m.comparison.cursor import Item, describe_record
+from lightning_d9m.comparison.probe_diff import (
+    Batch,
+    BatchComparison,
+    PlaceDifference,
+    compare_batches,
+)
+from lightning_d9m.comparison.record_diff import (
+    Difference,
+    FieldDifference,
+    batch_difference,
+    header_refusals,
+    list_entries,
+    name_call,
+    record_difference,
+    run_refusals,
+    setting_differences,
+)
+from lightning_d9m.comparison.result import (
+    NONE,
+    PLACES_KEPT,
+    Comparison,
+    Divergence,
+    OneSided,
+    RankComparison,
+)
+from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.reader import RankReader
+from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.resumed_runs import LineageReader
+from lightning_d9m.ledger.stack import stack_differences
+from lightning_d9m.text import plain
+
+__all__ = [
+    "Comparison",
+    "Divergence",
+    "OneSided",
+    "RankComparison",
+    "Watch",
+    "compare_ledgers",
+    "first_divergences",
+]
+
+_TICK = 2**16
+
+
+Watch: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
+
+
+def first_divergences(expected: Ledger, actual: Ledger) -> list[Divergence]:
+    """Return the first divergence of each rank that has one, the earliest first.
+
+    The order of execution decides within a rank: that of the records in the file, and within a
+    batch that of the places in the earlier run. A place that only one run has is no divergence; it
+    is counted in ``RankComparison``, and listed in ``Divergence.one_sided``.
+
+    An empty list does not say that the runs are equal: they may be incomparable, or one may end
+    early. ``compare_ledgers(...).verdict`` says that; it also has these divergences.
+
+    Raises:
+        LedgerError: When a record of either is malformed or was edited.
+    """
+    return compare_ledgers(expected, actual).divergences
+
+
+def compare_ledgers(
+    expected: Ledger,
+    actual: Ledger,
+    *,
+    progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
+) -> Comparison:
+    """Compare two ledgers rank by rank.
+
+    Records find their counterparts by kind, moment, epoch, step and name, so that runs that stop
+    at another epoch, or that record other things, are compared in what they have in common.
+
+    Args:
+        expected: The earlier run.
+        actual: The later run.
+        progress: Called now and then with the number of records and places compared so far.
+        watch: Called for each pair with (rank, record, its counterpart, how the probes of the batch
+            compare); a record that one run has alone has the counterpart None, equal records are
+            one object, and unknown kinds with equal bytes are two times None.
+
+    Raises:
+        LedgerError: When a record of either is malformed or was edited.
+    """
+    common = [rank for rank in expected.files if rank in actual.files]
+    headers: list[tuple[tuple[int, ...], Header, Header]]
+    headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
+    stack: list[FieldDifference] = []
+    settings: list[FieldDifference] = []
+    refusals: list[FieldDifference] = []
+    for where, one, other in headers or [((), expected.header, actual.header)]:
+        found = [FieldDifference(*entry) for entry in stack_differences(one.stack, other.stack)]
+        stack += _on_ranks(found, where)
+        settings += _on_ranks(setting_differences(one, other), where)
+        refusals += _on_ranks(header_refusals(one, other), where)
+    ranks: list[RankComparison] = []
+    for rank in common if not refusals else ():
+        done = sum(entry.records + entry.places for entry in ranks)
+        with expected.open(rank) as one_file, actual.open(rank) as other_file:
+            tick = partial(_report, progress, done)
+            files = (one_file, other_file)
+            comparison, found_in_run = _compare_rank(rank, files, tick, watch)
+        ranks.append(comparison)
+        refusals += _on_ranks(found_in_run, (rank,))
+    return Comparison(
+        expected=expected.path,
+        actual=actual.path,
+        stack=_merge(stack),
+        settings=_merge(settings),
+        refusals=_merge(refusals),
+        ranks=tuple(ranks),
+        ranks_only_expected=tuple(rank for rank in expected.files if rank not in actual.files),
+        ranks_only_actual=tuple(rank for rank in actual.files if rank not in expected.files),
+    )
+
+
+def _report(progress: Callable[[int], None] | None, done: int, records: int) -> None:
+    if progress is not None:
+        progress(done + records)
+
+
+def _on_ranks(found: Iterable[FieldDifference], ranks: tuple[int, ...]) -> list[FieldDifference]:
+    return [FieldDifference(f.field, f.expected, f.actual, ranks) for f in found]
+
+
+def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
+    """Name once what differs in the same way on several ranks."""
+    merged: dict[tuple[str, str], FieldDifference] = {}
+    for entry in found:
+        key = (entry.field, repr((entry.expected, entry.actual)))
+        ranks = (*merged[key].ranks, *entry.ranks) if key in merged else entry.ranks
+        merged[key] = FieldDifference(entry.field, entry.expected, entry.actual, ranks)
+    return tuple(merged.values())
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the comparison of one rank's files has found so far."""
+
+    rank: int
+    watched: bool
+    records: int = 0
+    digests: int = 0
+    epochs: int = 0
+    differing: int = 0
+    first: Difference | None = None
+    divergence: Divergence | None = None
+    refusals: list[FieldDifference] = field(default_factory=list)
+    batches: int = 0
+    differing_batches: int = 0
+    places: int = 0
+    differing_places: int = 0
+    only: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
+    only_places: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
+    # The batch that was counted last, and the last that was counted as differing.
+    batch: tuple[int, int] = (-1, -1)
+    differing_batch: tuple[int, int] = (-1, -1)
+
+    def count(self, one: Item, other: Item) -> BatchComparison | None:
+        """Count two counterparts, and how they differ."""
+        if isinstance(one, Batch) and isinstance(other, Batch):
+            return self._count_batch(one, other)
+        self.records += 1
+        if isinstance(one, Digests):
+            self.digests += 1
+            self.epochs += one.moment == "epoch"
+        if one is other or isinstance(one, Batch) or isinstance(other, Batch):
+            return None
+        if isinstance(one, RunFacts) and isinstance(other, RunFacts):
+            self.refusals = run_refusals(one, other)
+        elif self.first is None or isinstance(one, End):
+            difference = record_difference(one, other)
+            self.differing += difference is not None
+            if difference is not None and self.first is None:
+                self.first = difference
+                self.divergence = _at_record(self.rank, difference, list_entries(one, other))
+        else:
+            # Only the first is described: after it most records differ, and that takes time.
+            self.differing += one != other
+        return None
+
+    def count_alone(self, side: int, record: Item) -> None:
+        """Count a record that only the earlier (0) or the later run (1) has."""
+        found = self.only[side]
+        self.only[side] = OneSided(found.count + 1, found.first or describe_record(record))
+
+    def _count_batch(self, one: Batch, other: Batch) -> BatchComparison | None:
+        number = (one.epoch, one.batch)
+        self.batches += number != self.batch
+        self.batch = number
+        if one is other:
+            self.places += one.size
+            return None
+        # Once the first is known, places are listed for who watches only.
+        listed = self.watched or self.first is None
+        found = compare_batches(one, other, listed=listed)
+        self.places += found.places
+        for side, places in enumerate((found.only_expected, found.only_actual)):
+            if places:
+                known = self.only_places[side]
+                name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
+                first = known.first or f"{plain(name)} in {describe_record(other)}"
+                self.only_places[side] = OneSided(known.count + len(places), first)
+        if found.count:
+            self.differing_batches += number != self.differing_batch
+            self.differing_batch = number
+            self.differing_places += found.count
+            if self.first is None:
+                self.first = batch_difference(found, describe_record(other))
+                self.divergence = _at_place(self.rank, found)
+        return found
+
+
+def _at_place(rank: int, found: BatchComparison) -> Divergence:
+    first = found.differing[0]
+    alone = (*found.only_expected[:PLACES_KEPT], *found.only_actual[:PLACES_KEPT])
+    return Divergence(
+        rank=rank,
+        moment="batch",
+        epoch=found.epoch,
+        step=found.step,
+        batch=found.batch,
+        kind=first.kind,
+        name=first.name,
+        call=first.call,
+        position=first.position,
+        expected=str(first.expected),
+        actual=str(first.actual),
+        places=tuple(found.differing[:PLACES_KEPT]),
+        count=found.count,
+        compared=found.places,
+        one_sided=alone,
+    )
+
+
+def _at_record(rank: int, found: Difference, entries: Iterable[PlaceDifference]) -> Divergence:
+    return Divergence(
+        rank=rank,
+        moment=found.moment,
+        epoch=found.epoch,
+        step=found.step,
+        batch=None,
+        kind=found.group,
+        name=found.names[0],
+        call=0,
+        position=0,
+        expected=found.expected,
+        actual=found.actual,
+        places=tuple(islice(entries, PLACES_KEPT)),
+        count=found.count,
+        compared=found.total,
+    )
+
+
+def _compare_rank(
+    rank: int,
+    files: tuple[RankReader, RankReader],
+    progress: Callable[[int], None],
+    watch: Watch | None,
+) -> tuple[RankComparison, list[FieldDifference]]:
+    """Compare two files; stop where they turn out to be incomparable."""
+    tally = _Tally(rank, watched=watch is not None)
+    ticked = 0
+    # Only the first difference is described, for after it most records differ.
+    records = align_records(*files, whole=watch is not None, named=lambda: tally.first is None)
+    for one, other in records:
+        found = None
+        if one is not None and other is not None:
+            found = tally.count(one, other)
+            if tally.refusals:
+                break
+        elif one is not None:
+            tally.count_alone(0, one)
+        elif other is not None:
+            tally.count_alone(1, other)
+        else:
+            tally.records += 1
+        if watch is not None:
+            watch(rank, one, other, found)
+        done = tally.records + tally.places
+        if done - ticked > _TICK:
+            ticked = done
+            progress(done)
+    expected, actual = files
+    comparison = RankComparison(
+        rank=rank,
+        records=tally.records,
+        digests=tally.digests,
+        epochs=tally.epochs,
+        differing=tally.differing,
+        first=tally.first,
+        only_expected=tally.only[0],
+        only_actual=tally.only[1],
+        expected_complete=expected.complete,
+        actual_complete=actual.complete,
+        expected_truncated=expected.truncated,
+        actual_truncated=actual.truncated,
+        batches=tally.batches,
+        differing_batches=tally.differing_batches,
+        places=tally.places,
+        differing_places=tally.differing_places,
+        only_expected_places=tally.only_places[0],
+        only_actual_places=tally.only_places[1],
+        divergence=tally.divergence,
+        expected_breaks=expected.breaks if isinstance(expected, LineageReader) else (),
+        actual_breaks=actual.breaks if isinstance(actual, LineageReader) else (),
+    )
+    return comparison, tally.refusals

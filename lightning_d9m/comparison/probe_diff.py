@@ -1,0 +1,199 @@
+"""The probes of one batch, and how they differ between two runs."""
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import ne
+from typing import NamedTuple
+
+from lightning_d9m.ledger.probe_layouts import Layouts, unpack_places
+from lightning_d9m.ledger.records import DIGEST_DIGITS, Place, Probes
+
+# A batch with more places is compared in parts of about so many, which bounds memory.
+MOST_PLACES = 2**17
+# Fields of a record of probes that this version does not know are places of this kind.
+OTHER = "other fields"
+
+
+class PlaceDifference(NamedTuple):
+    """A place whose digest differs, or that one run has alone.
+
+    Attributes:
+        position: Number of the place in order of execution within its batch, from 0, in the earlier
+            run; in the later run for a place that only that has.
+        kind: Kind of the place: ``"output"``, ``"gradient"``, ...
+        name: Its name.
+        call: How often this kind and name occurred before within the batch.
+        expected: The digest in the earlier run; None when it has no such place.
+        actual: The digest in the later run; None when it has no such place.
+    """
+
+    position: int
+    kind: str
+    name: str
+    call: int
+    expected: str | None
+    actual: str | None
+
+
+@dataclass(slots=True)
+class Batch:
+    """Consecutive records of the probes of one batch.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step when the batch began.
+        batch: Index within the epoch.
+        offset: Number of places of the batch in the records before these.
+        parts: The records.
+        layouts: The token of the layout of each record.
+        size: Number of places.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    offset: int
+    parts: list[Probes] = field(default_factory=list)
+    layouts: list[bytes] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, record: Probes, layouts: Layouts) -> None:
+        """Append a record, read just now."""
+        self.parts.append(record)
+        self.layouts.append(layouts.token(record.layout))
+        self.size += len(record.digests) // DIGEST_DIGITS
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Return the digests in order of execution."""
+        text = "".join(part.digests for part in self.parts).encode("ascii")
+        return struct.unpack(f"{DIGEST_DIGITS}s" * self.size, text)
+
+    def extra(self) -> list[str]:
+        """Return the fields of the records that this version does not know."""
+        return [repr(sorted(part.extra.items())) for part in self.parts if part.extra]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchComparison:
+    """How the probes of one batch compare.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step when the batch began, in the later run.
+        batch: Index within the epoch.
+        places: Number of places in common.
+        count: How many of them differ.
+        differing: These, in order of execution; empty unless they were asked for.
+        only_expected: Places of the earlier run alone, in order.
+        only_actual: Places of the later run alone, in order.
+        by_kind: (places that differ, places in common) for each kind in which some differ, if
+            these were asked for.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    places: int
+    count: int
+    differing: list[PlaceDifference]
+    only_expected: list[PlaceDifference]
+    only_actual: list[PlaceDifference]
+    by_kind: Mapping[str, tuple[int, int]]
+
+
+def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> BatchComparison:
+    """Hold the probes of one batch against their counterparts, place by place.
+
+    Args:
+        expected: Of the earlier run.
+        actual: Of the later run.
+        listed: Whether the places that differ are listed; without, they are only counted, which
+            takes a tenth of the time.
+    """
+    match = _match(tuple(expected.layouts), tuple(actual.layouts))
+    ours, theirs = expected.digests(), actual.digests()
+    one = ours if match.expected is None else [ours[n] for n in match.expected]
+    other = theirs if match.actual is None else [theirs[n] for n in match.actual]
+    differing: list[PlaceDifference] = []
+    places: Sequence[Place] = ()
+    if one == other:
+        count = 0
+    elif listed:
+        places = _list_places(expected.layouts)
+        numbers = range(expected.size) if match.expected is None else match.expected
+        differing = [
+            PlaceDifference(n + expected.offset, *places[n], a.decode(), b.decode())
+            for n, a, b in zip(numbers, one, other, strict=True)
+            if a != b
+        ]
+        count = len(differing)
+    else:
+        count = sum(map(ne, one, other))
+    common = len(one)
+    for name, first, second in (
+        ("global step", expected.step, actual.step),
+        ("unknown to this version", expected.extra(), actual.extra()),
+    ):
+        if first != second:
+            values = str(first), str(second)
+            differing.insert(0, PlaceDifference(expected.offset, OTHER, name, 0, *values))
+            count, common = count + 1, common + 1
+    return BatchComparison(
+        epoch=expected.epoch,
+        step=actual.step,
+        batch=expected.batch,
+        places=common,
+        count=count,
+        differing=differing,
+        only_expected=[
+            PlaceDifference(expected.offset + n, *place, ours[n].decode(), None)
+            for n, place in match.only_expected
+        ],
+        only_actual=[
+            PlaceDifference(actual.offset + n, *place, None, theirs[n].decode())
+            for n, place in match.only_actual
+        ],
+        by_kind=_count_kinds(places, differing),
+    )
+
+
+class _Match(NamedTuple):
+    """Which places of two batches are counterparts: by their numbers; None for all in order."""
+
+    expected: list[int] | None
+    actual: list[int] | None
+    only_expected: list[tuple[int, Place]]
+    only_actual: list[tuple[int, Place]]
+
+
+# The same few layouts come again and again.
+@lru_cache(maxsize=4)
+def _match(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _Match:
+    if expected == actual:
+        return _Match(None, None, [], [])
+    ours = {place: n for n, place in enumerate(_list_places(expected))}
+    theirs = {place: n for n, place in enumerate(_list_places(actual))}
+    common = [place for place in ours if place in theirs]
+    return _Match(
+        [ours[place] for place in common],
+        [theirs[place] for place in common],
+        [(n, place) for place, n in ours.items() if place not in theirs],
+        [(n, place) for place, n in theirs.items() if place not in ours],
+    )
+
+
+def _list_places(tokens: Iterable[bytes]) -> list[Place]:
+    return [place for token in tokens for place in unpack_places(token)]
+
+
+def _count_kinds(
+    places: Sequence[Place], differing: list[PlaceDifference]
+) -> dict[str, tuple[int, int]]:
+    if not differing:
+        return {}
+    found = Counter(entry.kind for entry in differing)
+    sizes = Counter(kind for kind, _, _ in places)
+    return {kind: (count, max(count, sizes[kind])) for kind, count in found.items()}

@@ -1,0 +1,313 @@
+"""How two records differ: shared by the check during a run and the comparison of two ledgers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_d9m.comparison.cursor import describe_record
+from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
+from lightning_d9m.ledger.records import (
+    Digests,
+    End,
+    Header,
+    Json,
+    Record,
+    RunFacts,
+)
+
+Table: TypeAlias = Mapping[str, Json]
+# Name, value in the earlier run, value in the later one.
+Entry: TypeAlias = tuple[str, Json, Json]
+
+NAMES_KEPT = 10
+MISSING = "missing"
+_TOTAL = "(total)"
+GROUPS = ("weights", "buffers", "optimizers", "schedulers")
+
+# Settings in which two comparable runs may differ, each with the reason.
+INFORMATIONAL_SETTINGS = {
+    "seed": "the header holds the seed that was used",
+    "threads": "the stack holds the number of threads that were used",
+    "fill_uninitialized_memory": "changes no bit of a program that reads only what it wrote",
+}
+
+REASONS = {
+    "seed": "Another seed draws other random numbers, so every digest differs by design.",
+    "fit": "Each fit of a process draws its own random numbers, so only fits with the same "
+    "ordinal can agree.",
+    "world_size": "Another number of ranks gives each rank other batches and sums gradients in "
+    "another order.",
+    "model": "Names, shapes or dtypes of the weights differ, so their digests cannot agree.",
+    "dataset": "The training data have another size, so the batches differ.",
+    "batch_size": "Another batch size gives other batches.",
+    "batches": "Another number of batches makes each epoch end elsewhere.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """A field of the header or of the run in which two ledgers differ.
+
+    Attributes:
+        field: Its name.
+        expected: Its value in the earlier run, or ``"missing"``.
+        actual: Its value in the later run, or ``"missing"``.
+        ranks: The ranks on which it differs so.
+    """
+
+    field: str
+    expected: object
+    actual: object
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why runs that differ here cannot have the same bits."""
+        return REASONS.get(self.field, "It changes what is computed.")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one record differs from its counterpart.
+
+    Attributes:
+        kind: Kind of the record.
+        where: The record in a few words, for people.
+        moment: When it was taken; empty for kinds that have no moment.
+        epoch: Counted from 0.
+        step: The global step in the later run.
+        group: What differs first, in the order weights, buffers, optimizers, schedulers, loss,
+            scalars, step.
+        names: The first names that differ in that group, at most ``NAMES_KEPT``.
+        count: Number of entries that differ, in all groups.
+        total: Number of entries that were compared.
+        by_group: (entries that differ, entries) for each group in which some differ.
+        expected: The value of the first of ``names`` in the earlier run.
+        actual: The same in the later run.
+    """
+
+    kind: str
+    where: str
+    moment: str
+    epoch: int
+    step: int
+    group: str
+    names: tuple[str, ...]
+    count: int
+    total: int
+    expected: str
+    actual: str
+    by_group: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def header_refusals(expected: Header, actual: Header) -> list[FieldDifference]:
+    """Return the fields of two headers that make their runs incomparable."""
+    fields = [
+        FieldDifference(name, getattr(expected, name), getattr(actual, name))
+        for name in ("seed", "fit", "world_size")
+        if getattr(expected, name) != getattr(actual, name)
+    ]
+    settings = table_differences(expected.settings, actual.settings)
+    return fields + [
+        FieldDifference(f"settings.{name}", *values)
+        for name, *values in settings
+        if name not in INFORMATIONAL_SETTINGS
+    ]
+
+
+def setting_differences(expected: Header, actual: Header) -> list[FieldDifference]:
+    """Return the settings that differ and yet leave the runs comparable."""
+    settings = table_differences(expected.settings, actual.settings)
+    return [
+        FieldDifference(*entry)
+        for entry in settings
+        if entry[0] in INFORMATIONAL_SETTINGS and entry[0] != "seed"
+    ]
+
+
+def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
+    """Return what makes two runs incomparable: model, data, arithmetic of the Trainer."""
+    tables = [_run_table(facts) for facts in (expected, actual)]
+    differing = {name: values for name, *values in table_differences(*tables)}
+    order = {name: number for number, name in enumerate(tables[0])}
+    return [
+        FieldDifference(name, *differing[name])
+        for name in sorted(differing, key=lambda name: order.get(name, len(order)))
+    ]
+
+
+def _run_table(facts: RunFacts) -> dict[str, Json]:
+    """Return the facts by the name under which a difference is reported, the causes first."""
+    table: dict[str, Json] = {"model": f"{facts.model} ({facts.parameters} parameters)"}
+    for name, unit in (
+        ("samples", "samples"),
+        ("batch_size", "samples a batch"),
+        ("batches", "batches an epoch"),
+    ):
+        # Together, so that another number of dataloaders shows too.
+        values = [getattr(loader, name) for loader in facts.train]
+        counted = " + ".join("unknown" if value is None else str(value) for value in values)
+        table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
+    table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
+    return table | _flatten(facts.extra)
+
+
+def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) -> list[Entry]:
+    """Return (name, expected, actual) for each entry that differs, ``"missing"`` if there is none.
+
+    Values of different types differ: 1 is not True, and 1.0 is not 1.
+
+    >>> table_differences({"a": 1, "b": 2}, {"a": True, "b": 2, "c": None})
+    [('a', 1, True), ('c', 'missing', None)]
+    """
+    differing = []
+    for name in expected.keys() | actual.keys():
+        one, other = expected.get(name, MISSING), actual.get(name, MISSING)
+        if type(one) is not type(other) or one != other:
+            differing.append((name, one, other))
+    return sorted(differing, key=lambda entry: entry[0])
+
+
+def record_difference(expected: Record, actual: Record) -> Difference | None:
+    """Return how two records with the same key differ, or None when they hold the same evidence."""
+    by_group: dict[str, tuple[int, int]] = {}
+    first: tuple[str, list[Entry]] | None = None
+    total = 0
+    for group, size, named in _differing(expected, actual):
+        total += size
+        if named:
+            by_group[group] = (len(named), size)
+            first = first or (group, named)
+    if first is None:
+        return None
+    group, named = first
+    fields = actual.as_record()
+    epoch, step = fields.get("epoch"), fields.get("step")
+    return Difference(
+        kind=str(fields["kind"]),
+        where=describe_record(actual),
+        moment=actual.moment if isinstance(actual, Digests) else "",
+        epoch=epoch if isinstance(epoch, int) else 0,
+        step=step if isinstance(step, int) else 0,
+        group=group,
+        names=tuple(name for name, _, _ in named[:NAMES_KEPT]),
+        count=sum(count for count, _ in by_group.values()),
+        total=total,
+        expected=str(named[0][1]),
+        actual=str(named[0][2]),
+        by_group=by_group,
+    )
+
+
+def list_entries(expected: Record, actual: Record) -> Iterator[PlaceDifference]:
+    """Yield each entry in which two records with the same key differ, group by group."""
+    differing = (
+        (group, *entry) for group, _, named in _differing(expected, actual) for entry in named
+    )
+    for number, (group, name, *values) in enumerate(differing):
+        one, other = (None if value == MISSING else str(value) for value in values)
+        yield PlaceDifference(number, group, name, 0, one, other)
+
+
+def batch_difference(found: BatchComparison, where: str) -> Difference | None:
+    """Return how the probes of a batch differ, or None when those in common agree."""
+    if not found.differing:
+        return None
+    first = found.differing[0]
+    same_kind = [entry for entry in found.differing if entry.kind == first.kind]
+    return Difference(
+        kind="probes",
+        where=where,
+        moment="",
+        epoch=found.epoch,
+        step=found.step,
+        group=first.kind,
+        names=tuple(name_call(entry.name, entry.call) for entry in same_kind[:NAMES_KEPT]),
+        count=found.count,
+        total=found.places,
+        expected=str(first.expected),
+        actual=str(first.actual),
+        by_group=found.by_kind,
+    )
+
+
+def name_call(name: str, call: int) -> str:
+    """Return the name of a place, with the number of the call where it is not the first.
+
+    >>> name_call("encoder", 0), name_call("encoder", 2)
+    ('encoder', 'encoder (call 2)')
+    """
+    return f"{name} (call {call})" if call else name
+
+
+def _comparable_fields(record: Record) -> dict[str, Json]:
+    """Return every leaf of a record; the words of an error are for people only."""
+    fields = record.as_record()
+    if isinstance(record, End):
+        fields.pop("error", None)
+    return _flatten(fields)
+
+
+def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
+    """Return what nested tables and lists hold, by dotted path."""
+    return {path: leaf for name, entry in table.items() for path, leaf in _leaves(entry, name)}
+
+
+def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
+    if isinstance(value, dict | list) and value:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, entry in entries:
+            yield from _leaves(entry, f"{path}.{name}")
+    else:
+        yield path, value
+
+
+def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[Entry]]]:
+    """Yield each group with the number of its entries, and those that differ.
+
+    They come as the earlier run listed them, which may be the order of the model.
+    """
+    for group, (one, other) in _tables(expected, actual).items():
+        entries = one.keys() | other.keys()
+        differing = table_differences(one, other)
+        # A group's total differs whenever an entry does: it says something only when alone.
+        named = [entry for entry in differing if entry[0] != _TOTAL] or differing
+        if named[1:]:
+            order = {name: number for number, name in enumerate(one)}
+            named.sort(key=lambda entry: order.get(entry[0], len(order)))
+        yield group, len(entries) - (_TOTAL in entries and len(entries) > 1), named
+
+
+def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
+    """Return what two records hold, by group."""
+    if not isinstance(expected, Digests) or not isinstance(actual, Digests):
+        fields = [_comparable_fields(record) for record in (expected, actual)]
+        return {str(fields[0]["kind"]): (fields[0], fields[1])}
+    tables: dict[str, tuple[Table, Table]] = {}
+    named = list(GROUPS)
+    for record in (expected, actual):
+        named += [group for group in (*record.groups, *record.totals) if group not in named]
+    for group in named:
+        tables[group] = _group_tables(expected, actual, group)
+    losses = [{} if r.loss is None else {"loss": r.loss} for r in (expected, actual)]
+    tables["loss"] = (losses[0], losses[1])
+    tables["scalars"] = (expected.scalars, actual.scalars)
+    tables["step"] = ({"global step": str(expected.step)}, {"global step": str(actual.step)})
+    extras = [_flatten(record.extra) for record in (expected, actual)]
+    tables["other fields"] = (extras[0], extras[1])
+    return tables
+
+
+def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table, Table]:
+    """Return the digests of a group in both; where one left the names out, only the totals."""
+    unnamed = (group in expected.groups) != (group in actual.groups)
+    totals_only = unnamed and group in expected.totals and group in actual.totals
+    one, other = (
+        {} if totals_only else dict(record.groups.get(group, {})) for record in (expected, actual)
+    )
+    totals = expected.totals.get(group), actual.totals.get(group)
+    if one or other or group not in expected.groups or totals[0] != totals[1]:
+        for table, total in zip((one, other), totals, strict=True):
+            if total is not None:
+                table[_TOTAL] = total
+    return one, other

@@ -1,0 +1,266 @@
+"""The course of two runs: how their difference grows, at which moments, in which modules.
+
+Collected while two ledgers are compared, in bounded memory: steps are merged when they become many;
+of moments and modules, those that differ are kept before those that agree, and the rest is counted.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lightning_d9m.comparison.cursor import Item, describe_record
+from lightning_d9m.comparison.probe_diff import Batch, BatchComparison
+from lightning_d9m.comparison.record_diff import list_entries
+from lightning_d9m.ledger.probe_layouts import unpack_places
+from lightning_d9m.ledger.records import Digests
+from lightning_d9m.probes.settings import ROOT
+
+MAX_STEPS = 512
+MAX_MARKS = 256
+MAX_MOMENTS = 400
+MAX_MODULES = 1_500
+MAX_EPOCHS = 10_000
+_OF_MODULES = frozenset({"input", "output", "grad_output"})
+_OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
+
+
+@dataclass(slots=True)
+class Step:
+    """What was compared in one step, or in several that were merged.
+
+    Attributes:
+        first: The first step.
+        last: The last.
+        compared: Number of places or entries, over all ranks.
+        differing: How many of them differ.
+        alone: Number of records, or of places, that one run has alone.
+    """
+
+    first: int
+    last: int
+    compared: int = 0
+    differing: int = 0
+    alone: int = 0
+
+
+@dataclass(slots=True)
+class Growth:
+    """The number of differences by step.
+
+    Attributes:
+        limit: The most steps that are kept; neighbours are merged when there are more.
+    """
+
+    limit: int = MAX_STEPS
+    steps: dict[int, Step] = field(default_factory=dict)
+    width: int = 1
+
+    def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
+        """Count a step."""
+        self._merge(Step(step, step, compared, differing, alone))
+        while len(self.steps) > self.limit:
+            old, self.steps, self.width = self.steps, {}, 2 * self.width
+            for entry in old.values():
+                self._merge(entry)
+
+    def _merge(self, new: Step) -> None:
+        entry = self.steps.setdefault(new.first // self.width, new)
+        if entry is not new:
+            entry.first, entry.last = min(entry.first, new.first), max(entry.last, new.last)
+            entry.compared += new.compared
+            entry.differing += new.differing
+            entry.alone += new.alone
+
+    def ordered(self) -> list[Step]:
+        """Return the steps in order."""
+        return [self.steps[number] for number in sorted(self.steps)]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A record of digests, and how it compares.
+
+    Attributes:
+        rank: The rank.
+        where: The record in words.
+        status: ``"equal"``, ``"different"``, ``"only expected"`` or ``"only actual"``.
+        groups: (group, entries that differ, entries) for each group in which some differ.
+    """
+
+    rank: int
+    where: str
+    status: str
+    groups: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class Module:
+    """What differs in a module, its parameters and operations, without its submodules.
+
+    Attributes:
+        differing: Number of places and digests, over all steps and ranks.
+        first: (epoch, step, batch, position, what) of the first, whatever its rank.
+    """
+
+    differing: int = 0
+    first: tuple[int, int, int, int, str] | None = None
+
+
+@dataclass(slots=True)
+class Course:
+    """Collects; hand ``watch`` to ``compare_ledgers``.
+
+    Attributes:
+        places: Growth of the difference among probes.
+        weights: Growth of the difference among the digests of epochs.
+        ranks: All that was compared on each rank, by step.
+        epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
+        differing: Modules in which something differs, by path; "" is the model itself.
+        agreeing: The others.
+    """
+
+    places: Growth = field(default_factory=Growth)
+    weights: Growth = field(default_factory=Growth)
+    ranks: dict[int, Growth] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    differing: dict[str, Module] = field(default_factory=dict)
+    agreeing: dict[str, None] = field(default_factory=dict)
+    # Those that differ and those that agree, each with its number in the order of reading.
+    _moments: tuple[list[tuple[int, Moment]], list[tuple[int, Moment]]] = field(
+        default_factory=lambda: ([], [])
+    )
+    _counted: int = 0
+    _overflow: bool = False
+    _seen: set[int] = field(default_factory=set)
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The records of digests, at most ``MAX_MOMENTS``; those that differ go before others."""
+        differing, agreeing = self._moments
+        kept = differing + agreeing[: MAX_MOMENTS - len(differing)]
+        return [moment for _, moment in sorted(kept, key=lambda entry: entry[0])]
+
+    @property
+    def moments_left_out(self) -> int:
+        """How many more there were."""
+        return self._counted - len(self.moments)
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        """By path, at most ``MAX_MODULES``; those that differ go before others."""
+        room = MAX_MODULES - len(self.differing)
+        return self.differing | {path: Module() for path in list(self.agreeing)[: max(0, room)]}
+
+    @property
+    def modules_left_out(self) -> bool:
+        """Whether there were more."""
+        return self._overflow or len(self.differing) + len(self.agreeing) > MAX_MODULES
+
+    def watch(
+        self, rank: int, one: Item | None, other: Item | None, found: BatchComparison | None
+    ) -> None:
+        """Take a pair."""
+        item = one or other
+        if isinstance(item, Batch):
+            self._enter(item.epoch, item.step)
+            self._take_batch(rank, item, alone=one is None or other is None, found=found)
+        elif isinstance(item, Digests):
+            self._enter(item.epoch + (item.moment == "epoch"), item.step)
+            self._take_digests(rank, one, other)
+
+    def _enter(self, epoch: int, step: int) -> None:
+        if len(self.epochs) < MAX_EPOCHS:
+            self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
+
+    def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
+        line = self.ranks.setdefault(rank, Growth(MAX_MARKS))
+        line.add(step, compared, differing, alone)
+
+    def _take_batch(
+        self, rank: int, batch: Batch, *, alone: bool, found: BatchComparison | None
+    ) -> None:
+        if alone:
+            self._mark(rank, batch.step, 0, 0, batch.size)
+            return
+        for token in batch.layouts:
+            key = hash(token)
+            if key not in self._seen and len(self._seen) < MAX_MODULES:
+                self._seen.add(key)
+                for kind, name, _ in unpack_places(token):
+                    self._agrees(module_of(kind, name))
+        if found is None:
+            self.places.add(batch.step, batch.size, 0)
+            self._mark(rank, batch.step, batch.size, 0, 0)
+            return
+        self.places.add(batch.step, found.places, found.count)
+        only = len(found.only_expected) + len(found.only_actual)
+        self._mark(rank, batch.step, found.places, found.count, only)
+        for place in found.differing:
+            what = f"{place.kind} {place.name}"
+            where = (batch.epoch, batch.step, batch.batch, place.position, what)
+            self._differs(module_of(place.kind, place.name), where)
+
+    def _take_digests(self, rank: int, one: Item | None, other: Item | None) -> None:
+        if not isinstance(one, Digests) or not isinstance(other, Digests):
+            item = one or other
+            if isinstance(item, Digests):
+                status = "only actual" if one is None else "only expected"
+                self._add_moment(Moment(rank, describe_record(item), status))
+                self._mark(rank, item.step, 0, 0, 1)
+            return
+        for group, names in other.groups.items():
+            for name in names:
+                self._agrees(module_of(group, name))
+        entries = () if one is other else tuple(list_entries(one, other))
+        groups = Counter(entry.kind for entry in entries)
+        sizes = {group: len(names) for group, names in other.groups.items()}
+        listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())
+        status = "different" if entries else "equal"
+        self._add_moment(Moment(rank, describe_record(other), status, listed))
+        self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
+        self.weights.add(other.step, sizes.get("weights", 0), groups["weights"])
+        for entry in entries:
+            # After the batches of its epoch.
+            where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
+            self._differs(module_of(entry.kind, entry.name), where)
+
+    def _add_moment(self, moment: Moment) -> None:
+        kept = self._moments[moment.status == "equal"]
+        if len(kept) < MAX_MOMENTS:
+            kept.append((self._counted, moment))
+        self._counted += 1
+
+    def _agrees(self, path: str) -> None:
+        if path in self.differing or path in self.agreeing:
+            return
+        if len(self.agreeing) < MAX_MODULES:
+            self.agreeing[path] = None
+        else:
+            self._overflow = True
+
+    def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
+        module = self.differing.get(path)
+        if module is None:
+            if len(self.differing) >= MAX_MODULES:
+                self._overflow = True
+                return
+            self.agreeing.pop(path, None)
+            module = self.differing[path] = Module()
+        module.differing += 1
+        if module.first is None or where < module.first:
+            module.first = where
+
+
+def module_of(kind: str, name: str) -> str:
+    """Return the module that a place, or an entry of digests, belongs to; "" is the model itself.
+
+    >>> module_of("output", "encoder.0:hidden"), module_of("gradient", "encoder.0.weight")
+    ('encoder.0', 'encoder.0')
+    >>> module_of("op", "encoder.0::aten.mm.default"), module_of("loss", "loss")
+    ('encoder.0', '')
+    """
+    if kind == "op":
+        return name.partition("::")[0].removeprefix(ROOT)
+    path = name.partition(":")[0]
+    if kind in _OF_PARAMETERS:
+        return path.rpartition(".")[0]
+    return path.removeprefix(ROOT) if kind in _OF_MODULES else ""

@@ -1,0 +1,247 @@
+"""How far outputs that should be equal lie apart: Vs, Vermv, Vc, ulps, and distinct outputs.
+
+The metrics are those of Shanmugavelu et al. 2024 (arXiv 2408.05148, section II), with each rule for
+what their formulas leave open chosen so that a metric is zero exactly when all bits agree.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.hashing.digest import digest_many
+
+Output = Tensor | Sequence[Tensor]
+
+# Elements that are compared at once: what bounds the memory, at some 50 bytes an element.
+_CHUNK = 1 << 20
+# Digests that are kept to tell distinct outputs apart, 32 bytes each.
+MOST_DISTINCT = 100_000
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_ULPS = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Variation:
+    """How far one output lies from a reference.
+
+    Attributes:
+        vs: Vs = |A - B| / |A| of an output that is one number, A the reference's and B this one.
+            The paper writes 1 - |B / A|, which is the same up to its sign unless the signs differ,
+            and which rounding can make zero. None for an output of several numbers.
+        vermv: Vermv = (1 / D) * sum over the D elements of |A_i - B_i| / |A_i|, in float64. An
+            element whose bits differ and whose quotient is no positive finite number (A_i is zero,
+            one of both is NaN or infinite, -0.0 against 0.0) counts as 1.
+        vc: Vc = (1 / D) * number of elements whose bits differ: -0.0 is not 0.0, and one NaN
+            payload is not another.
+        ulps: The greatest distance of two elements, counted in representable numbers of their type,
+            in the total order of IEEE 754 (-0.0 next below 0.0, NaNs beyond infinity). Of integers
+            their difference. At most 2**63 - 1.
+    """
+
+    vs: float | None
+    vermv: float
+    vc: float
+    ulps: int
+
+
+def measure_variation(reference: Output, output: Output) -> Variation:
+    """Compare an output with a reference; several tensors count as one long one.
+
+    Where shape or dtype differ, every element counts as changed entirely.
+
+    Args:
+        reference: A tensor of any dtype and device, or a sequence of tensors.
+        output: As ``reference``.
+    """
+    changed, relative, ulps, elements = 0, 0.0, 0, 0
+    expected, actual = _as_list(reference), _as_list(output)
+    if _describe(expected) != _describe(actual):
+        return Variation(1.0 if _counts(expected) == 1 else None, 1.0, 1.0, _MOST_ULPS)
+    for left, right in zip(expected, actual, strict=True):
+        elements += left.numel()
+        for old, new in _chunks(left, right):
+            differing = (_bits(old) != _bits(new)).any(1)
+            count = int(differing.sum())
+            if count:
+                changed += count
+                old, new = old[differing], new[differing]  # noqa: PLW2901 - the rest agrees
+                relative += float(_relative(old, new).sum())
+                ulps = max(ulps, _ulps(old, new))
+    scale = max(elements, 1)
+    vermv = relative / scale
+    return Variation(vermv if elements == 1 else None, vermv, changed / scale, ulps)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far a number of outputs lie apart.
+
+    Attributes:
+        runs: Number of outputs.
+        distinct: Number of distinct outputs by their digests; beyond 100,000 it stays there.
+        vs: Mean Vs over the runs; None for outputs of several numbers.
+        vermv: Mean Vermv over the runs.
+        vermv_max: Greatest Vermv of a run.
+        vc: Mean Vc over the runs.
+        vc_max: Greatest Vc of a run.
+        varying: Share of the elements that had other bits in any of the runs.
+        ulps: Greatest ulp distance of an element in any run.
+    """
+
+    runs: int
+    distinct: int
+    vs: float | None
+    vermv: float
+    vermv_max: float
+    vc: float
+    vc_max: float
+    varying: float
+    ulps: int
+
+    def as_record(self) -> dict[str, int | float | None]:
+        """Return the figures in the types that JSON knows."""
+        return asdict(self)
+
+
+class SpreadMeter:
+    """Takes outputs one after the other and keeps none of them but the reference.
+
+    With a reference that is given, no figure depends on the order of the runs. Without one the
+    first output is the reference: ``distinct`` and ``varying`` still depend on no order, the other
+    figures on which run came first. Memory: the reference, a byte for each of its elements, and 32
+    bytes for each distinct output.
+
+    Args:
+        reference: What outputs are held against; None takes the first one, which then also counts
+            as a run.
+    """
+
+    def __init__(self, reference: Output | None = None) -> None:
+        self._reference = None if reference is None else _keep(reference)
+        self._varying: list[Tensor] | None = None
+        self._digests: set[tuple[str, ...]] = set()
+        # Exact sums, so that no order of the runs can be told from them.
+        self._sums = {"vs": Fraction(0), "vermv": Fraction(0), "vc": Fraction(0)}
+        self._most = Variation(None, 0.0, 0.0, 0)
+        self._scalar = False
+        self._runs = 0
+
+    def add(self, output: Output) -> Variation:
+        """Count an output, and return how far it lies from the reference."""
+        tensors = _as_list(output)
+        if self._reference is None:
+            self._reference = _keep(tensors)
+        if len(self._digests) < MOST_DISTINCT:
+            self._digests.add(tuple(digest_many(tensors)))
+        variation = measure_variation(self._reference, tensors)
+        self._runs += 1
+        self._scalar = variation.vs is not None
+        for name in self._sums:
+            self._sums[name] += Fraction(getattr(variation, name) or 0.0)
+        self._most = Variation(
+            None,
+            max(self._most.vermv, variation.vermv),
+            max(self._most.vc, variation.vc),
+            max(self._most.ulps, variation.ulps),
+        )
+        if variation.vc:
+            self._mark(self._reference, tensors)
+        return variation
+
+    def spread(self) -> Spread:
+        """Return the figures of the outputs so far."""
+        runs = max(self._runs, 1)
+        means = {name: float(total / runs) for name, total in self._sums.items()}
+        marks = self._varying or []
+        elements = sum(mark.numel() for mark in marks)
+        return Spread(
+            runs=self._runs,
+            distinct=len(self._digests),
+            vs=means["vs"] if self._scalar else None,
+            vermv=means["vermv"],
+            vermv_max=self._most.vermv,
+            vc=means["vc"],
+            vc_max=self._most.vc,
+            varying=sum(int(mark.sum()) for mark in marks) / elements if elements else 0.0,
+            ulps=self._most.ulps,
+        )
+
+    def _mark(self, expected: list[Tensor], actual: list[Tensor]) -> None:
+        """Mark the elements whose bits differ from the reference's."""
+        if self._varying is None:
+            self._varying = [torch.zeros(t.numel(), dtype=torch.bool) for t in expected]
+        if _describe(expected) != _describe(actual):
+            for mark in self._varying:
+                mark.fill_(value=True)
+            return
+        for mark, left, right in zip(self._varying, expected, actual, strict=True):
+            start = 0
+            for old, new in _chunks(left, right):
+                mark[start : start + len(old)] |= (_bits(old) != _bits(new)).any(1).cpu()
+                start += len(old)
+
+
+def _as_list(output: Output) -> list[Tensor]:
+    return [output.detach()] if isinstance(output, Tensor) else [t.detach() for t in output]
+
+
+def _keep(output: Output) -> list[Tensor]:
+    """Copy an output: what a call returned may be what the next call writes into."""
+    return [tensor.clone() for tensor in _as_list(output)]
+
+
+def _describe(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _counts(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield equal parts of two tensors, flat, where float64 exists."""
+    flat = (part.resolve_conj().resolve_neg().reshape(-1) for part in (left, right))
+    for parts in zip(*(part.split(_CHUNK) for part in flat), strict=True):
+        old, new = (part if part.device.type in ("cpu", "cuda") else part.cpu() for part in parts)
+        yield old, new.to(old.device)
+
+
+def _bits(part: Tensor) -> Tensor:
+    """Return the bits of flat elements as integers, of shape (elements, integers in one)."""
+    part = torch.view_as_real(part) if part.is_complex() else part.unsqueeze(1)
+    return part.contiguous().view(_BITS[part.element_size()])
+
+
+def _relative(old: Tensor, new: Tensor) -> Tensor:
+    """Return |A - B| / |A| of elements whose bits differ, and 1 where that says nothing."""
+    wide = torch.complex128 if old.is_complex() else torch.float64
+    left = old.to(wide)
+    difference = (left - new.to(wide)).abs()
+    if old.dtype in (torch.int64, torch.uint64):
+        # Neighbours above 2**53 are one number in float64, and lie so near that this is exact.
+        near = (old.view(torch.int64) - new.view(torch.int64)).to(wide).abs()
+        difference = torch.where(difference == 0, near, difference)
+    quotient = difference / left.abs()
+    return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
+
+
+def _ulps(old: Tensor, new: Tensor) -> int:
+    """Return the greatest distance of two elements in representable numbers."""
+    left, right = _order(old), _order(new)
+    low, high = torch.minimum(left, right), torch.maximum(left, right)
+    overflows = (low < 0) & (high > _MOST_ULPS + low)
+    return int(torch.where(overflows, _MOST_ULPS, high - low).max())
+
+
+def _order(part: Tensor) -> Tensor:
+    """Map elements to int64 so that neighbours differ by one."""
+    if part.is_floating_point() or part.is_complex():
+        bits = _bits(part)
+        # Sign and magnitude become two's complement, with -0.0 at -1.
+        return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).to(torch.int64)
+    if part.dtype == torch.uint64:
+        return part.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    return part.to(torch.int64)

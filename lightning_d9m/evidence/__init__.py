@@ -1,1 +1,0 @@
-"""Prove that a run was deterministic: digests, ledger, stack, drift, comparison."""

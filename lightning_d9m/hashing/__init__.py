@@ -1,0 +1,1 @@
+"""Compute digests of tensors, values, models and checkpoints."""

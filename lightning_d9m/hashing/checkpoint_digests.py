@@ -1,0 +1,105 @@
+"""The seal of a checkpoint: one digest for each tensor in it, so that damage is found and named."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.value_bytes import encode
+
+_HALF = 8  # bytes of each entry: 64 bits find accidents
+
+
+@dataclass(frozen=True)
+class Damage:
+    """How a checkpoint differs from what was sealed.
+
+    Attributes:
+        changed: Paths of tensors that hold other bytes, or another shape or dtype.
+        added: Paths of tensors that were not there.
+        missing: How many tensors are gone.
+        values: Whether numbers and texts differ.
+    """
+
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
+    missing: int
+    values: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.added or self.missing or self.values)
+
+
+def make_seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the seal of a checkpoint's content: plain values, 16 bytes for each tensor.
+
+    Args:
+        content: Nested dicts, lists and tuples. Of an object of another kind its type counts.
+
+    Returns:
+        ``"tensors"``: uint8 of shape (n, 16), the digests of path and bytes of each tensor, in
+        ascending order; ``"values"``: the digest of all that is no tensor (32 hex digits).
+    """
+    digests, values = _digest(content)
+    rows = sorted(_row(path, value) for path, value in digests.items())
+    table = torch.tensor(list(b"".join(rows)), dtype=torch.uint8).reshape(-1, 2 * _HALF)
+    return {"tensors": table, "values": values}
+
+
+def check_seal(content: Mapping[str, Any], seal: Mapping[str, Any]) -> Damage:
+    """Hold a checkpoint's content against its seal."""
+    data = seal["tensors"].cpu().numpy().tobytes()
+    rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
+    sealed = {row[:_HALF]: row[_HALF:] for row in rows}
+    digests, values = _digest(content)
+    changed, added = [], []
+    for path, value in digests.items():
+        row = _row(path, value)
+        expected = sealed.pop(row[:_HALF], None)
+        if expected is None:
+            added.append(path)
+        elif expected != row[_HALF:]:
+            changed.append(path)
+    return Damage(tuple(changed), tuple(added), len(sealed), values != seal["values"])
+
+
+def _digest(content: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Return the digest of each tensor by path, and that of all other values."""
+    tensors: dict[str, Tensor] = {}
+    values: list[list[Any]] = []
+    for path, leaf in _leaves(content, ""):
+        if isinstance(leaf, Tensor):
+            tensors[path] = leaf
+        else:
+            values.append([path, _plain(leaf)])
+    digests = digest_many([tensor.detach() for tensor in tensors.values()])
+    return dict(zip(tensors, digests, strict=True)), digest_value(values)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        parts: Any = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        yield path, value
+        return
+    for name, part in parts:
+        yield from _leaves(part, f"{path}.{name}" if path else str(name))
+
+
+def _plain(leaf: Any) -> Any:
+    try:
+        encode(leaf)
+    except DigestError:
+        return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    return leaf
+
+
+def _row(path: str, digest: str) -> bytes:
+    return blake2b(path.encode(), digest_size=_HALF).digest() + bytes.fromhex(digest)[:_HALF]

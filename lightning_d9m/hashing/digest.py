@@ -1,0 +1,159 @@
+"""Digests: 128 bits that stand for a tensor's bytes, dtype and shape, or for a nested value.
+
+One definition on every device (docs/digest.md): XXH3-128 over a header and the XXH3-64 of each
+128 KiB of the elements. No thread count, block size or memory layout enters into it.
+"""
+
+import functools
+import subprocess
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import cast
+
+import torch
+from xxhash import xxh3_128_digest
+
+from lightning_d9m.hashing import xxh3_cpu
+from lightning_d9m.hashing.tensor_bytes import VERSION, Plain, locate, take_apart
+from lightning_d9m.hashing.value_bytes import Piece, encode
+
+# What to hash at the end: bytes as they are, and digests by their number among the plain tensors.
+_Recipe = int | list["bytes | _Recipe"]
+
+
+def digest(value: torch.Tensor) -> str:
+    """Returns the digest of a tensor: 32 lowercase hexadecimal digits.
+
+    Two tensors have equal digests if dtype, shape and every byte of their elements are equal;
+    strides, device, ``requires_grad`` and the class do not matter. Bytes, not values: -0.0 is not
+    0.0, and one NaN payload is not another. Sparse tensors are taken as they are stored, a DTensor
+    as this rank's shard.
+
+    Raises:
+        DigestError: The tensor has no bytes (meta, fake, inside a transform, freed), or they have
+            no defined order (quantized, MKL-DNN).
+
+    >>> digest(torch.arange(3))
+    '7903ab78e12a69f5e899edcad76d85c7'
+    """
+    return digest_many([value])[0]
+
+
+def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Returns the digest of each tensor, in order, with one synchronisation for each device.
+
+    On CUDA the tensors of a device are hashed in one launch on its current stream, and 8 bytes for
+    each 128 KiB come back. Without Triton, and on other accelerators, they are copied to the host
+    one after the other: the digests are the same, the time is that of the copies.
+
+    Raises:
+        DigestError: As digest(), for the first tensor that has none.
+    """
+    plain: list[Plain] = []
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
+        recipes = [_plan(tensor, plain) for tensor in tensors]
+        digests = _hash_all(plain)
+    return [_follow(recipe, digests).hex() for recipe in recipes]
+
+
+def digest_value(value: object) -> str:
+    """Returns the digest of a nested value: 32 lowercase hexadecimal digits.
+
+    Types count: 1, 1.0, True and "1" differ, and so do a list and a tuple. The order of a dict's
+    keys and of a set's elements does not count. Functions and classes count by their qualified
+    names alone. All tensors in the value cost one synchronisation for each device.
+
+    Args:
+        value: None, numbers, strings, bytes, paths, enumerations, NumPy arrays and scalars,
+            tensors, generators and dtypes of torch, functions, classes, and mappings, sets, lists,
+            tuples, dataclasses and partial functions of such.
+
+    Raises:
+        DigestError: Something in it has no defined bytes; the message says where and what.
+
+    >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
+    '6b6610f8b7295d2fa4d80d3ea0427121'
+    """
+    plain: list[Plain] = []
+    pieces = [f"{VERSION} value\n".encode(), *encode(value)]
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
+        recipe = _plan_pieces(pieces, plain)
+        digests = _hash_all(plain)
+    return _follow(recipe, digests).hex()
+
+
+def _plan(tensor: torch.Tensor, plain: list[Plain]) -> _Recipe:
+    """Adds a tensor's plain tensors to ``plain``; says how they form its digest."""
+    parts = take_apart(tensor)
+    if isinstance(parts, Plain):
+        plain.append(parts)
+        return len(plain) - 1
+    context = [] if parts.context is None else encode(parts.context)
+    return _plan_pieces([parts.header, *parts.components, *context], plain)
+
+
+def _plan_pieces(pieces: Sequence[Piece], plain: list[Plain]) -> _Recipe:
+    return [piece if isinstance(piece, bytes) else _plan(piece, plain) for piece in pieces]
+
+
+def _follow(recipe: _Recipe, digests: Sequence[bytes]) -> bytes:
+    if isinstance(recipe, int):
+        return digests[recipe]
+    parts = (part if isinstance(part, bytes) else _follow(part, digests) for part in recipe)
+    return xxh3_128_digest(b"".join(parts))
+
+
+def _hash_all(plain: Sequence[Plain]) -> list[bytes]:
+    by_device: dict[torch.device, list[int]] = {}
+    for index, part in enumerate(plain):
+        by_device.setdefault(part.data.device, []).append(index)
+    started = [
+        (device, indices, _start_hashing([plain[index].data for index in indices], device))
+        for device, indices in by_device.items()
+    ]
+    digests = [b""] * len(plain)
+    # The CPU's own first: meanwhile the other devices work.
+    for _, indices, finish in sorted(started, key=lambda start: start[0].type != "cpu"):
+        for index, leaves in zip(indices, finish(), strict=True):
+            digests[index] = xxh3_128_digest(plain[index].header + leaves)
+    return digests
+
+
+def _start_hashing(data: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[bytes]]:
+    """Starts hashing on an accelerator; what is returned waits, or works, and gives the leaves."""
+    if device.type == "cpu":
+        return lambda: xxh3_cpu.hash_chunks([locate(tensor) for tensor in data])
+    kernel = _load_kernel(device)
+    if kernel is None:
+        return lambda: [_hash_copy(tensor) for tensor in data]
+    memory = [locate(tensor) for tensor in data]
+    leaves = kernel.start_hashing(memory, device)
+    return lambda: cast(list[bytes], kernel.fetch_leaves(leaves, memory))
+
+
+def _hash_copy(tensor: torch.Tensor) -> bytes:
+    copy = tensor.detach().cpu()
+    return xxh3_cpu.hash_chunks([locate(copy)])[0]
+
+
+@functools.cache
+def _load_kernel(device: torch.device) -> ModuleType | None:
+    """Returns the module of the CUDA kernel if it gives on this device what the CPU gives."""
+    if device.type != "cuda":
+        return None
+    try:
+        from lightning_d9m.hashing import xxh3_cuda
+
+        if xxh3_cuda.check_kernel(device):
+            return xxh3_cuda
+        reason = "it does not give there what the CPU gives"
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        # No Triton, no compiler or no Python headers for it, a device that it does not know.
+        reason = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"The digest kernel cannot be used on {device} ({reason}). Digests are the same without "
+        "it, but every tensor is copied to the host. It needs Triton, gcc and Python's headers.",
+        stacklevel=2,
+    )
+    return None

@@ -1,0 +1,111 @@
+"""Leaves of the digest on CUDA: one launch for all tensors of a device, which stay where they are.
+
+Only a table goes to the device (5 KiB of constants and 24 bytes a tensor) and only leaves come
+back (8 bytes for each 128 KiB). Importing this module imports Triton.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from triton.runtime import JITFunction
+
+from lightning_d9m.hashing import xxh3_cpu, xxh3_triton
+from lightning_d9m.hashing.xxh3_cpu import CHUNK_BYTES
+
+# XXH3's default secret and primes, from the xxHash specification (doc/xxhash_spec.md).
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_START = (
+    0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
+)  # fmt: skip
+
+
+def _secret_at(offset: int) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(_SECRET, "<u8", 8, offset)
+
+
+def _make_constants() -> npt.NDArray[np.int64]:
+    """Lays out what chunks_kernel expects: tiles of 16 stripes of 8 words.
+
+    A tile of keys has the secret's words for each stripe of a block: stripe n reads it at byte 8n,
+    but the last stripe of the input at byte 121. The other tiles have their 8 words in stripe 0.
+    """
+    tiles = np.zeros((5, 16, 8), np.uint64)
+    tiles[0] = tiles[1] = [_secret_at(8 * stripe) for stripe in range(16)]
+    tiles[1, 15] = _secret_at(121)
+    tiles[2, 0] = _START
+    tiles[3, 0] = _secret_at(128)
+    tiles[4, 0] = _secret_at(11)
+    return tiles.reshape(-1).view(np.int64)
+
+
+_CONSTANTS = _make_constants()
+
+
+def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Starts hashing memory of one device on its current stream; returns at once.
+
+    Args:
+        memory: Addresses and sizes in bytes. Their owners keep them until the leaves are fetched.
+        device: Where all of it is.
+
+    Returns:
+        int64 on ``device``: the XXH3-64 of each chunk of the first, the second, ...
+    """
+    found = [(address, size) for address, size in memory if size]
+    chunks = [0, *accumulate(-(-size // CHUNK_BYTES) for _, size in found)]
+    leaves = torch.empty(chunks[-1], dtype=torch.int64, device=device)
+    if not found:
+        return leaves
+    rows = np.array([chunks[:-1], *zip(*found, strict=True)], np.int64)
+    # From pinned memory, the copy to the device does not wait for the device.
+    cuda = device.type == "cuda"
+    table = torch.empty(
+        _CONSTANTS.size + rows.size, dtype=torch.int64, device="cpu", pin_memory=cuda
+    )
+    np.concatenate((_CONSTANTS, rows.reshape(-1)), out=table.numpy())
+    with torch.cuda.device(device if cuda else -1):
+        xxh3_triton.hash_chunks[(chunks[-1],)](
+            table.to(device, non_blocking=True),
+            leaves,
+            len(found),
+            CHUNK=CHUNK_BYTES,
+            num_warps=1,
+            enable_fp_fusion=False,  # there is nothing to fuse; unset, Triton 3.9 warns
+        )
+    return leaves
+
+
+def fetch_leaves(leaves: torch.Tensor, memory: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Waits for the device, once, and returns the leaves of each piece of memory.
+
+    Returns:
+        For each, 8 bytes a chunk, as from chunks_cpu.
+    """
+    return xxh3_cpu.split_leaves(leaves.cpu().numpy().tobytes(), memory)
+
+
+def check_kernel(device: torch.device) -> bool:
+    """Says whether the kernel gives here what the CPU gives, on aligned and unaligned memory."""
+    if device.type == "cuda" and not isinstance(xxh3_triton.hash_chunks, JITFunction):
+        return False  # TRITON_INTERPRET=1 runs the kernel on the CPU, which cannot read this memory
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = CHUNK_BYTES + 1500
+    data = torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=generator)
+    there = data.to(device)
+    spans = [(skew, length) for skew in (0, 1, 8) for length in (1, 1024, 1500)]
+    spans += [(0, size), (3, size - 3)]
+    memory = [(there.data_ptr() + skew, length) for skew, length in spans]
+    actual = fetch_leaves(start_hashing(memory, device), memory)
+    here = [(data.data_ptr() + skew, length) for skew, length in spans]
+    return actual == xxh3_cpu.hash_chunks(here)

@@ -1,0 +1,363 @@
+"""Gradients in fixed buckets, each summed over the ranks while the backward pass still runs.
+
+What Horovod fuses depends on which gradients happen to be ready when its cycle comes round, and the
+ring sums an element in an order that depends on its place in the fused buffer. Here the place of
+every gradient is decided once, from the order of the parameters alone: one flat buffer per bucket,
+always reduced whole under the same name, one after the other. Nothing is left to timing.
+
+This file knows neither Horovod nor Lightning: what crosses the ranks is passed in.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.horovod.bucket_layout import Bucket, Slot, lay_out
+
+MEBIBYTE = 2**20
+BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores
+
+
+class Reducer(Protocol):
+    """What crosses the ranks."""
+
+    size: int
+
+    @property
+    def asks(self) -> bool:
+        """Whether `finish` finds out by itself that a rank does something else."""
+        ...
+
+    def start(self, tensor: Tensor, name: str) -> Any:
+        """Start to sum a contiguous tensor over the ranks in place, and return what to wait for.
+
+        Every rank has to start the same in the same order.
+        """
+        ...
+
+    def finish(self, pending: Any, doing: str, agree: Callable[[], None]) -> None:
+        """Wait until the first of what was started is done; call ``agree`` in doubt."""
+        ...
+
+    def agree_on(self, fingerprint: int, doing: str, items: Callable[[], tuple[str, ...]]) -> None:
+        """Raise on every rank unless all ranks pass the same fingerprint."""
+        ...
+
+
+class _Mode(Enum):
+    OUTSIDE = "outside"  # no backward pass that is ours
+    BLOCKED = "blocked"  # gradients accumulate on this rank
+    RUNNING = "running"  # a backward pass whose gradients are reduced
+
+
+@dataclass(frozen=True)
+class _Flight:
+    handle: Any
+    target: Tensor
+    wire: Tensor
+
+
+class GradientBuckets:
+    """The gradients of a model, packed, reduced and handed back as views of the buckets.
+
+    After a reduced backward pass ``parameter.grad`` is a view of a bucket; the next backward pass
+    overwrites it. A parameter that got no gradient keeps what it had.
+
+    Args:
+        named_parameters: All parameters in their order of registration. Those that are frozen join
+            when they are unfrozen.
+        reducer: What crosses the ranks.
+        op: ``"average"`` or ``"sum"``. The mean is taken as DDP does: every rank's gradient is
+            multiplied by 1 / ranks, then summed, so that half precision does not overflow.
+        bucket_bytes: A bucket is closed when it holds this many bytes, the first at 1 MiB; 0
+            reduces each gradient alone.
+        compression: ``"fp16"`` sends float32 and float64 gradients as float16. ``"bf16"`` rounds
+            them to bfloat16, which Horovod 0.28.1 cannot sum, so that they travel as float32.
+        sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
+        on_stray: Called with the name of a parameter that got a gradient outside `backward` and
+            `blocked`.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        reducer: Reducer,
+        *,
+        op: Literal["average", "sum"] = "average",
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        sparse_as_dense: bool = False,
+        on_stray: Callable[[str], None] | None = None,
+    ) -> None:
+        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
+        self._parameters = list(named_parameters)
+        self._known = {id(parameter) for _, parameter in self._parameters}
+        self._reducer = reducer
+        self._scale = 1.0 / reducer.size if op == "average" else 1.0
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._on_stray = on_stray
+        self._options = f"{op} {bucket_bytes} {compression}"
+        self._mode = _Mode.OUTSIDE
+        self._hooks: dict[int, Any] = {}
+        self._places: dict[int, tuple[Bucket, int]] = {}
+        self._flights: list[_Flight] = []
+        self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
+        self._buckets: list[Bucket] = []
+        self._is_common = False  # whether all ranks are known to have these buckets
+        self._next = 0  # the first bucket that is not on its way
+        self._frozen: list[Parameter] = []
+        self._build()
+
+    def __len__(self) -> int:
+        """The number of buckets."""
+        return len(self._buckets)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether gradients accumulate on this rank alone at present."""
+        return self._mode is _Mode.BLOCKED
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the gradient of this parameter is reduced, as soon as it has one."""
+        return id(parameter) in self._known
+
+    def close(self) -> None:
+        """Take the hooks off and give the buffers up; gradients that are views keep theirs."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._places = {}
+        self._buckets = []
+        self._flights = []
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Let backward passes inside accumulate gradients on this rank alone."""
+        before, self._mode = self._mode, _Mode.BLOCKED
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Reduce the gradients of the backward pass that runs inside; blocked, do nothing."""
+        if self._mode is not _Mode.OUTSIDE:
+            yield
+            return
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._build()
+        for bucket in self._buckets:
+            bucket.fired.clear()
+            bucket.packed.clear()
+        self._next = 0
+        self._mode = _Mode.RUNNING
+        try:
+            yield
+            self._finish()
+        finally:
+            self._mode = _Mode.OUTSIDE
+            self._flights = []
+
+    def _build(self) -> None:
+        """Lay out the buckets of all parameters that are or have been trained."""
+        trainable: dict[int, tuple[str, Parameter]] = {}
+        self._frozen = []
+        for name, parameter in self._parameters:
+            # A parameter that is switched off for a while (one of two optimizers) keeps its place.
+            if not parameter.requires_grad and id(parameter) not in self._places:
+                self._frozen.append(parameter)
+            else:  # a shared parameter has one gradient
+                trainable.setdefault(id(parameter), (name, parameter))
+        self._buckets = lay_out(list(trainable.values()), self._bucket_bytes)
+        layout = [
+            f"{b.index} {slot.name} {tuple(slot.view.shape)} {slot.view.dtype} {slot.start}"
+            for b in self._buckets
+            for slot in b.slots
+        ]
+        self._plan = "\n".join([self._options, *layout])
+        self._fingerprints = {}
+        self._is_common = False
+        self._places = {
+            id(slot.parameter): (bucket, position)
+            for bucket in self._buckets
+            for position, slot in enumerate(bucket.slots)
+        }
+        for key, (_, parameter) in trainable.items():
+            if key not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks[key] = hook
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._mode is _Mode.BLOCKED:
+            return
+        bucket, position = self._places[id(parameter)]
+        if self._mode is _Mode.OUTSIDE:
+            if self._on_stray is not None:
+                self._on_stray(bucket.slots[position].name)
+        elif position in bucket.fired:
+            self._check_second(bucket, position)
+        else:
+            bucket.fired.add(position)
+            if position < bucket.large:
+                self._pack_large(bucket, position)
+            if self._is_common and bucket.is_complete:
+                self._launch_complete()
+
+    @staticmethod
+    def _check_second(bucket: Bucket, position: int) -> None:
+        if position in bucket.packed:
+            raise SettingError(
+                f"The parameter {bucket.slots[position].name!r} got a second gradient in one "
+                "backward pass, after its first was packed for the other ranks. Reentrant "
+                "activation checkpointing of a shared parameter does that: pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+
+    def _launch_complete(self) -> None:
+        """Start what all ranks will start, whatever else they do: whole buckets, in order."""
+        while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket) -> None:
+        """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
+        for positions in bucket.find_runs():
+            slots = bucket.slots[positions[0] : positions[-1] + 1]
+            self._pack_small(bucket, positions)
+            target = bucket.flat[slots[0].start : slots[-1].stop]
+            if target.is_complex():
+                target = torch.view_as_real(target).view(-1)
+            wire = target if self._travels_as_it_is(bucket.flat) else self._prepare(target)
+            name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
+            self._flights.append(_Flight(self._reducer.start(wire, name), target, wire))
+
+    @torch.no_grad()
+    def _pack_large(self, bucket: Bucket, position: int) -> None:
+        """Bring one gradient to its place, scaled where it travels as it is: one pass."""
+        if self._reducer.size == 1:
+            return
+        slot = bucket.slots[position]
+        torch.mul(self._densify(slot), self._scale_of(bucket), out=slot.view)
+        slot.parameter.grad = slot.view
+        bucket.packed.add(position)
+
+    def _pack_small(self, bucket: Bucket, positions: Sequence[int]) -> None:
+        """Bring gradients whose places lie one behind the other there, all at once."""
+        slots = bucket.slots[max(positions[0], bucket.large) : positions[-1] + 1]
+        if not slots:
+            return
+        gradients = []
+        for slot in slots:
+            gradient = slot.parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                gradient = self._densify(slot)
+            gradients.append(gradient)
+        torch._foreach_copy_([slot.view for slot in slots], gradients)
+        for slot in slots:
+            slot.parameter.grad = slot.view
+        scale = self._scale_of(bucket)
+        if scale != 1.0:
+            bucket.flat[slots[0].start : slots[-1].stop].mul_(scale)
+        bucket.packed.update(positions)
+
+    def _scale_of(self, bucket: Bucket) -> float:
+        return self._scale if self._travels_as_it_is(bucket.flat) else 1.0
+
+    def _densify(self, slot: Slot) -> Tensor:
+        name, gradient = slot.name, slot.parameter.grad
+        if gradient is None:
+            raise SettingError(
+                f"The gradient of {name!r} was taken away before the ranks could reduce it. An "
+                "optimizer that steps inside a backward hook works on one rank only: let Lightning "
+                "step it."
+            )
+        if gradient.layout == torch.strided:
+            return gradient
+        if not self._sparse_as_dense:
+            raise SettingError(
+                f"The gradient of {name!r} is sparse ({gradient.layout}) and buckets are dense: "
+                "pass sparse_as_dense=True to reduce it as a dense tensor, or build the embedding "
+                "with sparse=False."
+            )
+        # coalesce() adds duplicates in sorted order; to_dense() alone adds them as they come.
+        return gradient.coalesce().to_dense()
+
+    def _travels_as_it_is(self, flat: Tensor) -> bool:
+        if flat.is_complex() or flat.dtype is torch.bfloat16:
+            return False
+        return self._compression is None or flat.dtype is torch.float16
+
+    def _prepare(self, target: Tensor) -> Tensor:
+        """Bring packed gradients into the form in which they travel."""
+        if target.dtype is torch.bfloat16:
+            return target.float().mul_(self._scale)
+        if self._compression is not None and target.dtype in (torch.float32, torch.float64):
+            scaled = target.mul(self._scale)
+            return scaled.half() if self._compression == "fp16" else scaled.bfloat16().float()
+        return target if self._scale == 1.0 else target.mul_(self._scale)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Agree on which gradients there are, reduce the rest, wait for all."""
+        if self._reducer.size == 1:
+            return
+        # Where every rank has started every bucket, no rank lacks a gradient.
+        if self._next < len(self._buckets) or not self._reducer.asks:
+            self._agree()
+        self._is_common = True
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        for flight in self._flights:
+            self._reducer.finish(flight.handle, "the backward pass", self._agree)
+            if flight.wire.data_ptr() != flight.target.data_ptr():
+                flight.target.copy_(flight.wire)
+
+    def _agree(self) -> None:
+        fired = tuple(frozenset(bucket.fired) for bucket in self._buckets)
+        fingerprint = self._fingerprints.get(fired)
+        if fingerprint is None:
+            text = "\n".join([self._plan, *self._fired_names()]).encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
+        self._reducer.agree_on(fingerprint, "the backward pass", self._claim_items)
+
+    def _fired_names(self) -> tuple[str, ...]:
+        return tuple(b.slots[position].name for b in self._buckets for position in sorted(b.fired))
+
+    def _claim_items(self) -> tuple[str, ...]:
+        """The names; and the layout, for the case in which that is what differs."""
+        plan = hashlib.blake2b(self._plan.encode(), digest_size=4).hexdigest()
+        return (*self._fired_names(), f"layout of the buckets {plan} ({len(self)} buckets)")
+
+
+def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> None:
+    """Check what `GradientBuckets` takes, before any process is set up.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+    if op not in {"average", "sum"}:
+        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+    if compression not in {None, "fp16", "bf16"}:
+        raise SettingError(
+            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+        )
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise SettingError(
+            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+        )

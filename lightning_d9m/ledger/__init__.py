@@ -1,0 +1,1 @@
+"""The ledger's file format: records, schema, reader, writer."""

@@ -1,0 +1,161 @@
+"""Records as JSON text: what is read is checked in full, and so is what is written.
+
+See :mod:`lightning_d9m.ledger.schema` for what a record may hold.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+from lightning_d9m.ledger.records import Json, Probes, Record
+from lightning_d9m.ledger.schema import MAX_WHOLE, FieldError, holds_digests, parse_record
+
+MAX_DEPTH = 16
+# Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.
+MAX_ITEMS = 1_000_000
+_CONTAINERS = frozenset({dict, list})
+
+
+def _check_depth(body: bytes, fields: object) -> None:
+    """Raise if a record nests too deeply; most have too few brackets for that."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        if not _nests_within(value, MAX_DEPTH):
+            raise FieldError(name, f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _nests_within(value: Json, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_nests_within(entry, depth - 1) for entry in inner)
+
+
+def _reject_constant(name: str) -> None:
+    raise FieldError(name, "is not JSON: a ledger writes floats as texts of float.hex()")
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise FieldError(next(name for name in names if names.count(name) > 1), "occurs twice")
+    return table
+
+
+# Made once: `json.dumps` makes one in each call.
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode_quickly = json.JSONDecoder(parse_constant=_reject_constant).decode
+_decode_unique = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant).decode
+
+
+def _decode(body: bytes) -> Json:
+    """Decode JSON in which no object has a name twice.
+
+    The check of each object by itself takes most of the time. It is left out where the text became
+    as many names as it has colons: every pair has one, and a name that comes twice is one name.
+    """
+    text = body.decode("utf-8")
+    fields = _decode_quickly(text)
+    whole = type(fields) in _CONTAINERS and _count_names(fields) == body.count(b":")
+    return fields if whole else _decode_unique(text)
+
+
+def _count_names(value: Json) -> int:
+    inner = value.values() if type(value) is dict else value
+    names = len(value) if type(value) is dict else 0
+    if not _CONTAINERS.isdisjoint(map(type, inner)):  # most hold none: they are asked together
+        names += sum(_count_names(entry) for entry in inner if type(entry) in _CONTAINERS)
+    return names
+
+
+_NUMBER = rb"(0|[1-9][0-9]{0,17})"
+# How lightning_d9m begins a record of probes: epoch, step, batch, layout.
+PROBES_HEAD = re.compile(
+    rb'{"kind":"probes","epoch":%b,"step":%b,"batch":%b,"layout":%b,"digests":"' % ((_NUMBER,) * 4)
+)
+
+
+def _decode_probes(body: bytes) -> Probes | None:
+    """Read probes as lightning_d9m writes them, ten times faster than as any JSON."""
+    head = PROBES_HEAD.match(body)
+    if head is None or not body.endswith(b'"}'):
+        return None
+    digests = body[head.end() : -2]
+    if not holds_digests(digests):
+        return None
+    epoch, step, batch, layout = map(int, head.groups())
+    text = digests.decode("ascii")
+    return Probes(epoch=epoch, step=step, batch=batch, layout=layout, digests=text)
+
+
+_PROBES_FIELDS = ["kind", "epoch", "step", "batch", "layout", "digests"]
+_PROBES_TYPES = [str, int, int, int, int, str]
+
+
+def _encode_probes(record: Mapping[str, Json]) -> bytes | None:
+    """Write probes without a detour through JSON; None for a record that needs a closer look.
+
+    It stands in every step of a training, where each function that is called costs microseconds.
+    """
+    if [*record] != _PROBES_FIELDS or [*map(type, record.values())] != _PROBES_TYPES:
+        return None
+    kind, epoch, step, batch, layout, digests = record.values()
+    if kind != "probes" or not holds_digests(digests.encode()):
+        return None
+    if not (0 <= epoch <= MAX_WHOLE and 0 <= step <= MAX_WHOLE):
+        return None
+    if not (0 <= batch <= MAX_WHOLE and 0 <= layout <= MAX_WHOLE):
+        return None
+    return (
+        f'{{"kind":"probes","epoch":{epoch},"step":{step},"batch":{batch},"layout":{layout},'
+        f'"digests":"{digests}"}}'
+    ).encode()
+
+
+def decode_record(body: bytes) -> Record:
+    """Parse the JSON text of one record, without its check.
+
+    Raises:
+        FieldError: When it is not JSON, or not a record of the schema.
+    """
+    if len(body) > MAX_ITEMS and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_ITEMS:
+        raise FieldError("record", f"holds more than {MAX_ITEMS} values")
+    if (record := _decode_probes(body)) is not None:
+        return record
+    fields: Json
+    try:
+        fields = _decode(body)
+    except UnicodeDecodeError as error:
+        raise FieldError("record", f"is not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise FieldError("record", f"is not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        if isinstance(error, FieldError):
+            raise
+        raise FieldError("record", "holds a number of thousands of digits") from error
+    _check_depth(body, fields)
+    return parse_record(fields)
+
+
+def encode_record(record: Mapping[str, Json]) -> bytes:
+    """Return the JSON text of one record: ASCII, compact, fields in the order given.
+
+    Raises:
+        FieldError: When the record is not one that ``decode_record`` would accept.
+    """
+    if (body := _encode_probes(record)) is not None:
+        return body
+    parse_record(dict(record))
+    try:
+        text = _to_json(record)
+    except RecursionError as error:
+        raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
+    except (TypeError, ValueError) as error:
+        raise FieldError("record", f"cannot be written as JSON: {error}") from error
+    body = text.encode("ascii")
+    _check_depth(body, record)
+    return body

@@ -1,0 +1,259 @@
+"""One rank's file of a ledger: the chain of checks, and reading it as a stream.
+
+Each line is a record whose last field is ``"check"``: BLAKE2b with 8 bytes over the check of the
+line before (16 zeros before the first) and all bytes of this line that precede ``,"check":``. The
+chain finds accidents and naive edits: a record that was changed, removed, added or moved. It is no
+signature: who knows this text can compute it anew.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.encoding import decode_record
+from lightning_d9m.ledger.probe_layouts import Layouts
+from lightning_d9m.ledger.records import (
+    DIGEST_DIGITS,
+    SCHEMA,
+    Digests,
+    Header,
+    Layout,
+    Probes,
+    Record,
+)
+from lightning_d9m.ledger.schema import FieldError
+from lightning_d9m.text import shown
+
+CHAIN_START = b"0" * 16
+# A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
+MAX_LINE = 64 * 2**20
+MAX_HEADER = 2**20
+_TAIL = len(b',"check":"0123456789abcdef"}\n')
+
+
+def seal_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
+    """Return (the line that is written, its check) for a record's JSON and the check before it."""
+    head = body[:-1]
+    check = blake2b(previous + head, digest_size=8).hexdigest().encode()
+    return b'%b,"check":"%b"}\n' % (head, check), check
+
+
+class RankReader(AbstractContextManager["RankReader"]):
+    """Streams one rank's file once, verifying the chain; memory is bounded by the longest record.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        path: The file.
+        header: Its first record.
+        line: Number of the line that was read last, from 1.
+        truncated: Whether the last line was found to be torn, as a killed run leaves it. Known when
+            the file has been read to its end.
+        complete: Whether the last record is an ``End``. Known at the end, too.
+        layouts: The layouts among the records that were parsed.
+
+    Raises:
+        LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
+            reading, when a record was edited or breaks the schema.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.line = 0
+        self.truncated = False
+        self.complete = False
+        self.layouts = Layouts()
+        self._check = CHAIN_START
+        self._stream = _open_regular(path)
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def check(self) -> str:
+        """The check of the record that was read last: 16 hex digits."""
+        return self._check.decode()
+
+    def bodies(self) -> Iterator[bytes]:
+        """Yield the JSON text of each record after the header, verified but not parsed."""
+        previous = self._check
+        head = b""
+        for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
+            if not line.endswith(b"\n"):
+                self._end_torn(line)
+                break
+            self.line += 1
+            head = line[:-_TAIL]
+            check = blake2b(previous + head, digest_size=8).hexdigest().encode()
+            if line[-_TAIL:] != b',"check":"%b"}\n' % check:
+                raise self._broken(line)
+            previous = self._check = check
+            yield head + b"}"
+        self.complete = head.startswith(b'{"kind":"end"')
+
+    def records(self) -> Iterator[Record]:
+        """Yield each record after the header."""
+        for body in self.bodies():
+            yield self.parse(body)
+
+    def parse(self, body: bytes) -> Record:
+        """Parse the record that ``bodies`` yielded last.
+
+        Raises:
+            LedgerError: With file, line and field, when the record breaks the schema, or needs a
+                layout that was not parsed before it.
+        """
+        try:
+            record = decode_record(body)
+            if isinstance(record, Layout):
+                self.layouts.add(record)
+            elif isinstance(record, Probes):
+                self.layouts.check_size(record.layout, len(record.digests) // DIGEST_DIGITS)
+        except FieldError as error:
+            raise self._malformed(error) from error
+        if isinstance(record, Header):
+            raise self._malformed(FieldError("kind", "is 'header' a second time"))
+        return record
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_header(self) -> Header:
+        line = self._stream.readline(MAX_HEADER + 1)
+        if not line:
+            raise LedgerError(
+                f"{self.path} is empty: the run was ended before it wrote its first record. Record "
+                "the run again."
+            )
+        body = line[:-_TAIL] + b"}"
+        if not line.startswith(b'{"kind":"header",'):
+            raise self._not_a_ledger(f"begins with {shown(line[:40].decode('latin-1'))}")
+        if not line.endswith(b"\n"):
+            if len(line) > MAX_HEADER:
+                raise self._not_a_ledger(f"has a first line of more than {MAX_HEADER} bytes")
+            raise LedgerError(
+                f"{self.path} ends within its first record: the run was killed while it wrote it. "
+                "Record the run again."
+            )
+        try:
+            header = decode_record(body)
+        except FieldError as error:
+            self._refuse_newer(body, error)
+            raise self._not_a_ledger(f"has a first record whose {error}") from error
+        if not isinstance(header, Header):
+            raise self._not_a_ledger("does not begin with a header")
+        if header.schema > SCHEMA:
+            raise self._newer(header.schema, header.package)
+        self.line = 1
+        expected, self._check = seal_record(body, CHAIN_START)
+        if line != expected:
+            raise self._broken(line)
+        return header
+
+    def _refuse_newer(self, body: bytes, error: FieldError) -> None:
+        """A newer schema may have another header: then its version is what to say."""
+        try:
+            opaque = decode_record(body.replace(b'{"kind":"header"', b'{"kind":"?"', 1)).as_record()
+        except FieldError:
+            return
+        schema = opaque.get("schema")
+        if type(schema) is int and schema > SCHEMA:
+            raise self._newer(schema, opaque.get("package")) from error
+
+    def _malformed(self, error: FieldError) -> LedgerError:
+        return LedgerError(
+            f"{self.path}, line {self.line}: {error}. The file was not written by lightning_d9m, "
+            "or was edited; record the run again."
+        )
+
+    def _newer(self, schema: int, package: object) -> LedgerError:
+        return LedgerError(
+            f"{self.path} has schema {shown(schema)}; the lightning_d9m that is installed reads "
+            f"schema {SCHEMA}. It was written by lightning_d9m {shown(package)}: install that "
+            "version or a later one."
+        )
+
+    def _not_a_ledger(self, reason: str) -> LedgerError:
+        return LedgerError(
+            f"{self.path} is not a ledger: it {reason}. A ledger is a folder fit-NNN with one file "
+            "rank-N.jsonl for each rank; name such a folder or file."
+        )
+
+    def _end_torn(self, line: bytes) -> None:
+        if len(line) > MAX_LINE:
+            raise LedgerError(
+                f"{self.path}, line {self.line + 1} is longer than {MAX_LINE} bytes, the most that "
+                "a record may have. The file was not written by lightning_d9m, or was edited."
+            )
+        self.truncated = True
+
+    def _broken(self, line: bytes) -> LedgerError:
+        return LedgerError(
+            f"{self.path}, line {self.line}{_describe(line)} does not fit its check: this record "
+            "was edited, or a record before it was removed, added or moved. Nothing from here on "
+            "can be trusted; take an unedited copy, or record the run again."
+        )
+
+
+def _describe(line: bytes) -> str:
+    """Return which record a line that failed its check claims to be, if that can be told."""
+    try:
+        record = decode_record(line[:-_TAIL] + b"}")
+    except FieldError:
+        return ""
+    if isinstance(record, Digests):
+        return f" (digests, {shown(record.moment)}, epoch {record.epoch}, step {record.step})"
+    return f" ({shown(record.as_record()['kind'])})"
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe or a device, which might never end, is refused."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits for its writer.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise LedgerError(f"{path} cannot be read: {explain(error)}") from error
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise LedgerError(
+            f"{path} is not a ledger: it is no regular file. Name a folder fit-NNN or a file "
+            "rank-N.jsonl."
+        )
+    return os.fdopen(number, "rb", buffering=2**20)
+
+
+_ADVICE = {
+    errno.ENOENT: "Check the name; a ledger is a folder fit-NNN under the Trainer's log directory.",
+    errno.ENOTDIR: "A part of the path is a file, not a folder; choose another path.",
+    errno.ELOOP: "Its symbolic links lead in a circle; remove them or name the real folder.",
+    errno.EACCES: "Give this user the permission, or choose another folder.",
+    errno.EPERM: "Give this user the permission, or choose another folder.",
+    errno.EROFS: "Choose a folder on a file system that can be written.",
+    errno.ENOSPC: "Free some space, or put the ledger on another disk.",
+    errno.EDQUOT: "Free some space, or put the ledger on another disk.",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f), or record fewer moments.",
+    errno.EEXIST: "Nothing was overwritten; choose a new folder.",
+    errno.ENAMETOOLONG: "Choose a shorter path.",
+}
+
+
+def explain(error: OSError | ValueError) -> str:
+    """Return the cause of a failed file operation and what to do about it."""
+    number = getattr(error, "errno", None)
+    if number is None:
+        return f"{error}."
+    return f"{os.strerror(number)}. {_ADVICE.get(number, 'Check the path and the disk.')}"

@@ -1,0 +1,267 @@
+"""The records of a ledger, typed; ``schema`` reads and writes them as JSON.
+
+Fields that this version does not know are kept in ``extra``, kinds that it does not know become an
+``Opaque``, and both are compared like everything else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Scalar: TypeAlias = str | int | float | bool | None
+Json: TypeAlias = Any
+# Kind, name, call: where a value was met within a batch.
+Place: TypeAlias = tuple[str, str, int]
+
+SCHEMA = 1
+MAX_NAME = 4096
+# The most places of one layout, so that a record of probes has at most 512 KiB.
+MAX_PLACES = 16_384
+DIGEST_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The first record of a rank's file: where the digests come from.
+
+    Attributes:
+        rank: The rank that writes the file, below ``world_size``.
+        world_size: Number of ranks.
+        fit: Ordinal of the fit within its process, from 0.
+        seed: The base seed.
+        created: Time of writing, ISO 8601 in UTC; never compared.
+        settings: Settings of the session, flat.
+        stack: What bit-exactness may depend on, flat; see ``ledger.stack``.
+        package: Version of lightning_d9m.
+        schema: Version of this format.
+        extra: Fields that this version does not know.
+    """
+
+    rank: int
+    world_size: int
+    fit: int
+    seed: int
+    created: str
+    settings: Mapping[str, Scalar]
+    stack: Mapping[str, Scalar]
+    package: str
+    schema: int = SCHEMA
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "header",
+            "schema": self.schema,
+            "package": self.package,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "fit": self.fit,
+            "seed": self.seed,
+            "created": self.created,
+            "settings": dict(self.settings),
+            "stack": dict(self.stack),
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderFacts:
+    """One training dataloader; None where the loader cannot tell, as with an iterable dataset."""
+
+    samples: int | None
+    batch_size: int | None
+    batches: int | None
+
+    def as_record(self) -> dict[str, int | None]:
+        """Return the entry that is written."""
+        return {"samples": self.samples, "batch_size": self.batch_size, "batches": self.batches}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is trained, and on how much: two runs that differ here are not comparable.
+
+    Attributes:
+        model: Digest of the model's names, shapes and dtypes.
+        parameters: Number of scalars in all parameters.
+        train: One entry for each training dataloader.
+        trainer: Settings of the Trainer that change the arithmetic (precision, accumulation, ...).
+        extra: Fields that this version does not know.
+    """
+
+    model: str
+    parameters: int
+    train: Sequence[LoaderFacts]
+    trainer: Mapping[str, Scalar] = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "run",
+            "model": self.model,
+            "parameters": self.parameters,
+            "train": [loader.as_record() for loader in self.train],
+            "trainer": dict(self.trainer),
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digests:
+    """Digests of one moment of the training.
+
+    Attributes:
+        moment: ``"initial"``, ``"epoch"``, ``"final"``, or one that a later version adds.
+        epoch: Counted from 0; of ``"final"``, the last epoch that was trained.
+        step: The global step.
+        totals: One digest (32 hex digits) for each group.
+        groups: Digest by name, by group; a group may be left out and have only its total.
+        loss: ``float.hex()`` of the last training loss, if there was one.
+        scalars: ``float.hex()`` of each logged scalar.
+        extra: Fields that this version does not know.
+    """
+
+    moment: str
+    epoch: int
+    step: int
+    totals: Mapping[str, str]
+    groups: Mapping[str, Mapping[str, str]]
+    loss: str | None = None
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "digests",
+            "moment": self.moment,
+            "epoch": self.epoch,
+            "step": self.step,
+            "totals": dict(self.totals),
+            "groups": {group: dict(entries) for group, entries in self.groups.items()},
+            "loss": self.loss,
+            "scalars": dict(self.scalars),
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The last record of a fit that came to its end, well or badly; a killed one has none.
+
+    Attributes:
+        status: ``"finished"`` or ``"failed"``.
+        error: What failed, for people; never compared.
+        extra: Fields that this version does not know.
+    """
+
+    status: str
+    error: str | None = None
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        error = {} if self.error is None else {"error": self.error[:MAX_NAME]}
+        return {"kind": "end", "status": self.status, **error, **self.extra}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of probes, which later records refer to by number.
+
+    Attributes:
+        id: Its number; from here on the number means these places.
+        places: (kind, name, call) in order of execution; call = how often this kind and name
+            occurred before within the batch.
+    """
+
+    id: int
+    places: tuple[Place, ...]
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        places = [list(place) for place in self.places]
+        return {"kind": "layout", "id": self.id, "places": places}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """Digests at the places of one batch, or of a part of it.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step when the batch began.
+        batch: Index of the batch within the epoch.
+        layout: Number of the ``Layout`` that names the places.
+        digests: 32 hex digits for each place, concatenated.
+        extra: Fields that this version does not know.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    layout: int
+    digests: str
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "probes",
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.batch,
+            "layout": self.layout,
+            "digests": self.digests,
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What a run continues that was resumed from a checkpoint.
+
+    Attributes:
+        parent: The folder that is continued, as it was named.
+        parent_check: The check of its last record when the checkpoint was saved.
+        epoch: The epoch that was next or under way.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        extra: Fields that this version does not know.
+    """
+
+    parent: str
+    parent_check: str
+    epoch: int
+    step: int
+    batch: int
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {
+            "kind": "resume",
+            "parent": self.parent,
+            "parent_check": self.parent_check,
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.batch,
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A record of a kind that this version does not know: kept and compared field by field."""
+
+    kind: str
+    fields: Mapping[str, Json]
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {"kind": self.kind, **self.fields}
+
+
+Record: TypeAlias = Header | RunFacts | Digests | Layout | Probes | Resume | End | Opaque

@@ -1,0 +1,215 @@
+"""Ledgers of runs that were interrupted and resumed, read as one.
+
+A resumed run writes a folder of its own, whose second record says which folder it continues. Here
+the chain is followed back, and its records are given as the uninterrupted run would have written
+them: once each, without the ends and beginnings in between.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.reader import RankReader
+from lightning_d9m.ledger.records import Digests, Json, Layout
+
+_RESUME = b'{"kind":"resume"'
+_LAYOUT = b'{"kind":"layout"'
+_MAX_LENGTH = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A place at which a run was interrupted and resumed.
+
+    Attributes:
+        epoch: The epoch that was next or under way.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        parent: The ledger that is continued, as the record names it.
+        problem: Why that ledger is not part of what is read; None when it is.
+        inexact: Why the resumed run cannot end at the bits of an uninterrupted one; empty when it
+            can.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    parent: str
+    problem: str | None = None
+    inexact: tuple[str, ...] = ()
+
+
+class LineageReader(RankReader):
+    """Streams the file of a resumed run after those of the runs that it continues.
+
+    Header, completeness and lines are those of the last file.
+
+    Args:
+        path: The file of the last run.
+
+    Attributes:
+        breaks: Where the run was interrupted, in order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            self._parts, self.breaks = _follow(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def bodies(self) -> Iterator[bytes]:
+        """Yield the JSON text of each record after the header, verified but not parsed."""
+        layouts: dict[bytes, bytes] = {}
+        for number, (path, place) in enumerate(self._parts):
+            with RankReader(path) as reader:
+                yield from _inner(reader, place, layouts, first=number == 0)
+        last = super().bodies()
+        yield from _filtered(last, layouts, first=not self._parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file ends that is continued by another."""
+
+    check: str
+    epoch: int
+
+
+def open_lineage(path: Path) -> RankReader:
+    """Open one rank's file, with those that it continues.
+
+    Raises:
+        LedgerError: When it cannot be read.
+    """
+    return RankReader(path) if _read_resume(path) is None else LineageReader(path)
+
+
+def find_breaks(path: Path) -> tuple[Break, ...]:
+    """Return where the run that wrote one rank's file was interrupted, in order."""
+    return _follow(path)[1]
+
+
+def holds_check(path: Path, check: str) -> bool:
+    """Return whether a rank's file, or one that it continues, holds the record with this check."""
+    for part in (path, *(part for part, _ in _follow(path)[0])):
+        with RankReader(part) as reader:
+            if any(reader.check == check for _ in reader.bodies()):
+                return True
+    return False
+
+
+def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
+    """Return the files that are continued, oldest first, each with its end, and the breaks."""
+    parts: list[tuple[Path, _Place]] = []
+    breaks: list[Break] = []
+    while (record := _read_resume(path)) is not None:
+        found = _find_parent(path, str(record.get("parent", "")))
+        place = _Place(str(record.get("parent_check", "")), _number(record, "epoch"))
+        problem = _find_problem(found, place, [path, *(part for part, _ in parts)])
+        breaks.append(
+            Break(
+                epoch=place.epoch,
+                step=_number(record, "step"),
+                batch=_number(record, "batch"),
+                parent=str(record.get("parent", "")),
+                problem=problem,
+                inexact=tuple(map(str, record.get("inexact") or ())),
+            )
+        )
+        if found is None or problem is not None:
+            break
+        parts.append((found, place))
+        path = found
+    return parts[::-1], tuple(breaks[::-1])
+
+
+def _number(record: dict[str, Json], name: str) -> int:
+    value = record.get(name)
+    return value if type(value) is int else 0
+
+
+def _read_resume(path: Path) -> dict[str, Json] | None:
+    with RankReader(path) as reader:
+        body = next(reader.bodies(), None)
+        if body is None or not body.startswith(_RESUME):
+            return None
+        return reader.parse(body).as_record()
+
+
+def _find_parent(path: Path, parent: str) -> Path | None:
+    """Return the file that is continued: as named, from this folder, or beside this folder."""
+    folder = path.parent
+    for place in (folder / parent, folder.parent / Path(parent).name):
+        file = place / path.name
+        if parent and file.is_file():
+            return file.resolve()
+    return None
+
+
+def _find_problem(parent: Path | None, place: _Place, younger: list[Path]) -> str | None:
+    """Return why a file cannot be read as what is continued, or None."""
+    if parent is None:
+        return "it is not there"
+    if len(younger) > _MAX_LENGTH or any(parent.samefile(path) for path in younger):
+        return "it continues itself"
+    try:
+        with RankReader(parent) as reader:
+            if any(reader.check == place.check for _ in reader.bodies()):
+                return None
+    except LedgerError as error:
+        return str(error)
+    return "it does not hold the record at which the checkpoint was saved"
+
+
+def _inner(
+    reader: RankReader, place: _Place, layouts: dict[bytes, bytes], *, first: bool
+) -> Iterator[bytes]:
+    """Yield what belongs before the place at which a file is continued."""
+
+    def kept() -> Iterator[bytes]:
+        reached = False
+        for body in reader.bodies():
+            if not reached and body.startswith(_LAYOUT):
+                reader.parse(body)  # so that the reader knows it
+            if not reached or _is_earlier(reader, body, place.epoch):
+                yield body
+            reached = reached or reader.check == place.check
+
+    for body in _filtered(kept(), layouts, first=first):
+        if not body.startswith(b'{"kind":"end"') and not _is_final(reader, body):
+            yield body
+
+
+def _filtered(
+    bodies: Iterator[bytes], layouts: dict[bytes, bytes], *, first: bool
+) -> Iterator[bytes]:
+    """Leave out what a continuing file says again."""
+    for body in bodies:
+        if body.startswith(_RESUME) or (body.startswith(b'{"kind":"run"') and not first):
+            continue
+        if body.startswith(b'{"kind":"layout"'):
+            # A run numbers its layouts anew, so one counts until its number gets other places.
+            number = body.partition(b',"places"')[0]
+            if layouts.get(number) == body:
+                continue
+            layouts[number] = body
+        yield body
+
+
+def _is_final(reader: RankReader, body: bytes) -> bool:
+    if not body.startswith(b'{"kind":"digests"'):
+        return False
+    record = reader.parse(body)
+    return isinstance(record, Digests) and record.moment == "final"
+
+
+def _is_earlier(reader: RankReader, body: bytes, epoch: int) -> bool:
+    """Whether a record was written after the checkpoint and belongs to an epoch before it."""
+    record = reader.parse(body)
+    if isinstance(record, Digests):
+        return record.moment == "epoch" and record.epoch < epoch
+    found = record.as_record().get("epoch")
+    return isinstance(record, Layout) or (type(found) is int and found < epoch)

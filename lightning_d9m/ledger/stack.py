@@ -1,0 +1,329 @@
+"""The stack: everything that bit-exactness may depend on, as one flat table.
+
+torch is imported only when a stack is captured; two stacks are compared without it.
+"""
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from importlib import metadata
+from operator import attrgetter
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lightning_d9m.comparison.record_diff import table_differences
+from lightning_d9m.errors import SettingError, StackDifferenceError
+from lightning_d9m.ledger.records import Scalar
+from lightning_d9m.text import plain
+
+StackDifference: TypeAlias = tuple[str, object, object]
+
+# Recorded for people, never compared; each with the reason.
+INFORMATIONAL = {
+    "os.release": "the kernel computes nothing that reaches a tensor",
+    "cpu.count": "the threads that share out the work are recorded as threads.*",
+    "threads.interop": "whole ops are shared out among these, never the terms of one sum",
+    "variable.CUDA_LAUNCH_BLOCKING": "changes when kernels run, not what they compute",
+    "variable.CUDA_VISIBLE_DEVICES": "the devices themselves are recorded as device.*",
+}
+
+# Installed packages whose code computes values that reach the model, or orders the computation.
+_PACKAGES = (
+    "lightning-d9m",
+    "numpy",
+    "lightning",
+    "pytorch-lightning",
+    "horovod",
+    "triton",
+    "xxhash",
+    "torchvision",
+    "torchaudio",
+    "torchdata",
+    "torchmetrics",
+    "scipy",
+    "scikit-learn",
+    "pillow",
+    "opencv-python",
+    "opencv-python-headless",
+    "transformers",
+    "timm",
+    "flash-attn",
+    "transformer-engine",
+    "deepspeed",
+    "apex",
+)
+
+# Variables by name only, never by prefix: a prefix would also record paths, addresses, ports and
+# keys (NCCL_TOPO_FILE, HOROVOD_GLOO_RENDEZVOUS_PORT, _HOROVOD_SECRET_KEY).
+_VARIABLES = (
+    # Python and NumPy: iteration order of sets, vector units.
+    *("PYTHONHASHSEED", "NPY_DISABLE_CPU_FEATURES"),
+    # How many threads share a sum.
+    *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_SCHEDULE", "OMP_THREAD_LIMIT"),
+    *("KMP_DETERMINISTIC_REDUCTION", "MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_DOMAIN_NUM_THREADS"),
+    *("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    # Which kernel a CPU library takes.
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    # Which kernel a CUDA library takes.
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    *("TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER"),
+    *("TORCH_CUDNN_V8_API_DISABLED", "TORCH_CUDNN_SDPA_ENABLED", "DISABLE_ADDMM_CUDA_LT"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *("MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE", "FLASH_ATTENTION_DETERMINISTIC"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    # What the compiler generates.
+    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_DETERMINISTIC"),
+    *(
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCHINDUCTOR_FREEZING",
+        "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+    ),
+    # In which order ranks are summed.
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MNNVL_ENABLE"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+    *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"),
+    *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_PXN_DISABLE"),
+    *("NCCL_CUMEM_ENABLE", "NCCL_LAUNCH_MODE", "NCCL_NET", "NCCL_WORK_FIFO_DEPTH"),
+    *("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY"),
+    *("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
+    *("HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE", "HOROVOD_NUM_NCCL_STREAMS"),
+    *("HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_CPU_OPERATIONS", "HOROVOD_CONTROLLER"),
+    *("HOROVOD_REDUCESCATTER_CHUNK", "HOROVOD_MPI_THREADS_DISABLE"),
+)
+# What torch itself knows, under its dotted name below ``torch``; functions are called.
+_TORCH = {
+    "torch.version": "__version__",
+    "torch.git": "version.git_version",
+    "torch.cuda": "version.cuda",
+    "torch.hip": "version.hip",
+    "torch.cudnn": "backends.cudnn.version",
+    "threads.intraop": "get_num_threads",
+    "threads.interop": "get_num_interop_threads",
+    "flag.deterministic": "are_deterministic_algorithms_enabled",
+    "flag.deterministic_warn_only": "is_deterministic_algorithms_warn_only_enabled",
+    "flag.default_dtype": "get_default_dtype",
+    "flag.cudnn.enabled": "backends.cudnn.enabled",
+    "flag.cudnn.deterministic": "backends.cudnn.deterministic",
+    "flag.cudnn.benchmark": "backends.cudnn.benchmark",
+    "flag.mkldnn.enabled": "backends.mkldnn.enabled",
+    "flag.mkldnn.deterministic": "backends.mkldnn.deterministic",
+    # These names rather than allow_tf32: that one raises once a user has set one of these.
+    "flag.precision": "backends.fp32_precision",
+    "flag.precision.cuda.matmul": "backends.cuda.matmul.fp32_precision",
+    "flag.precision.cudnn.conv": "backends.cudnn.conv.fp32_precision",
+    "flag.precision.cudnn.rnn": "backends.cudnn.rnn.fp32_precision",
+    "flag.precision.mkldnn.matmul": "backends.mkldnn.matmul.fp32_precision",
+    "flag.precision.mkldnn.conv": "backends.mkldnn.conv.fp32_precision",
+    "flag.reduction.fp16": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "flag.reduction.bf16": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "flag.accumulation.fp16": "backends.cuda.matmul.allow_fp16_accumulation",
+    "flag.blas": "backends.cuda.preferred_blas_library",
+    "flag.linalg": "backends.cuda.preferred_linalg_library",
+    "flag.sdpa.flash": "backends.cuda.flash_sdp_enabled",
+    "flag.sdpa.efficient": "backends.cuda.mem_efficient_sdp_enabled",
+    "flag.sdpa.cudnn": "backends.cuda.cudnn_sdp_enabled",
+    "flag.sdpa.math": "backends.cuda.math_sdp_enabled",
+}
+_MAX_VALUE = 256
+
+
+def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
+    """Record the stack of this process as it is now.
+
+    CUDA is asked for its devices only where there are some. Paths, host names and addresses are
+    not recorded.
+
+    Args:
+        extra: What only the caller knows, such as the layout of the ranks; its names win.
+
+    Returns:
+        Values by dotted name. What does not exist here (a package that is not installed, a variable
+        that is not set) has no entry.
+    """
+    stack = {**_capture_machine(), **_capture_packages(), **_capture_build()}
+    # A library that was built with -ffast-math may switch this on when it is loaded.
+    stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
+    stack |= _capture_torch()
+    stack |= _capture_devices()
+    stack |= _capture_variables()
+    return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
+
+
+def _bounded(value: Scalar) -> Scalar:
+    return value[:_MAX_VALUE] if isinstance(value, str) else value
+
+
+@cache
+def _capture_machine() -> Mapping[str, Scalar]:
+    stack: dict[str, Scalar] = {
+        "python.version": platform.python_version(),
+        "python.implementation": platform.python_implementation(),
+        "python.hash_randomized": bool(sys.flags.hash_randomization),
+        "os.system": platform.system(),
+        "os.release": platform.release(),
+        "cpu.machine": platform.machine(),
+        "cpu.model": _read_cpu_model(),
+        "cpu.count": os.cpu_count(),
+    }
+    with suppress(AttributeError, OSError, ValueError):
+        stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
+    return stack
+
+
+def _capture_variables() -> dict[str, Scalar]:
+    present = dict(os.environ)
+    return {f"variable.{name}": _bounded(present[name]) for name in _VARIABLES if name in present}
+
+
+def _read_cpu_model() -> str:
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")[:16_384]
+        fields = dict(re.findall(r"^([^\t:]+)\s*:\s*(.*)$", text, re.MULTILINE))
+        parts = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
+        model = fields.get("model name") or " ".join(parts)
+        if model:
+            return model[:_MAX_VALUE]
+    return platform.processor()
+
+
+@cache
+def _capture_packages() -> Mapping[str, Scalar]:
+    """Read versions from installed metadata, so that nothing is imported; once for a process."""
+    stack: dict[str, Scalar] = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            stack[f"package.{name}"] = metadata.version(name)
+    return stack
+
+
+@cache
+def _capture_build() -> Mapping[str, Scalar]:
+    import torch
+
+    built = torch.__config__.show()
+    return {
+        # Compiler, flags and libraries; the CPU capability has a field of its own.
+        "torch.build": blake2b(
+            re.sub(r"(?m)^.*CPU capability.*$", "", built).encode(), digest_size=8
+        ).hexdigest(),
+        "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch.blas": _find(r"BLAS_INFO=(\w+)", built),
+        "torch.mkl": _find(r"Math Kernel Library Version (\S+)", built),
+        "torch.onednn": _find(r"MKL-DNN (v\S+)", built),
+        "torch.openmp": _find(r"OpenMP (\d+)", built),
+    }
+
+
+def _capture_torch() -> dict[str, Scalar]:
+    import torch
+
+    stack: dict[str, Scalar] = {}
+    for name, path in _TORCH.items():
+        # A name that this version of torch does not know yet, or no longer, has no value to record.
+        with suppress(AttributeError):
+            value = attrgetter(path)(torch)
+            value = value() if callable(value) else value
+            stack[name] = value if isinstance(value, bool | int | None) else _bounded(str(value))
+    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()
+        stack["torch.nccl"] = ".".join(str(part) for part in version)
+    return stack
+
+
+def _find(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def _capture_devices() -> dict[str, Scalar]:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    stack: dict[str, Scalar] = {"device.kind": accelerator.type if accelerator else "cpu"}
+    if accelerator is None:
+        return stack
+    stack["device.count"] = torch.accelerator.device_count()
+    if accelerator.type != "cuda":
+        return stack
+    stack["device.driver"] = _read_driver()
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        stack[f"device.{number}.name"] = facts.name
+        stack[f"device.{number}.capability"] = f"{facts.major}.{facts.minor}"
+        stack[f"device.{number}.multiprocessors"] = facts.multi_processor_count
+        # Rounded: drivers differ in how many bytes they keep for themselves.
+        stack[f"device.{number}.memory_gib"] = round(facts.total_memory / 2**30)
+    return stack
+
+
+def _read_driver() -> str | None:
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+        return _find(r"Kernel Module\D*?\s(?:for \S+\s+)?(\d+\.[\d.]+)", text)
+    return None
+
+
+def stack_differences(
+    expected: Mapping[str, object], actual: Mapping[str, object]
+) -> list[StackDifference]:
+    """Return (field, expected, actual) for each field that differs and is compared.
+
+    A field that one stack lacks is ``"missing"`` there. The fields of ``INFORMATIONAL`` are left
+    out.
+
+    >>> stack_differences({"torch.cuda": "12.8", "cpu.count": 8}, {"torch.cuda": "13.0"})
+    [('torch.cuda', '12.8', '13.0')]
+    """
+    return [entry for entry in table_differences(expected, actual) if entry[0] not in INFORMATIONAL]
+
+
+def check_stack(
+    expected: Mapping[str, object],
+    actual: Mapping[str, object],
+    policy: Literal["raise", "warn", "ignore"],
+) -> str | None:
+    """Hold this stack against a reference's.
+
+    Returns:
+        The message to warn with, when they differ and the policy is ``"warn"``; else None.
+
+    Raises:
+        StackDifferenceError: When they differ and the policy is ``"raise"``.
+        SettingError: When the policy is another word.
+    """
+    if policy not in ("raise", "warn", "ignore"):
+        raise SettingError(f"The policy is {policy!r}; allowed are 'raise', 'warn' and 'ignore'.")
+    differences = stack_differences(expected, actual)
+    if policy == "ignore" or not differences:
+        return None
+    message = _describe(differences)
+    if policy == "raise":
+        raise StackDifferenceError(message, differences=differences)
+    return message
+
+
+def _describe(differences: Sequence[StackDifference]) -> str:
+    fields = "1 field" if len(differences) == 1 else f"{len(differences)} fields"
+    return (
+        f"The stack differs from the reference's in {fields}, so another result would be no "
+        f"nondeterminism of this program:\n{format_differences(differences)}\n"
+        "Run on the stack of the reference, or record a new reference on this one; with "
+        "the policy 'warn' the run goes on regardless."
+    )
+
+
+def format_differences(differences: Sequence[StackDifference]) -> str:
+    """Lay out differences for people: the field, and below it both values, aligned."""
+    return "\n".join(
+        f"  {plain(field)}\n    expected: {plain(one, _MAX_VALUE)}\n"
+        f"    actual:   {plain(other, _MAX_VALUE)}"
+        for field, one, other in differences
+    )

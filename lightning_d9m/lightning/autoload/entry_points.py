@@ -1,0 +1,170 @@
+"""``LIGHTNING_D9M=1 python train.py``: determinism with no change to the program.
+
+Two doors, declared as entry points in pyproject.toml:
+
+- ``torch.backends``: torch calls :func:`load` at the end of its own import, before the program can
+  build a model. It opens a session, as ``lightning_d9m.enable()`` at the top of the program would,
+  and has ``strategy="horovod_d9m"`` registered as soon as Lightning's registry exists.
+- ``*.callbacks_factory``: Lightning asks for callbacks when a Trainer is built. This is Lightning's
+  own, documented door, where a wrapped ``Trainer.__init__`` would be a copy of its inner workings;
+  and it is the one that stays shut when the other did not open: what was asked for and cannot be
+  had is an error there, never an unseeded training.
+
+This module is loaded into every program that imports torch: it imports next to nothing itself.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_d9m.control.session import Session
+
+_OFF = ("", "0")
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class _State:
+    """What became of the request in this process."""
+
+    started = False
+    session: "Session | None" = None
+    default_seed = False
+    problem: Exception | None = None
+
+
+def load() -> None:
+    """Obey ``LIGHTNING_D9M``; called by torch at the end of its import, and never raises."""
+    if os.environ.get("LIGHTNING_D9M", "") not in _OFF:
+        _attempt(_start)
+
+
+def make_lightning_callbacks() -> list[Any]:
+    """Return what is added to each ``lightning.pytorch.Trainer``; called when one is built."""
+    return _make_callbacks("lightning.pytorch")
+
+
+def make_pytorch_lightning_callbacks() -> list[Any]:
+    """Return what is added to each ``pytorch_lightning.Trainer``; called when one is built."""
+    return _make_callbacks("pytorch_lightning")
+
+
+def has_default_seed(session: "Session") -> bool:
+    """Return whether a session was opened here, with a seed that nobody chose."""
+    return _State.default_seed and session is _State.session
+
+
+def _attempt(act: Callable[[], None]) -> None:
+    """Act; on an error say so once and stand aside, so that no import of the program's fails."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - raised when a Trainer is built
+        if _State.problem is None:
+            print(
+                f"lightning_d9m: LIGHTNING_D9M={os.environ.get('LIGHTNING_D9M')} cannot be obeyed: "
+                f"{_describe(error)} This process goes on without it, and a Trainer will refuse "
+                "to be built.",
+                file=sys.stderr,
+            )
+        _State.problem = error
+
+
+def _start() -> None:
+    from lightning_d9m.lightning.autoload.env_settings import read_switch
+    from lightning_d9m.lightning.autoload.import_hook import call_after_import
+
+    if not read_switch(os.environ):
+        return
+    for package in _PACKAGES:
+        serve = partial(_attempt, partial(_serve, package))
+        call_after_import(f"{package}.strategies", serve)
+    if not _is_half_loaded():
+        _open_session()
+
+
+def _is_half_loaded() -> bool:
+    """Return whether a module of this package is what imports torch.
+
+    It cannot be imported from before it is done. The session is then opened when Lightning is
+    imported, which is still before a LightningModule can be built.
+    """
+    return any(
+        name.startswith("lightning_d9m")
+        and getattr(getattr(module, "__spec__", None), "_initializing", False)
+        for name, module in list(sys.modules.items())
+    )
+
+
+def _open_session() -> None:
+    from lightning_d9m.control.session import active_session, enable
+    from lightning_d9m.control.settings import Settings
+    from lightning_d9m.lightning.autoload.env_settings import read_settings
+
+    settings = read_settings(Settings, os.environ)
+    if active_session() is None:  # or else the program has called `enable` itself
+        _State.session = enable(Settings(**settings))
+        _State.default_seed = "seed" not in settings
+    _State.started = True
+
+
+def _serve(package: str) -> None:
+    """Make the strategy known to a package of Lightning's; its class is loaded when it is used."""
+    if not _State.started and _State.problem is None:
+        _open_session()
+    registry = sys.modules[f"{package}.strategies"].StrategyRegistry
+    if "horovod_d9m" not in registry:
+        registry.register(
+            "horovod_d9m",
+            _make_strategy,
+            description="Bit-exact data-parallel training with Horovod",
+        )
+
+
+def _make_strategy() -> Any:
+    from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+
+    return HorovodDeterministicStrategy()
+
+
+def _make_callbacks(package: str) -> list[Any]:
+    if os.environ.get("LIGHTNING_D9M", "") in _OFF:
+        return []
+    from lightning_d9m.errors import SettingError, TooLateError
+
+    value = os.environ["LIGHTNING_D9M"]
+    problem = _State.problem
+    if problem is None:
+        from lightning_d9m.lightning.autoload.env_settings import read_switch
+
+        if not read_switch(os.environ):
+            return []
+        if not _State.started:
+            raise TooLateError(
+                f"LIGHTNING_D9M={value} asks for a seed before the model is built, and "
+                "lightning_d9m was not called when torch was imported: TORCH_DEVICE_BACKEND_"
+                "AUTOLOAD is 0, or LIGHTNING_D9M was set after torch was imported. Set it before "
+                "the program starts and leave the other out; or unset it, and call "
+                "lightning_d9m.enable() at the top of the program and give "
+                "Trainer(callbacks=[lightning_d9m.DeterminismCallback()])."
+            )
+        try:
+            from lightning_d9m.lightning.autoload.auto_callback import make_callback
+
+            return [make_callback(package)]
+        except Exception as error:  # noqa: BLE001 - raised below, with what was asked
+            problem = error
+    raise SettingError(
+        f"LIGHTNING_D9M={value} asks for a deterministic run, and cannot be obeyed: "
+        f"{_describe(problem)} Correct this, or unset LIGHTNING_D9M to train without."
+    ) from problem
+
+
+def _describe(error: Exception) -> str:
+    """Return an error's sentences; of another library's, its kind too."""
+    text = str(error) or "no reason is given"
+    # By name: a broken installation may lack the module that defines ours.
+    own = type(error).__module__ == "lightning_d9m.errors"
+    text = text if own else f"{type(error).__name__}: {text}"
+    return text if text.endswith((".", "!", "?", ")")) else f"{text}."

@@ -1,0 +1,85 @@
+"""What a batch starts from: generators, weights, buffers, the state of optimizers."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.hashing.model_tensors import Roster
+from lightning_d9m.hashing.training_state import optimizer_state
+from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.probes.trace import Listener
+
+# What a model and its optimizers hold.
+_HELD = ("weight", "buffer", "optimizer")
+
+
+def take_states(
+    roster: Roster,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: ProbeSettings,
+    listener: Listener,
+    scaler: Any = None,
+) -> None:
+    """Hand the state that the selected kinds name to a listener.
+
+    Args:
+        roster: Parameters and buffers.
+        optimizers: The optimizers.
+        settings: They select.
+        listener: Takes the values.
+        scaler: The ``torch.amp.GradScaler``, where the precision has one.
+    """
+    kinds = settings.kinds
+    if "rng" in kinds:
+        _take_rng(listener)
+    if kinds.isdisjoint(_HELD):
+        return
+    parameters, buffers, names = roster.look()
+    if "weight" in kinds:
+        listener.add_tensors("weight", parameters)
+    if "buffer" in kinds:
+        listener.add_tensors("buffer", buffers)
+    if "optimizer" in kinds:
+        _take_optimizers(names, optimizers, settings, listener)
+        if scaler is not None:
+            scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
+            scale = scaler.get_scale() if scale is None else scale
+            listener.add("optimizer", "scaler.scale", scale)
+
+
+def _take_rng(listener: Listener) -> None:
+    state = capture_rng()
+    version, words, normal = state.python
+    listener.add("rng", "python", f"{version} {array('Q', words).tobytes().hex()} {normal}")
+    own = state.numpy["state"]
+    rest = f"{own['pos']} {state.numpy['has_gauss']} {float(state.numpy['gauss']).hex()}"
+    listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
+    listener.add("rng", "torch", state.torch_cpu)
+    for device, states in state.devices.items():
+        listener.add_tensors("rng", {f"{device}:{n}": own for n, own in enumerate(states)})
+
+
+def _take_optimizers(
+    names: Mapping[int, str],
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: ProbeSettings,
+    listener: Listener,
+) -> None:
+    tensors: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(optimizers):
+        for name, value in optimizer_state(optimizer, names):
+            key, _, parameter = name.partition(".")
+            if key != "group" and not settings.takes_parameter(parameter):
+                continue
+            if isinstance(value, Tensor):
+                tensors[f"{number}.{name}"] = value
+            elif isinstance(value, Mapping):  # each setting of a group by itself: which one differs
+                for setting, own in value.items():
+                    listener.add("optimizer", f"{number}.{name}:{setting}", own)
+            else:
+                listener.add("optimizer", f"{number}.{name}", value)
+    listener.add_tensors("optimizer", tensors)

@@ -1,0 +1,248 @@
+"""Every operation that the selected modules run, forward and backward: a dispatch mode of torch.
+
+Operations that only look at memory (views) or leave it undefined (``empty``) give no places.
+Triton kernels are seen where torch shows them: as ``torch.library.triton_op``, and in higher-order
+operators.
+"""
+
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.lightning.probing.module_hooks import eager_modules
+from lightning_d9m.probes.dumps import keep, written_arguments
+from lightning_d9m.probes.settings import ROOT, ProbeSettings
+from lightning_d9m.probes.trace import Probes
+
+_UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
+# What they return is not there yet: the transfer goes on in the background.
+_COLLECTIVES = ("c10d", "_c10d_functional")
+# The function of torch from which a backward pass runs.
+_ENGINE = "_engine_run_backward"
+_FOREIGN = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torchmetrics",
+    "lightning_d9m",
+)
+
+
+class _Origin(NamedTuple):
+    """Where an operation was called.
+
+    Attributes:
+        modules: The modules around it, innermost last.
+        source: The line of the program.
+        backward: Whether it computes the gradient of what that line called.
+    """
+
+    modules: tuple[str, ...]
+    source: str | None
+    backward: bool = False
+
+
+class OpMode(TorchDispatchMode):
+    """Hands the outputs of operations to probes.
+
+    An operation of the backward pass belongs to the module of the forward operation whose gradient
+    it computes: torch numbers the nodes of its graph, and the numbers are noted as they are given.
+
+    Args:
+        settings: They select the modules; an operation belongs to all that are around it.
+        probes: Takes the outputs.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, settings: ProbeSettings, probes: Probes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._settings = settings
+        self._probes = probes
+        self._is_on = False
+        self._around: list[str] = []
+        self._origins: dict[int, _Origin] = {}
+        self._owners: dict[int, str] = {}
+        self._chosen: dict[tuple[str, ...], bool] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled regions compiled; torch would run them eagerly otherwise."""
+        return True
+
+    def attach(self, model: nn.Module) -> ExitStack:
+        """Follow which module runs; the hooks are removed when what is returned is closed."""
+        with ExitStack() as hooks:
+            for name, module in eager_modules(model):
+                if not name:
+                    continue  # it is around everything
+                enter, leave = partial(self._enter, name), self._leave
+                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+                before = nn.Module.register_forward_pre_hook(module, enter, prepend=True)
+                after = nn.Module.register_forward_hook(module, leave, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            for name, parameter in model.named_parameters():
+                self._owners[id(parameter)] = plain_name(name).rpartition(".")[0]
+            return hooks.pop_all()
+
+    def begin(self) -> None:
+        """Begin a batch: nodes of earlier graphs are gone."""
+        self._around.clear()
+        self._origins.clear()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See what the body runs; in a backward pass inside a manual step it is on already."""
+        if self._is_on:
+            yield
+            return
+        self._is_on = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and take its outputs."""
+        kwargs = kwargs or {}
+        if not self._probes.listens:
+            return func(*args, **kwargs)
+        origin = self._find_origin()
+        if not self._is_chosen(origin.modules) or not _defines(func):
+            return func(*args, **kwargs)
+        dump = self._keep_inputs(func, args, kwargs) if self._probes.saves else None
+        outputs = func(*args, **kwargs)
+        taken = outputs if outputs is not None else _written(func, args, kwargs)
+        name = f"{origin.modules[-1] or ROOT}::{_name(func)}"
+        if dump is None:
+            self._probes.add("op", name, taken)
+        else:
+            leaves = taken if isinstance(taken, list | tuple) else [taken]
+            dump |= {"outputs": keep(leaves), "source": origin.source}
+            dump |= {"backward": origin.backward}
+            self._probes.add("op", name, taken, dump)
+        return outputs
+
+    def _enter(self, name: str, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._around.append(name)
+
+    def _leave(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._around:
+            self._around.pop()
+
+    def _is_chosen(self, modules: tuple[str, ...]) -> bool:
+        chosen = self._chosen.get(modules)
+        if chosen is None:
+            chosen = any(self._settings.takes_module(name) for name in modules)
+            self._chosen[modules] = chosen
+        return chosen
+
+    def _find_origin(self) -> _Origin:
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001 - the only way to it
+        if node is None or self._around:  # inside a backward pass: a checkpoint's second forward
+            source = _find_source() if self._probes.saves else None
+            origin = _Origin(("", *self._around), source)
+            if node is None:
+                # The operation's own node has just been made and has taken the last number.
+                number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
+                self._origins.setdefault(number, origin)
+            return origin
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            origin = _Origin(("", *_parents(self._owners.get(id(variable), ""))), None)
+        else:
+            origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001
+        # A hook, or the backward pass of a function of the program's own, has a line of its own.
+        own = _find_source(_ENGINE) if self._probes.saves else None
+        return _Origin(origin.modules, own or origin.source, backward=own is None)
+
+    def _keep_inputs(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Copy what an operation is given before it runs: it may write into it."""
+        content = {"op": _name(func), "args": keep(args), "kwargs": keep(kwargs)}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return content
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        device = next(tensors, torch.empty(0, device=kwargs.get("device"))).device
+        module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        return content | {"rng": module.get_rng_state(), "rng_device": str(device)}
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules around it, outermost first."""
+    parts = name.split(".") if name else []
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
+
+
+def _name(func: Any) -> str:
+    return str(func)
+
+
+def _defines(func: Any) -> bool:
+    """Return whether an operation gives new values, which are there when it returns."""
+    if not isinstance(func, OpOverload):
+        return True  # a higher-order operator
+    if func.namespace in _COLLECTIVES or func.is_view:
+        return False
+    return not func._schema.name.partition("::")[2].startswith(_UNDEFINED)  # noqa: SLF001
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Return what an operation without outputs has written into."""
+    if isinstance(func, OpOverload):
+        return written_arguments(func, args, kwargs)
+    return [args, dict(kwargs)]
+
+
+def _find_source(end: str | None = None) -> str | None:
+    """Return the innermost line that is not the libraries', as ``file:line in f: text``.
+
+    Args:
+        end: Name of the function around which no line is looked for.
+    """
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
+    while frame is not None and frame.f_code.co_filename.startswith(("<", *_foreign_folders())):
+        if frame.f_code.co_name == end:
+            return None
+        frame = frame.f_back
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
+
+
+@cache
+def _foreign_folders() -> tuple[str, ...]:
+    specs = (find_spec(name) for name in _FOREIGN)
+    libraries = tuple(
+        f"{folder}{os.sep}"
+        for spec in specs
+        if spec is not None
+        for folder in spec.submodule_search_locations or ()
+    )
+    # Python's own modules lie above the packages, whose folder may be the program's.
+    return (*libraries, f"{Path(contextlib.__file__).parent}{os.sep}contextlib.py")

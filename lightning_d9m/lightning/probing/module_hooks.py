@@ -1,0 +1,141 @@
+"""Hooks on modules and parameters: what goes in, what comes out, and what flows back.
+
+A hook only reads. None is put inside a compiled region, where it would change what is compiled.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from lightning_d9m.hashing.leaves import list_leaves
+from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.probes.settings import ROOT, ProbeSettings
+from lightning_d9m.probes.trace import Listener
+
+# A call that is traced rather than run, by one of the two, gives nothing.
+_get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way to it
+
+
+def hook_model(
+    model: nn.Module, settings: ProbeSettings, kinds: frozenset[str], listener: Listener
+) -> ExitStack:
+    """Hand what the selected modules and parameters meet to a listener.
+
+    Args:
+        model: The model; of a module that is shared, the first name counts.
+        settings: They select the modules.
+        kinds: Kinds that are wanted.
+        listener: Takes the values.
+
+    Returns:
+        What removes the hooks when it is closed.
+    """
+    with ExitStack() as hooks:
+        for name, module in eager_modules(model):
+            if not settings.takes_module(name):
+                continue
+            if "input" in kinds:
+                take = partial(_take_input, listener, name or ROOT)
+                # Not through the module: TorchScript's takes hooks, but forbids to ask for them.
+                handle = nn.Module.register_forward_pre_hook(module, take, with_kwargs=True)
+                hooks.callback(handle.remove)
+            wanted = ("output" in kinds, "grad_output" in kinds)
+            if any(wanted):
+                take = partial(_take_output, listener, name or ROOT, wanted)
+                hooks.callback(nn.Module.register_forward_hook(module, take).remove)
+        if "local_gradient" in kinds:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and settings.takes_parameter(plain_name(name)):
+                    _hook_parameter(hooks, parameter, plain_name(name), listener)
+        return hooks.pop_all()
+
+
+def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) for each module whose call is not compiled together with its caller's.
+
+    Of a compiled module only the call from outside is seen.
+    """
+    if getattr(model, "_compiler_ctx", None) is not None:
+        return  # the whole LightningModule is compiled
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen or module._compiled_call_impl is not None:  # noqa: SLF001 - module.compile() leaves no other trace
+            continue
+        seen.add(id(module))
+        yield plain_name(name), module
+        if not hasattr(module, "_orig_mod") and not isinstance(module, torch.jit.ScriptModule):
+            prefix = f"{name}." if name else ""
+            children = [(prefix + child, inner) for child, inner in module.named_children()]
+            waiting += reversed(children)
+
+
+def _take_input(
+    listener: Listener, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if is_compiling() or _get_tracing_state() is not None:
+        return
+    if len(args) == 1 and not kwargs:
+        listener.add("input", name, args[0])
+    else:
+        listener.add("input", name, {str(key): value for key, value in enumerate(args)} | kwargs)
+
+
+def _take_output(
+    listener: Listener,
+    name: str,
+    wanted: tuple[bool, bool],
+    _: nn.Module,
+    __: object,
+    output: object,
+) -> None:
+    """Take what comes out, and hook what flows back into it, as far as the two are wanted."""
+    if is_compiling() or _get_tracing_state() is not None:
+        return
+    forward, backward = wanted
+    if forward:
+        listener.add("output", name, output)
+    if not backward or not torch.is_grad_enabled():
+        return
+    leaves = [("", output)] if isinstance(output, Tensor) else list_leaves(output)
+    for path, leaf in leaves:
+        # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+            place = f"{name}:{path}" if path else name
+            _hook_gradient(leaf, partial(listener.add, "grad_output", place))
+
+
+def _hook_gradient(leaf: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Do what ``register_hook`` does, but for the handle, which takes ten times as long."""
+    if type(leaf) is not Tensor:
+        leaf.register_hook(take)
+        return
+    hooks = leaf._backward_hooks  # noqa: SLF001 - Python's part of autograd keeps its hooks there
+    if hooks is None:
+        leaf._backward_hooks = hooks = OrderedDict()  # noqa: SLF001
+        if leaf.grad_fn is not None:
+            cast(Any, leaf.grad_fn)._register_hook_dict(leaf)  # noqa: SLF001
+    hooks[-id(take)] = take  # those of handles are not negative
+
+
+def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Listener) -> None:
+    def take(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            listener.add("local_gradient", name, parameter.grad)
+
+    handle = parameter.register_post_accumulate_grad_hook(take)
+    # To the front, before the hook of a strategy that sends the gradient away. torch calls them in
+    # the order in which a plain dict has them, which `move_to_end` of an ordered one leaves alone.
+    own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001
+    others = {key: hook for key, hook in own.items() if key != handle.id}
+    for key in others:
+        del own[key]
+    own.update(others)
+    hooks.callback(handle.remove)

@@ -1,0 +1,219 @@
+"""The probes of one Trainer's fits: hooks go on for the batches that are probed, and come off."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from lightning_d9m.control.method_wrapping import put_around
+from lightning_d9m.hashing.model_tensors import Roster, plain_name
+from lightning_d9m.ledger.records import Json
+from lightning_d9m.lightning.probing.batch_state import take_states
+from lightning_d9m.lightning.probing.dispatch_mode import OpMode
+from lightning_d9m.lightning.probing.module_hooks import hook_model
+from lightning_d9m.lightning.probing.step_replay import Replay
+from lightning_d9m.lightning.trainer_recorder import Testimony
+from lightning_d9m.probes.dumps import Dump
+from lightning_d9m.probes.monitor import monitors_heard
+from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.probes.trace import Moment, Probes
+
+# What belongs to one fit.
+_OWN = ("_probes", "_roster", "_hooks", "_ops", "_replay", "_replayed")
+
+
+class Probing:
+    """Takes the probes that the settings name.
+
+    Args:
+        settings: Which, where and when; variables go before them.
+        ignored_metrics: Names or patterns of logged scalars that are not recorded.
+    """
+
+    def __init__(self, settings: ProbeSettings, ignored_metrics: Sequence[str] = ()) -> None:
+        self._given = settings
+        self._ignored_metrics = tuple(ignored_metrics)
+        self._settings = settings
+        self._kinds: frozenset[str] = frozenset()
+        self._probes: Probes | None = None
+        self._roster: Roster | None = None
+        self._hooks: ExitStack | None = None
+        self._ops: OpMode | None = None
+        self._replay: Replay | None = None
+        self._replayed: ExitStack | None = None
+        self._took_loss = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {**dict.fromkeys(_OWN)}
+
+    def read_variables(self) -> None:
+        """Let variables go before the settings.
+
+        Raises:
+            SettingError: When a variable's value is not allowed.
+        """
+        self._settings = self._given.overridden(os.environ)
+
+    def as_record(self) -> dict[str, str | int]:
+        """Return the settings as the ledger's header keeps them."""
+        return self._settings.as_record()
+
+    def begin(self, trainer: Any, module: Any, testimony: Testimony, on_drift: str) -> None:
+        """Begin a fit, whose ledger is open.
+
+        Raises:
+            SettingError: When a rank is to be probed that the training does not have, or no step
+                can be run twice.
+        """
+        self._kinds = self._settings.kinds
+        self._settings.check_ranks(trainer.world_size)
+        if self._kinds and self._settings.takes_rank(trainer.global_rank):
+            folder, names = self._settings.dump, self._settings.dump_names
+            dump = None if folder is None else Dump(folder, trainer.global_rank, names)
+            self._probes = Probes(testimony.append, None if dump is None else dump.save)
+            self._roster = Roster(module, self._settings.takes_parameter)
+            _warn_of_idle_patterns(self._settings, module)
+        if self._settings.replay_every:
+            append = _append_after(self._probes, testimony)
+            self._replay = Replay(trainer, module, append, on_drift)
+
+    def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Take what the batch starts from, and hook the model if the batch is probed."""
+        if self._replayed is not None:
+            self._end_replay()
+        if self._probes is not None:
+            self._start_probes(trainer, module, batch, batch_idx)
+        # Last, because it comes off first.
+        if self._replay is not None:
+            self._start_replay(trainer, self._replay, batch_idx)
+
+    def _start_probes(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        probes, roster = self._probes, self._roster
+        assert probes is not None and roster is not None, "begin() comes first"  # noqa: PT018
+        step = trainer.global_step
+        if step not in self._settings.steps:
+            self._unhook()
+            return
+        probes.begin(Moment(trainer.current_epoch, step, batch_idx))
+        self._took_loss = False
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        take_states(roster, trainer.optimizers, self._settings, probes, scaler)
+        if "batch" in self._kinds:
+            probes.add("batch", "batch", batch)
+        if self._hooks is None:
+            self._hooks = self._hook(trainer.strategy, module, probes)
+        if self._ops is not None:
+            self._ops.begin()
+
+    def take_loss(self, loss: Tensor) -> None:
+        """Take the loss that is about to be differentiated."""
+        if self._probes is not None and "loss" in self._kinds:
+            self._took_loss = True
+            self._probes.add("loss", "loss", loss)
+
+    def take_gradients(self, optimizer: Any) -> None:
+        """Take the gradients that an optimizer is about to use."""
+        if self._probes is None or self._roster is None or "gradient" not in self._kinds:
+            return
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._roster.parameters.items()
+            if id(parameter) in own and parameter.grad is not None
+        }
+        self._probes.add_tensors("gradient", gradients)
+
+    def end_batch(self, trainer: Any, outputs: Any) -> None:
+        """Take what the batch left behind, and write it."""
+        if self._replayed is not None:
+            self._end_replay()
+        if self._probes is None:
+            return
+        if not self._took_loss:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if loss is not None:
+                self.take_loss(loss)
+        if "scalar" in self._kinds:
+            for name, value in sorted(trainer.callback_metrics.items()):
+                if not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics):
+                    self._probes.add("scalar", name, value)
+        self._probes.end()
+
+    def flush(self) -> None:
+        """Write what is still under way."""
+        if self._probes is not None:
+            self._probes.close()
+
+    def end(self) -> None:
+        """End the fit: write what is under way, and remove every hook."""
+        try:
+            self.flush()
+        finally:
+            self._probes = self._roster = self._replay = None
+            self._end_replay()
+            self._unhook()
+
+    def _hook(self, strategy: Any, module: Any, probes: Probes) -> ExitStack:
+        with ExitStack() as stack:
+            if "op" in self._kinds:
+                self._ops = ops = OpMode(self._settings, probes)
+                stack.enter_context(ops.attach(module))
+                for name in ("training_step", "backward"):
+                    put_around(stack, strategy, name, ops.entered)
+            stack.enter_context(hook_model(module, self._settings, self._kinds, probes))
+            if "monitor" in self._kinds:
+                stack.enter_context(monitors_heard(_take_monitor(probes)))
+            return stack.pop_all()
+
+    def _start_replay(self, trainer: Any, replay: Replay, batch_idx: int) -> None:
+        if trainer.fit_loop.total_batch_idx % self._settings.replay_every == 0:
+            moment = Moment(trainer.current_epoch, trainer.global_step, batch_idx)
+            silenced = nullcontext if self._probes is None else self._probes.paused
+            self._replayed = replay.attach(moment, silenced)
+
+    def _end_replay(self) -> None:
+        replayed, self._replayed = self._replayed, None
+        if replayed is not None:
+            replayed.close()
+
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        self._ops = None
+        if hooks is not None:
+            hooks.close()
+
+
+def _warn_of_idle_patterns(settings: ProbeSettings, module: Any) -> None:
+    """Say so if nothing will be recorded for a pattern; another model of the program may fit it."""
+    modules = [plain_name(name) for name, _ in module.named_modules()]
+    held = [*module.named_parameters(), *module.named_buffers()]
+    idle = settings.idle_patterns([*modules, *(plain_name(name) for name, _ in held)])
+    if idle:
+        some = ", ".join(map(repr, modules[1:6])) or "none"
+        warnings.warn(
+            f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or buffer "
+            f"of {type(module).__name__} is called so: nothing is recorded for it. Its modules "
+            f"are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
+            stacklevel=2,
+        )
+
+
+def _append_after(
+    probes: Probes | None, testimony: Testimony
+) -> Callable[[Mapping[str, Json]], None]:
+    """Return what writes a record after those of the batches that have ended."""
+
+    def append(record: Mapping[str, Json]) -> None:
+        if probes is not None:
+            probes.catch_up()
+        testimony.append(record)
+
+    return append
+
+
+def _take_monitor(probes: Probes) -> Callable[[str, object], None]:
+    return lambda name, value: probes.add("monitor", name, value)

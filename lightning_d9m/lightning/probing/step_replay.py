@@ -1,0 +1,305 @@
+"""Training steps that are run twice: what gives other bits the second time is named.
+
+The second run comes after the first one's backward pass, on the same batch, with generators,
+buffers, metrics and gradients put back to what they were; afterwards everything is what the first
+run left. Ranks do not exchange gradients in it.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.control.method_wrapping import replace_method
+from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
+from lightning_d9m.errors import DriftError, SettingError
+from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.ledger.records import Json
+from lightning_d9m.lightning.probing.module_hooks import hook_model
+from lightning_d9m.lightning.probing.state_snapshot import KeptState
+from lightning_d9m.lightning.trainer_recorder import ranks_of
+from lightning_d9m.probes.settings import ROOT, ProbeSettings
+from lightning_d9m.probes.trace import Difference, Moment, Trace, find_difference
+
+_COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
+# Each rank holds a part of every weight, which is gathered and freed within a step.
+_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+Silence = Callable[[], AbstractContextManager[None]]
+
+
+class _Step(NamedTuple):
+    """The first run of a step, from its beginning."""
+
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    state: KeptState
+    rng: RngState
+    weights: Trace
+    trace: Trace
+
+
+class Replay:
+    """Runs the steps of a fit twice, while it is attached.
+
+    Args:
+        trainer: The Trainer.
+        module: Its LightningModule.
+        append: Takes the record of a difference.
+        on_drift: ``"raise"`` or ``"warn"``.
+
+    Raises:
+        SettingError: When steps of this Trainer cannot be run twice.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        append: Callable[[Mapping[str, Json]], None],
+        on_drift: str,
+    ) -> None:
+        _check_repeatable(trainer, module)
+        self._trainer = trainer
+        self._module = module
+        self._append = append
+        self._on_drift = on_drift
+        self._step: _Step | None = None
+        self._trace: Trace | None = None
+        self._repeating = False
+        self._silenced: Silence = nullcontext
+
+    def attach(self, moment: Moment, silenced: Silence) -> ExitStack:
+        """Run the steps of a batch twice, until what is returned is closed.
+
+        Args:
+            moment: The batch.
+            silenced: Makes a context in which probes take nothing.
+        """
+        strategy = self._trainer.strategy
+        self._silenced = silenced
+        with ExitStack() as stack:
+            stack.enter_context(hook_model(self._module, ProbeSettings(), _COMPARED, self))
+            step, backward = self._module.training_step, strategy.backward
+
+            @functools.wraps(step)
+            def first_step(*args: Any, **kwargs: Any) -> Any:
+                if self._repeating:
+                    return step(*args, **kwargs)
+                with silenced():
+                    self._begin(args, kwargs)
+                return step(*args, **kwargs)
+
+            @functools.wraps(backward)
+            def both_backwards(loss: Tensor, optimizer: Any, **kwargs: Any) -> Any:
+                first, self._step = self._step, None
+                if first is None:
+                    return backward(loss, optimizer, **kwargs)
+                with silenced():
+                    gradients = self._copy_gradients()
+                rng = capture_rng()
+                self.add("loss", "loss", loss)
+                result = backward(loss, optimizer, **kwargs)
+                self._take_buffers()
+                self._trace = None
+                with silenced():
+                    self._check_weights(first.weights)
+                plugin = self._trainer.precision_plugin
+                differentiate = functools.partial(
+                    plugin.backward, model=self._module, optimizer=optimizer, **kwargs
+                )
+                with silenced():
+                    second = self._repeat(first, gradients, rng, differentiate)
+                self._judge(moment, find_difference(first.trace, second), len(second.places))
+                return result
+
+            replace_method(stack, self._module, "training_step", first_step)
+            replace_method(stack, strategy, "backward", both_backwards)
+            stack.callback(self._forget)
+            return stack.pop_all()
+
+    def add(self, kind: str, name: str, value: object) -> None:
+        """Take a value of the run that is going on."""
+        # The whole model is called from outside, by a wrapper such as DDP's, the first time only.
+        if self._trace is not None and name.partition(":")[0] != ROOT:
+            with self._silenced():
+                self._trace.add(kind, name, value)
+
+    def add_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors by name."""
+        if self._trace is not None:
+            with self._silenced():
+                self._trace.add_tensors(kind, tensors)
+
+    def _forget(self) -> None:
+        self._step = self._trace = None
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
+            raise SettingError(
+                "replay_every is on and training_step takes the iterator of the dataloader, so "
+                "that a batch cannot be had twice. Take `batch` in training_step, or set "
+                "replay_every=0."
+            )
+        self._trace = Trace()
+        state = KeptState(self._module, (args, kwargs))
+        weights = self._trace_weights()
+        self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
+
+    def _copy_gradients(self) -> list[Tensor | None]:
+        gradients = (parameter.grad for parameter in self._module.parameters())
+        return [None if own is None else own.detach().clone() for own in gradients]
+
+    def _take_buffers(self) -> None:
+        buffers = self._module.named_buffers()
+        self.add_tensors("buffer", {plain_name(name): buffer for name, buffer in buffers})
+
+    def _trace_weights(self) -> Trace:
+        weights = Trace()
+        own = self._module.named_parameters()
+        weights.add_tensors("weight", {plain_name(name): weight for name, weight in own})
+        return weights
+
+    def _check_weights(self, before: Trace) -> None:
+        """Refuse a step that writes to weights: they are not kept, so it would do so twice."""
+        written = find_difference(before, self._trace_weights())
+        if written is not None:
+            raise SettingError(
+                f"replay_every is on and the weight {written.place[1]!r} changes within a training "
+                "step or its backward pass, so that a step cannot be run twice. Let the optimizer, "
+                "and whatever else writes to weights, do so after the backward pass "
+                "(on_train_batch_end, say), or set replay_every=0."
+            )
+
+    def _repeat(
+        self,
+        first: _Step,
+        gradients: list[Tensor | None],
+        rng: RngState,
+        differentiate: Callable[[Tensor], object],
+    ) -> Trace:
+        """Run a step again, and leave everything as it was before this."""
+        args, kwargs = first.call
+        left, left_rng = KeptState(self._module, first.call), capture_rng()
+        parameters = list(self._module.parameters())
+        left_gradients = [parameter.grad for parameter in parameters]
+        self._trace = trace = Trace()
+        self._repeating = True
+        try:
+            first.state.restore()
+            restore_rng(first.rng)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            with self._set_apart(), torch.enable_grad():
+                with self._trainer.precision_plugin.train_step_context():
+                    output = self._module.training_step(*args, **kwargs)
+                loss = self._loss_of(output)
+                restore_rng(rng)
+                self.add("loss", "loss", loss)
+                scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+                differentiate(loss if scaler is None else scaler.scale(loss))
+            self._take_buffers()
+        finally:
+            self._repeating = False
+            self._trace = None
+            for parameter, gradient in zip(parameters, left_gradients, strict=True):
+                parameter.grad = gradient
+            left.restore()
+            restore_rng(left_rng)
+        return trace
+
+    def _loss_of(self, output: Any) -> Tensor:
+        """Return what Lightning differentiates: divided when batches accumulate, not yet scaled."""
+        trainer = self._trainer
+        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
+        loss: Tensor = result.closure_loss
+        return loss
+
+    @contextmanager
+    def _set_apart(self) -> Iterator[None]:
+        """Log nothing, and let each rank keep its gradients to itself."""
+        block = getattr(self._trainer.strategy, "block_backward_sync", nullcontext)
+        with ExitStack() as stack:
+            for name in ("log", "log_dict"):
+                replace_method(stack, self._module, name, _do_nothing)
+            stack.enter_context(block())
+            yield
+
+    def _judge(self, moment: Moment, difference: Difference | None, total: int) -> None:
+        ranks = ranks_of(self._trainer)
+        error = None if difference is None else _make_error(moment, ranks.rank, difference, total)
+        if difference is not None:
+            self._append(_make_record(moment, difference, total))
+        if error is not None and self._on_drift == "warn":
+            warnings.warn(str(error), stacklevel=2)
+            error = None
+
+        def tell() -> None:
+            if error is not None:
+                raise error
+
+        ranks.together(tell)
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _check_repeatable(trainer: Any, module: Any) -> None:
+    if not module.automatic_optimization:
+        raise SettingError(
+            "replay_every is on and the module optimizes by hand (automatic_optimization is "
+            "False): its training_step changes the weights, so that it cannot be run twice. Set "
+            "replay_every=0; probes work there."
+        )
+    kinds = [base.__name__ for base in type(trainer.strategy).__mro__]
+    if any(kind in _SHARDING for kind in kinds):
+        raise SettingError(
+            f"replay_every is on and the strategy is {kinds[0]}, which divides the weights among "
+            "the ranks within a step, so that it cannot be run twice. Set replay_every=0, or use "
+            "a strategy that keeps the whole model on each rank."
+        )
+
+
+def _make_record(moment: Moment, difference: Difference, total: int) -> dict[str, Any]:
+    return {
+        "kind": "replay",
+        "epoch": moment.epoch,
+        "step": moment.step,
+        "batch": moment.batch,
+        "place": list(difference.place),
+        "expected": difference.expected,
+        "actual": difference.actual,
+        "count": difference.differing,
+        "total": total,
+    }
+
+
+def _make_error(moment: Moment, rank: int, difference: Difference, total: int) -> DriftError:
+    kind, name, call = difference.place
+    again = f", call {call}" if call else ""
+    return DriftError(
+        f"A step that was run twice on the same batch, from the same weights, buffers and random "
+        f"generators, gave other bits (epoch {moment.epoch}, step {moment.step}, batch "
+        f"{moment.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
+        f"  expected: {difference.expected or 'nothing'}\n"
+        f"  actual:   {difference.actual or 'nothing'}\n"
+        f"{difference.differing} of {total} values differ. Either an operation there is not "
+        "deterministic (`d9m locate` names it), or the step reads what cannot be put back (a "
+        "clock, a file, a generator of its own), or the hardware makes errors.",
+        moment="replay",
+        epoch=moment.epoch,
+        step=moment.step,
+        rank=rank,
+        group=kind,
+        names=(name,),
+        count=difference.differing,
+        total=total,
+        expected=difference.expected or "",
+        actual=difference.actual or "",
+    )

@@ -1,0 +1,1 @@
+"""State that a checkpoint needs so that a resumed run is bit-exact."""

@@ -1,0 +1,341 @@
+# ruff: noqa: SLF001 - see loop_position
+"""Exact resume: what a checkpoint needs beyond Lightning's own content, saved and put back.
+
+It is kept under one key, as plain values that ``torch.load(weights_only=True)`` reads:
+
+- ``seed``, ``fit``, ``settings``, ``world_size``: which streams the run draws from;
+- ``place``: the epoch, the global step, how many batches of the epoch were trained;
+- ``ranks``: for each rank, what only it knows (see ``run_state``) and its ledger;
+- ``seal``: one digest for each tensor of the checkpoint (see ``hashing.checkpoint_digests``).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Literal
+from warnings import catch_warnings, filterwarnings, warn
+
+from lightning_d9m.control.attribute_patches import Replacements
+from lightning_d9m.control.resumable_sampler import find_position_problem
+from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.lightning.gather import gather_values
+from lightning_d9m.lightning.packages import rank_zero
+from lightning_d9m.lightning.resume import run_state
+from lightning_d9m.lightning.resume.checkpoint_io import KEY, seal_when_saved
+from lightning_d9m.lightning.resume.exactness import (
+    FORMAT,
+    describe_strangers,
+    find_lacks,
+    find_problems,
+    find_prospects,
+    is_at_end,
+    is_other_world,
+    saves_within_epochs,
+)
+from lightning_d9m.lightning.resume.logged_results import restore_latest
+from lightning_d9m.lightning.resume.loop_position import Place, find_place, settle, skip_to_end
+from lightning_d9m.lightning.trainer_recorder import Testimony, ranks_of
+from lightning_d9m.lightning.trainer_session import Takeover
+
+Policy = Literal["raise", "warn", "raise_early"]
+
+
+class Resumption:
+    """Saves and restores the state of one callback's fits.
+
+    Args:
+        on_inexact: ``"raise"`` or ``"warn"``, where a run cannot be resumed exactly;
+            ``"raise_early"`` where one that begins could not be, later.
+    """
+
+    def __init__(self, on_inexact: Policy = "raise") -> None:
+        self._on_inexact = on_inexact
+        self._kept: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._reasons: list[str] = []
+        self._unvalidated: dict[str, Any] | None = None
+        self._before_evaluation: run_state.Drawn | None = None
+        self._at_end = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_kept": None,
+            "_resumed": None,
+            "_reasons": [],
+            "_unvalidated": None,
+            "_before_evaluation": None,
+        }
+
+    def keep(self, trainer: Any, run: Takeover, testimony: Testimony, *, ended: bool) -> None:
+        """Keep the state of a run that is about to be given back, for whoever saves it later.
+
+        Args:
+            trainer: The Trainer.
+            run: Its run.
+            testimony: Its evidence.
+            ended: Whether it came to its end. Every rank calls it then; other ranks may have left
+                by the time that one saves. Otherwise the ranks talk when they save.
+        """
+        if run.stage != "fit":
+            return
+        mine = self._capture(trainer, run, testimony)
+        ranks = gather_values(trainer, mine) if ended else None
+        self._kept = {**self._describe(trainer, run), "ranks": ranks, "mine": mine}
+
+    def save(
+        self, trainer: Any, run: Takeover | None, testimony: Testimony, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the state into a checkpoint. Every rank calls it, unless the run has ended."""
+        if run is not None and run.stage == "fit":
+            state = self._describe(trainer, run)
+            state["ranks"] = gather_values(trainer, self._capture(trainer, run, testimony))
+        elif self._kept is not None:
+            state = dict(self._kept)
+            mine = state.pop("mine")
+            if state["ranks"] is None:
+                state["ranks"] = gather_values(trainer, mine)
+        else:  # a Trainer that has not trained
+            return
+        checkpoint[KEY] = state
+        seal_when_saved(trainer)
+
+    def load(self, trainer: Any, run: Takeover, checkpoint: Mapping[str, Any]) -> None:
+        """Read the state of a checkpoint that a fit goes on from.
+
+        Raises:
+            InexactResumeError: When it cannot be resumed exactly, unless that is to be a warning.
+        """
+        state = checkpoint.get(KEY)
+        if run.stage != "fit" or _is_untrained(state):
+            return
+        problems = find_problems(state, trainer, run.settings.as_record())
+        if problems:
+            self._complain(trainer, problems)
+        if isinstance(state, Mapping) and state.get("format") == FORMAT:
+            self._resumed = dict(state)
+            if not is_other_world(state, trainer):
+                run.resume_fit(state["fit"])
+            self._unvalidated = self._rank_state(trainer)
+
+    def attach(self, trainer: Any, run: Takeover) -> None:
+        """Prepare a fit for a checkpoint that it may go on from; before that is loaded."""
+        self._kept = self._resumed = self._unvalidated = self._before_evaluation = None
+        self._reasons = []
+        if run.stage == "fit":
+            run.resume(
+                self._loops_wrapped(trainer, run),
+                lambda loader: self._place_loader(trainer, run, loader),
+            )
+
+    @contextmanager
+    def _loops_wrapped(self, trainer: Any, run: Takeover) -> Iterator[None]:
+        fit = trainer.fit_loop
+        reset: Callable[[], None] = fit.reset
+        reset_epoch: Callable[[], None] = fit.epoch_loop.reset
+        start: Callable[[], None] = fit.on_advance_start
+        on_run_start: Callable[..., None] = fit.epoch_loop.on_run_start
+
+        def settle_and_reset() -> None:
+            if _has_loaded(trainer):
+                restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
+                self._at_end = settle(trainer, self._place(trainer))
+            reset()
+
+        def reset_epoch_quietly() -> None:
+            with catch_warnings():
+                if self._resumed is not None and not self._reasons:
+                    # What Lightning cannot do, the loaders under control can.
+                    filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+                reset_epoch()
+
+        def restore_and_start() -> None:
+            # After `on_train_start`, where modules reset what they have measured.
+            if self._resumed is not None:
+                run_state.restore_outside(trainer, self._rank_state(trainer))
+            start()
+
+        def start_and_restore(*args: Any) -> None:
+            if _iterates_again(trainer):
+                run.restart_epoch(trainer.current_epoch)
+            on_run_start(*args)
+            # Else Lightning leaves out what schedulers do at the end of the epoch.
+            fit._restarting = False
+            if self._at_end:
+                self._at_end = False
+                skip_to_end(trainer)
+            self._restore(trainer)
+
+        replacements = Replacements()
+        replacements.replace(fit, "reset", settle_and_reset)
+        replacements.replace(fit, "on_advance_start", restore_and_start)
+        replacements.replace(fit.epoch_loop, "reset", reset_epoch_quietly)
+        replacements.replace(fit.epoch_loop, "on_run_start", start_and_restore)
+        self._wrap_validation(trainer, replacements)
+        try:
+            yield
+        finally:
+            replacements.undo()
+
+    def _wrap_validation(self, trainer: Any, replacements: Replacements) -> None:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        load: Callable[[], None] = loop.setup_data
+        run: Callable[[], object] = loop.run
+
+        def load_and_restore() -> None:
+            load()
+            if loop._combined_loader is not None and self._unvalidated is not None:
+                rank, self._unvalidated = self._unvalidated, None
+                run_state.restore_validation(trainer, rank)
+
+        def keep_and_run() -> object:
+            if not trainer.sanity_checking:
+                self._before_evaluation = run_state.capture_drawn(trainer, "validation")
+            outputs = run()
+            self._before_evaluation = None  # after an exception it is still wanted
+            return outputs
+
+        replacements.replace(loop, "setup_data", load_and_restore)
+        replacements.replace(loop, "run", keep_and_run)
+
+    def _place_loader(self, trainer: Any, run: Takeover, loader: object) -> None:
+        if not _has_loaded(trainer):
+            return
+        place = self._place(trainer)
+        if place.batch and not is_at_end(trainer):
+            problem = find_position_problem(loader)
+            if problem is not None and problem not in self._reasons:
+                self._complain(trainer, [problem])
+        fit = trainer.fit_loop
+        run.resume_loaders(
+            place.epoch,
+            place.batch,
+            # Lightning keeps the loaders together from after this to when they are iterated.
+            lambda: fit._combined_loader._mode == "max_size_cycle",
+            self._rank_state(trainer).get("samplers", {}),
+        )
+
+    def begin(self, trainer: Any, testimony: Testimony) -> None:
+        """Continue the ledger, and restore what an epoch does not seed; before training starts."""
+        if self._resumed is None and not self._reasons:
+            self._foretell(trainer)
+            return
+        place = self._place(trainer)
+        rank = self._rank_state(trainer)
+        if rank:
+            self._complain_together(trainer, rank)
+        ledger = rank.get("ledger") or {}
+        testimony.resume(
+            {
+                "parent": ledger.get("folder", ""),
+                "parent_check": ledger.get("check", ""),
+                "epoch": place.epoch,
+                "step": place.step,
+                "batch": place.batch,
+                **({"inexact": list(self._reasons)} if self._reasons else {}),
+            },
+            rank.get("testimony", {}),
+        )
+
+    def _restore(self, trainer: Any) -> None:
+        """Restore what training has drawn; as late as possible before the next batch."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or resumed["place"]["moment"] == "epoch":
+            return
+        run_state.restore_within(trainer, _rank_of(resumed, trainer))
+
+    def _place(self, trainer: Any) -> Place:
+        return find_place(trainer) if self._resumed is None else Place(**self._resumed["place"])
+
+    def _rank_state(self, trainer: Any) -> dict[str, Any]:
+        return {} if self._resumed is None else _rank_of(self._resumed, trainer)
+
+    def _describe(self, trainer: Any, run: Takeover) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "seed": run.settings.seed,
+            "fit": run.fit,
+            "settings": run.settings.as_record(),
+            "world_size": trainer.world_size,
+            "place": asdict(find_place(trainer)),
+        }
+
+    def _capture(self, trainer: Any, run: Takeover, testimony: Testimony) -> dict[str, Any]:
+        place = find_place(trainer)
+        drawn = self._before_evaluation if place.moment == "validation" else None
+        drawn = drawn or run_state.capture_drawn(trainer, place.moment)
+        return {
+            **run_state.capture(trainer, run.capture_rng(), drawn),
+            "samplers": run.capture_samplers(within=place.moment != "epoch"),
+            "lacks": find_lacks(trainer, place, drawn.measured),
+            "ledger": testimony.standing,
+            "testimony": testimony.pending,
+        }
+
+    def _foretell(self, trainer: Any) -> None:
+        """Say of a fit that begins anew which of its checkpoints could not be resumed exactly."""
+        prospects = find_prospects(trainer)
+        if not prospects:
+            return
+        listed = "\n".join(f"- {problem}" for problem in prospects)
+        text = f"This run could not be resumed exactly from where it is stopped:\n{listed}"
+        if self._on_inexact == "raise_early":
+            raise InexactResumeError(
+                f"{text}\nTo train all the same, leave on_inexact_resume at its default: then the "
+                "error comes when such a checkpoint is loaded.",
+                reasons=prospects,
+            )
+        if saves_within_epochs(trainer):
+            rank_zero().rank_zero_info(
+                f"{text}\nThis is an error when such a checkpoint is loaded."
+            )
+
+    def _complain_together(self, trainer: Any, rank: Mapping[str, Any]) -> None:
+        """Complain of what one of the ranks has found, on all of them."""
+        problems = describe_strangers(run_state.find_strangers(trainer, rank))
+        ranks_of(trainer).together(lambda: self._complain(trainer, problems) if problems else None)
+
+    def _complain(self, trainer: Any, problems: list[str]) -> None:
+        self._reasons += problems
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        text = (
+            f"This run cannot go on exactly where the checkpoint was saved:\n{listed}\n"
+            "To go on all the same, with a break that the ledger records, pass "
+            'DeterminismCallback(on_inexact_resume="warn").'
+        )
+        if self._on_inexact != "warn":
+            raise InexactResumeError(text, reasons=problems)
+        if trainer.is_global_zero:
+            warn(text, stacklevel=2)
+
+
+def _is_untrained(state: object) -> bool:
+    """Whether a checkpoint was saved before training began: as a search for the learning rate does.
+
+    No ledger was open then, and nothing has been drawn that an epoch does not seed.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        return False
+    return all(rank.get("ledger") is None for rank in state["ranks"])
+
+
+def _iterates_again(trainer: Any) -> bool:
+    """Return whether Lightning is about to iterate the loaders of an epoch, for the second time.
+
+    It has done so when it loaded them, if that was for this epoch: workers have begun.
+    """
+    fit = trainer.fit_loop
+    resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
+    return trainer.current_epoch > 0 and not resumes
+
+
+def _has_loaded(trainer: Any) -> bool:
+    return bool(trainer.fit_loop._loaded_from_state_dict)
+
+
+def _rank_of(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank; nothing where ranks are others."""
+    ranks = state["ranks"]
+    if is_other_world(state, trainer):
+        return {}
+    rank: dict[str, Any] = ranks[trainer.global_rank] if trainer.global_rank < len(ranks) else {}
+    return rank

@@ -1,0 +1,190 @@
+"""Orders that differ from run to run: of sets, listings, hashes and completion."""
+
+import ast
+from collections.abc import Iterator
+
+from lightning_d9m.lint.checks.order_use import is_order_used
+from lightning_d9m.lint.checks.set_expressions import is_iterated, read_elements
+from lightning_d9m.lint.rules import Certainty
+from lightning_d9m.lint.scopes import read_last_name
+from lightning_d9m.lint.values import read_constant, read_kind
+from lightning_d9m.lint.walk import Place, Report
+
+_LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob", "os.walk", "os.fwalk"}
+_PATH_LISTINGS = {"iterdir", "rglob"}
+_COMPLETIONS = {
+    "concurrent.futures.as_completed",
+    "asyncio.as_completed",
+}
+_UNORDERED_METHODS = {"imap_unordered"}
+
+
+def check_set(node: ast.AST, place: Place) -> Iterator[Report]:
+    """Find where the order of a set goes into something ordered."""
+    site = is_iterated(node, place)
+    if site is None:
+        return
+    elements = read_elements(node, place.scope)
+    if elements is None or elements == "numbers":
+        return
+    if site != "popped" and not is_order_used(node, place):
+        return
+    certainty: Certainty = "certain" if elements == "strings" else "depends"
+    reason = (
+        ""
+        if certainty == "certain"
+        else "If its elements are strings, or hashed by address, the order of the set changes from "
+        "run to run."
+    )
+    yield Report("D9M301", node, certainty, reason)
+
+
+def check_listing(node: ast.AST, place: Place) -> Iterator[Report]:
+    """Find listings of folders whose order is used."""
+    assert isinstance(node, ast.Call)
+    name = place.resolve(node.func)
+    certainty: Certainty = "certain"
+    if name is None:
+        if not isinstance(node.func, ast.Attribute):
+            return
+        method = node.func.attr
+        path_like = method in _PATH_LISTINGS or (method == "glob" and len(node.args) == 1)
+        if not path_like or read_kind(node.func.value, place.scope) == "tensor":
+            return
+    elif name not in _LISTINGS:
+        return
+    elif name in {"os.walk", "os.fwalk"}:
+        if _sorts_in_walk(place):
+            return
+        certainty = "depends"
+    if _names_one_file(node, name) or _is_unpacked_alone(place):
+        return
+    if is_order_used(node, place):
+        yield Report("D9M302", node, certainty)
+
+
+def check_completion(node: ast.AST, place: Place) -> Iterator[Report]:
+    """Find results that are taken as they are finished, and batches in any order."""
+    assert isinstance(node, ast.Call)
+    name = place.resolve(node.func)
+    unordered = (
+        name is None
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _UNORDERED_METHODS
+    )
+    if (name in _COMPLETIONS or unordered) and is_order_used(node, place):
+        yield Report("D9M305", node)
+    for word in node.keywords:
+        if word.arg == "in_order" and read_constant(word.value, place.scope) is False:
+            yield Report(
+                "D9M305",
+                node,
+                reason="With in_order=False batches come as the workers finish them.",
+                fix="Leave in_order at True.",
+            )
+
+
+def check_hash(node: ast.AST, place: Place) -> Iterator[Report]:
+    """Find ``hash()`` of what may be a string, where its number matters."""
+    assert isinstance(node, ast.Call)
+    if place.resolve(node.func) == "builtins.sorted" or (
+        isinstance(node.func, ast.Attribute) and node.func.attr == "sort"
+    ):
+        for word in node.keywords:
+            if word.arg == "key" and place.resolve(word.value) == "builtins.hash":
+                yield Report("D9M303", node, "depends")
+        return
+    if place.resolve(node.func) != "builtins.hash" or len(node.args) != 1:
+        return
+    method = place.find_enclosing(ast.FunctionDef)
+    if isinstance(method, ast.FunctionDef) and method.name in {"__hash__", "__eq__"}:
+        return
+    text = _is_text(node.args[0], place)
+    if text is not False and _is_number_used(place):
+        yield Report("D9M303", node, "certain" if text else "depends")
+
+
+def check_hash_seed(node: ast.AST, place: Place) -> Iterator[Report]:
+    """Find PYTHONHASHSEED set in the program's own environment."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if (
+                isinstance(target, ast.Subscript)
+                and _is_hash_seed(target.slice, place)
+                and place.resolve(target.value) == "os.environ"
+            ):
+                yield Report("D9M304", node)
+    elif isinstance(node, ast.Call) and node.args:
+        name = place.resolve(node.func)
+        if name in {"os.environ.setdefault", "os.putenv"} and _is_hash_seed(node.args[0], place):
+            yield Report("D9M304", node)
+        elif name == "os.environ.update":
+            named = any(word.arg == "PYTHONHASHSEED" for word in node.keywords)
+            keys = node.args[0].keys if isinstance(node.args[0], ast.Dict) else ()
+            if named or any(key is not None and _is_hash_seed(key, place) for key in keys):
+                yield Report("D9M304", node)
+
+
+def _names_one_file(node: ast.Call, name: str | None) -> bool:
+    """Say whether a pattern has no wildcard."""
+    takes_pattern = name is None or name.startswith("glob.")
+    pattern = node.args[0] if takes_pattern and node.args else None
+    if isinstance(pattern, ast.Constant) and isinstance(pattern.value, str):
+        return not any(mark in pattern.value for mark in "*?[")
+    return False
+
+
+def _is_unpacked_alone(place: Place) -> bool:
+    """Say whether exactly one file is expected: ``[only] = folder.glob(...)``."""
+    parent = place.parents[-1]
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    return isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) == 1
+
+
+def _is_hash_seed(node: ast.AST, place: Place) -> bool:
+    return read_constant(node, place.scope) == "PYTHONHASHSEED"
+
+
+def _is_text(node: ast.AST, place: Place) -> bool | None:
+    """Say whether an expression is a string, or holds one; None where it cannot be told."""
+    if isinstance(node, ast.JoinedStr):
+        return True
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (str, bytes))
+    if isinstance(node, (ast.Tuple, ast.List)):
+        kinds = {_is_text(element, place) for element in node.elts}
+        return True if True in kinds else (None if None in kinds else False)
+    if isinstance(node, ast.Call):
+        name = place.resolve(node.func)
+        if name in {"builtins.str", "builtins.repr"}:
+            return True
+        if name in {"builtins.int", "builtins.id", "builtins.len", "builtins.float"}:
+            return False
+    return None
+
+
+def _is_number_used(place: Place) -> bool:
+    """Say whether the number itself is used: in arithmetic, as a seed, as an index."""
+    parent = place.parents[-1]
+    if isinstance(parent, ast.BinOp):
+        return isinstance(parent.op, (ast.Mod, ast.BitAnd, ast.RShift, ast.Mult, ast.Add))
+    if isinstance(parent, ast.Call):
+        name = place.resolve(parent.func) or read_last_name(parent.func)
+        return name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
+    return isinstance(parent, ast.keyword) and parent.arg == "seed"
+
+
+def _sorts_in_walk(place: Place) -> bool:
+    """Say whether the loop over ``os.walk`` sorts what it is given."""
+    loop = place.parents[-1]
+    if not isinstance(loop, ast.For):
+        return False
+    return any(
+        isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and "sort" in node.func.id)
+            or (isinstance(node.func, ast.Attribute) and node.func.attr == "sort")
+        )
+        for statement in loop.body
+        for node in ast.walk(statement)
+    )

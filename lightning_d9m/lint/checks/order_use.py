@@ -1,0 +1,195 @@
+"""Whether the order in which something is iterated can be seen in what becomes of it."""
+
+import ast
+from collections.abc import Iterable, Sequence
+
+from lightning_d9m.lint.scopes import FUNCTIONS, read_last_name
+from lightning_d9m.lint.walk import Place
+
+_FREE = {
+    "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
+    "isinstance", "print", "natsorted", "unique", "sum_", "type", "repr", "str", "update",
+    "issubset", "union", "intersection", "difference", "isdisjoint", "issuperset", "heapify",
+    "fsum", "iter_sorted",
+}  # fmt: skip
+_PASSED_ON = {
+    "list", "tuple", "iter", "map", "filter", "reversed", "chain", "tqdm", "array", "asarray",
+    "from_iterable", "deque", "fspath", "islice",
+}  # fmt: skip
+_NUMBERED = {"enumerate", "zip"}
+_COLLECTING = {
+    "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
+    "add_module", "register_module", "register_buffer", "register_parameter", "submit", "send",
+}  # fmt: skip
+_DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
+_COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+
+
+def is_order_used(node: ast.AST, place: Place) -> bool:
+    """Say whether the order of an iterable can be seen in what becomes of it.
+
+    Args:
+        node: The iterable.
+        place: Where it stands; its parents are those of ``node``.
+    """
+    return _is_used(node, list(place.parents), place, numbered=False)
+
+
+def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
+    node: ast.AST, parents: Sequence[ast.AST], place: Place, *, numbered: bool
+) -> bool:
+    if not parents:
+        return False
+    parent, around = parents[-1], parents[:-1]
+    if isinstance(parent, ast.Call):
+        return _is_used_by_call(node, parent, around, place, numbered=numbered)
+    if isinstance(parent, ast.comprehension):
+        if parent.iter is not node:
+            return False
+        made = around[-1]
+        if isinstance(made, (ast.SetComp, ast.DictComp)):
+            # A number for each is what the order decides; else they are found by their keys.
+            return numbered and isinstance(made, ast.DictComp)
+        return _is_used(made, around[:-1], place, numbered=False)
+    if isinstance(parent, (ast.For, ast.AsyncFor)):
+        return parent.iter is node and _collects(parent, numbered=numbered)
+    if isinstance(parent, (ast.Assign, ast.AnnAssign)):
+        return _is_name_used(parent, place)
+    if isinstance(parent, ast.Subscript):
+        return parent.value is node
+    if isinstance(
+        parent, (ast.BinOp, ast.Starred, ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Await)
+    ):
+        if isinstance(parent, ast.BoolOp) and _is_test(parent, around):
+            return False
+        return _is_used(parent, around, place, numbered=numbered)
+    if isinstance(parent, (ast.List, ast.Tuple, ast.keyword, ast.withitem)):
+        return _is_used(parent, around, place, numbered=numbered)
+    if isinstance(parent, (ast.With, ast.AsyncWith)):
+        return any(
+            isinstance(each, ast.For) and _collects(each, numbered=False) for each in parent.body
+        )
+    return isinstance(parent, (ast.Return, ast.YieldFrom, ast.AugAssign))
+
+
+def _is_used_by_call(
+    node: ast.AST, call: ast.Call, around: Sequence[ast.AST], place: Place, *, numbered: bool
+) -> bool:
+    name = read_last_name(call.func)
+    if node is call.func or name in _FREE or "sort" in name.lower():
+        return False
+    if name in _NUMBERED or name in _PASSED_ON:
+        return _is_used(call, around, place, numbered=numbered or name in _NUMBERED)
+    return True
+
+
+def _is_test(node: ast.AST, around: Sequence[ast.AST]) -> bool:
+    outer = around[-1] if around else None
+    return isinstance(outer, (ast.If, ast.While, ast.Assert)) and outer.test is node
+
+
+def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: Place) -> bool:
+    """Follow what is assigned to a name or an attribute through its scope or class."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+    if isinstance(target, ast.Name):
+        area: ast.AST | None = place.scope.node
+        key = target.id
+    elif isinstance(target, ast.Attribute):
+        enclosing = place.scope.enclosing_class
+        area, key = (enclosing.node if enclosing else None), target.attr
+    else:
+        return True
+    if area is None:
+        return True
+    # What nothing here uses is used by somebody who imports it.
+    used, uses = False, 0
+    for parents, use in _find_uses(area, key, statement):
+        parent = parents[-1]
+        uses += 1
+        if isinstance(parent, ast.Attribute):
+            # Sorted in place before it is used, as far as one can see.
+            if parent.attr == "sort":
+                return False
+            if parent.attr in {"index", "pop"}:
+                used = True
+            continue
+        if isinstance(parent, ast.Call) and "sort" in read_last_name(parent.func).lower():
+            reassigned = isinstance(parents[-2], ast.Assign) and _is_key(
+                parents[-2].targets[0], key
+            )
+            if reassigned:
+                return False
+        # What is assigned on is taken as used: one name is followed, not a chain.
+        used = (
+            used or isinstance(parent, ast.Assign) or _is_used(use, parents, place, numbered=False)
+        )
+    return used or (uses == 0 and not isinstance(area, FUNCTIONS))
+
+
+def _is_key(node: ast.AST, key: str) -> bool:
+    return key in {getattr(node, "id", None), getattr(node, "attr", None)}
+
+
+def _find_uses(
+    area: ast.AST, key: str, skipped: ast.AST
+) -> Iterable[tuple[list[ast.AST], ast.AST]]:
+    stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
+    while stack:
+        node, parents = stack.pop()
+        loaded = isinstance(getattr(node, "ctx", None), ast.Load)
+        if loaded and _is_key(node, key) and parents:
+            yield parents, node
+        if node is not skipped:
+            inner = [*parents, node]
+            stack.extend((child, inner) for child in ast.iter_child_nodes(node))
+
+
+def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool) -> bool:
+    """Say whether a loop does what shows in which order it ran."""
+    if numbered:
+        return True
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    return any(
+        _shows_order(node, names) for statement in loop.body for node in _walk_body(statement)
+    )
+
+
+def _walk_body(statement: ast.AST) -> Iterable[ast.AST]:
+    stack = [statement]
+    while stack:
+        node = stack.pop()
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            stack.extend(ast.iter_child_nodes(node))
+
+
+def _shows_order(node: ast.AST, names: set[str]) -> bool:
+    if isinstance(node, (ast.Yield, ast.YieldFrom)):
+        return True
+    if isinstance(node, ast.Return):
+        return node.value is not None and _mentions(node.value, names)
+    if isinstance(node, ast.AugAssign):
+        counts = isinstance(node.value, ast.Constant) or isinstance(
+            node.op, (ast.BitOr, ast.BitAnd)
+        )
+        return not counts and _mentions(node.value, names)
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        # Numbered by the length of what is filled, or a module whose weights are drawn here.
+        return any(
+            isinstance(part, ast.Call)
+            and (
+                (isinstance(part.func, ast.Name) and part.func.id == "len")
+                or (
+                    isinstance(part.func, ast.Attribute) and read_last_name(part.func.value) == "nn"
+                )
+            )
+            for part in ast.walk(node.value)
+        )
+    if isinstance(node, ast.Call):
+        name = read_last_name(node.func)
+        return name in _COLLECTING or name.startswith(_DRAWING)
+    return False
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))

@@ -1,0 +1,218 @@
+"""Generators without a seed, and seeds that differ from run to run or meet between ranks."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
+from lightning_d9m.lint.values import Arguments, find_value
+from lightning_d9m.lint.walk import Place, Report
+
+GENERATORS = {
+    "numpy.random.default_rng",
+    "numpy.random.RandomState",
+    "numpy.random.SeedSequence",
+    *(f"numpy.random.{name}" for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")),
+    "random.Random",
+}
+"""Constructors that take a seed from the system when they are given none."""
+
+_GLOBAL_SEEDS = {
+    "random.seed",
+    "numpy.random.seed",
+    "torch.manual_seed",
+    "torch.cuda.manual_seed",
+    "torch.cuda.manual_seed_all",
+    "torch.mps.manual_seed",
+    "torch.xpu.manual_seed",
+    "torch.xpu.manual_seed_all",
+    "lightning.seed_everything",
+    "transformers.set_seed",
+    "accelerate.utils.set_seed",
+    "lightning_d9m.enable",
+    "lightning_d9m.deterministic",
+    "tensorflow.random.set_seed",
+}
+_FROM_SYSTEM_WHEN_EMPTY = {"random.seed", "numpy.random.seed"}
+_ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
+_SYSTEM_DRAWS = ("random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits")
+_ENTROPY = re.compile(
+    r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
+    r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
+    r"|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
+    r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
+)
+_NUMBERED = re.compile(r"(^|_)(rank|worker|worker_id|workerid|process_index|process_id|proc_id)$")
+_NUMBERING = re.compile(r"(^|_)(get_rank|get_world_rank|rank|local_rank|process_index)$")
+_SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
+_SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate"}
+_DEPTH = 4
+
+
+def check_seed(  # noqa: C901 - one case for each way to seed
+    node: ast.AST, place: Place
+) -> Iterator[Report]:
+    """Find how a call seeds, or fails to."""
+    assert isinstance(node, ast.Call)
+    name = place.resolve(node.func)
+    arguments = Arguments(node, place.scope)
+    seed = arguments.get(0, "seed", "x", "a", "entropy")
+    if name in _ALWAYS_FROM_SYSTEM:
+        yield Report("D9M204", node)
+    elif name in _SYSTEM_DRAWS:
+        if not _is_in_seed(place):
+            yield Report("D9M206", node)
+    elif name in GENERATORS or name in _FROM_SYSTEM_WHEN_EMPTY:
+        rule = "D9M201" if name in GENERATORS else "D9M204"
+        value = None if seed is None else find_value(seed, place.scope)
+        empty = seed is None or (isinstance(value, ast.Constant) and value.value is None)
+        if empty and not (arguments.starred or arguments.unpacked):
+            yield from _judge_empty(node, rule, place)
+        elif seed is not None:
+            yield from _judge(node, seed, place.scope)
+    elif name in _GLOBAL_SEEDS or _is_method(node, "manual_seed", name):
+        if seed is not None:
+            yield from _judge(node, seed, place.scope)
+    elif name == "torch.Generator":
+        yield from _check_generator(node, place)
+    else:
+        for word in node.keywords:
+            if word.arg in _SEED_WORDS and _find_entropy(word.value, place.scope):
+                yield Report("D9M203", node)
+
+
+def _judge_empty(node: ast.Call, rule: str, place: Place) -> Iterator[Report]:
+    """Find what takes its seed from the system, unless it is a generator seeded afterwards."""
+    if rule == "D9M204" or not _is_seeded_later(*_find_area(place)):
+        yield Report(rule, node)
+
+
+def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[Report]:
+    """Say what is wrong with the expression of a seed."""
+    if found := _find_entropy(seed, scope):
+        yield Report("D9M203", node, reason=f"The seed is taken from {found}, another in each run.")
+    elif _adds_number(seed, scope, _DEPTH):
+        yield Report("D9M205", node)
+
+
+def _find_entropy(node: ast.AST, scope: Scope) -> str:
+    """Return the name of what differs in each run and goes into an expression; or nothing."""
+    for part in _list_parts(node, scope, _DEPTH):
+        if isinstance(part, ast.Call):
+            name = resolve(part.func, scope) or ""
+            if _ENTROPY.match(name):
+                return name.removeprefix("builtins.") + "()"
+    return ""
+
+
+def _list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
+    """Yield the nodes of an expression, and of those that its names stand for."""
+    for part in ast.walk(node):
+        yield part
+        if isinstance(part, ast.Name) and depth:
+            found, where = scope.find(part.id)
+            for binding in found:
+                if binding.kind == "assign" and isinstance(binding.node, ast.expr):
+                    yield from _list_parts(binding.node, where, depth - 1)
+
+
+def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
+    """Say whether an expression adds the number of a rank or worker to something."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+            sides = (part.left, part.right)
+            if any(_is_number(side, scope) for side in sides):
+                return not any(_counts_apart(side) for side in sides)
+        if isinstance(part, ast.Name) and depth:
+            found, where = scope.find(part.id)
+            if (
+                len(found) == 1
+                and found[0].kind == "assign"
+                and found[0].node is not None
+                and _adds_number(found[0].node, where, depth - 1)
+            ):
+                return True
+    return False
+
+
+def _counts_apart(node: ast.AST) -> bool:
+    """Say whether a term is a multiple, such as ``seed * world_size``, which keeps seeds apart."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
+def _is_number(node: ast.AST, scope: Scope) -> bool:
+    if isinstance(node, ast.Call):
+        name = resolve(node.func, scope) or read_last_name(node.func)
+        if name == "builtins.int" and node.args:
+            return _is_number(node.args[0], scope)
+        return bool(_NUMBERING.search(name.rpartition(".")[2]))
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return str(node.slice.value).upper() in {"RANK", "LOCAL_RANK"}
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return bool(_NUMBERED.search(name.lower()))
+
+
+def _is_method(node: ast.Call, method: str, name: str | None) -> bool:
+    return name is None and isinstance(node.func, ast.Attribute) and node.func.attr == method
+
+
+def _is_in_seed(place: Place) -> bool:
+    """Say whether an expression goes into a seed, which has a rule of its own."""
+    return any(
+        isinstance(parent, ast.Call)
+        and (place.resolve(parent.func) or "") in _GLOBAL_SEEDS | GENERATORS
+        for parent in place.parents
+    )
+
+
+def _check_generator(node: ast.Call, place: Place) -> Iterator[Report]:
+    """Find a ``torch.Generator`` that nobody seeds in the scope or class it belongs to."""
+    parent = place.parents[-1]
+    if isinstance(parent, ast.Attribute):
+        if parent.attr not in _SEEDING_METHODS:
+            yield Report("D9M202", node)
+        return
+    area, key = _find_area(place)
+    if area is None:
+        if isinstance(parent, ast.keyword):
+            yield Report("D9M202", node)
+    elif not _is_seeded_later(area, key) and not _is_handed_on(area, key, place):
+        yield Report("D9M202", node)
+
+
+def _find_area(place: Place) -> tuple[ast.AST | None, str]:
+    """Return the scope or class in which what is made here has a name, and the name."""
+    parent = place.parents[-1]
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    if isinstance(target, ast.Name):
+        return place.scope.node, target.id
+    enclosing = place.scope.enclosing_class
+    if isinstance(target, ast.Attribute) and enclosing is not None:
+        return enclosing.node, target.attr
+    return None, ""
+
+
+def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
+    return area is not None and any(
+        isinstance(node, ast.Attribute)
+        and node.attr in _SEEDING_METHODS
+        and key in {getattr(node.value, "id", ""), getattr(node.value, "attr", "")}
+        for node in ast.walk(area)
+    )
+
+
+def _is_handed_on(area: ast.AST, key: str, place: Place) -> bool:
+    """Say whether it is handed to a function that may seed it."""
+    return any(
+        isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, place)
+        for node in ast.walk(area)
+    )
+
+
+def passes(call: ast.Call, key: str) -> bool:
+    """Say whether what has a name is handed to a function, which may seed it."""
+    return any(key in {getattr(a, "id", ""), getattr(a, "attr", "")} for a in call.args)
+
+
+def _is_draw(call: ast.Call, place: Place) -> bool:
+    return (place.resolve(call.func) or "").startswith("torch.")

@@ -1,0 +1,92 @@
+"""Programs: whether a module is one, what it imports, and whether any of that seeds torch."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path, PurePath
+
+from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
+from lightning_d9m.lint.source import SourceError, read_notebook, read_python
+
+# Their names hold the word, and they set nothing.
+_READS = re.compile(r"(initial|get|derive|make|next|new)_?\w*seed|SeedSequence", re.IGNORECASE)
+# They seed without saying so.
+_SEEDED = re.compile(r"lightning_d9m\b|\bLightningCLI$")
+
+
+def runs(tree: ast.Module) -> bool:
+    """Say whether a module is a program: guarded by its name, or calling what it defines."""
+    defined = {getattr(statement, "name", "") for statement in tree.body}
+    return any(
+        (isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test))
+        or (
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Call)
+            and read_last_name(statement.value.func) in defined
+        )
+        for statement in tree.body
+    )
+
+
+def seeds(tree: ast.Module) -> bool:
+    """Say whether a module seeds torch, or calls what by its name does."""
+    scope = Scope(tree, None, "")
+    return any(_SEEDED.search(name) for name in list_imports(tree)) or any(
+        isinstance(node, ast.Call) and _seeds_torch(node, scope) for node in ast.walk(tree)
+    )
+
+
+def _seeds_torch(call: ast.Call, scope: Scope) -> bool:
+    name = read_last_name(call.func)
+    if name == "seed":
+        # random.seed, np.random.seed and env.seed leave torch alone; the program's own may not.
+        return isinstance(call.func, ast.Name) and resolve(call.func, scope) is None
+    return name == "set_rng_state" or ("seed" in name.lower() and not _READS.match(name))
+
+
+def list_imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a module imports, wherever it does."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def find_seeded(paths: Iterable[str], known: Iterable[str]) -> set[str]:
+    """Return which programs import, directly or not, a file that seeds torch.
+
+    Args:
+        paths: The programs.
+        known: The files that they may import, found by the last part of their modules' names.
+    """
+    modules: dict[str, list[str]] = defaultdict(list)
+    for path in known:
+        pure = PurePath(path)
+        modules[pure.parent.name if pure.stem == "__init__" else pure.stem].append(path)
+    read = cache(_read)
+    seeded = set()
+    for program in paths:
+        reached, waiting = {program}, [program]
+        while waiting:
+            seeding, imported = read(waiting.pop())
+            if seeding:
+                seeded.add(program)
+                break
+            found = {path for word in imported for path in modules.get(word, ())} - reached
+            reached |= found
+            waiting += sorted(found)
+    return seeded
+
+
+def _read(path: str) -> tuple[bool, frozenset[str]]:
+    """Return whether a file seeds torch, and the parts of the names that it imports."""
+    try:
+        data = Path(path).read_bytes()
+        source = read_notebook(data) if path.endswith(".ipynb") else read_python(data)
+        tree = ast.parse(source.text)
+    except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False, frozenset()  # has a finding of its own
+    return seeds(tree), frozenset(part for name in list_imports(tree) for part in name.split("."))

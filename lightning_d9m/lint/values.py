@@ -1,0 +1,223 @@
+"""What an expression is, as far as it can be read: its constant, its kind, its arguments."""
+
+import ast
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from lightning_d9m.lint.scopes import Scope, resolve
+
+Kind = Literal["tensor", "cpu tensor", "other", "unknown"]
+
+
+class _Unknown:
+    """The value of what cannot be read."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN: Final = _Unknown()
+
+# Their objects have methods that are called as tensors' are.
+_FOREIGN = [
+    "asyncio",
+    "cupy",
+    "cv2",
+    "dask",
+    "jax",
+    "keras",
+    "matplotlib",
+    "mxnet",
+    "numba",
+    "numpy",
+    "os",
+    "pandas",
+    "plotly",
+    "polars",
+    "pyspark",
+    "random",
+    "re",
+    "scipy",
+    "seaborn",
+    "sklearn",
+    "statistics",
+    "tensorflow",
+    "xarray",
+    "builtins",
+    "itertools",
+    "collections",
+]
+_FOREIGN_METHODS = {"numpy", "tolist", "item", "to_numpy", "to_pandas"}
+_NO_TENSOR = (
+    "torch.nn.",
+    "torch.optim.",
+    "torch.utils.",
+    "torch.distributed.",
+    "torch.distributions.",
+    "torch.Generator",
+    "torch.jit.",
+    "torch.compile",
+    "torch.cuda.",
+    "torch.device",
+    "torch.Size",
+)
+_DEPTH = 6
+
+
+def read_constant(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> object:
+    """Return the constant that an expression is, through names that are bound once; or UNKNOWN."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, (ast.Tuple, ast.List)):
+        values = [read_constant(element, scope, depth) for element in node.elts]
+        return UNKNOWN if UNKNOWN in values else tuple(values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = read_constant(node.operand, scope, depth)
+        return -value if isinstance(value, (int, float)) else UNKNOWN
+    if isinstance(node, ast.Name) and depth:
+        found, where = scope.find(node.id)
+        if len(found) == 1 and found[0].kind == "assign":
+            return read_constant(found[0].node, where, depth - 1)
+    return UNKNOWN
+
+
+def find_value(node: ast.AST, scope: Scope) -> ast.AST:
+    """Return the expression that a name, bound once, stands for; anything else as it is."""
+    for _ in range(_DEPTH):
+        if not isinstance(node, ast.Name):
+            break
+        found, scope = scope.find(node.id)
+        if len(found) != 1 or found[0].kind != "assign" or found[0].node is None:
+            break
+        node = found[0].node
+    return node
+
+
+def list_values(node: ast.AST, scope: Scope) -> tuple[list[ast.AST], ast.AST]:
+    """Return what an expression may stand for, and the module, function or class it is bound in."""
+    if isinstance(node, ast.Name):
+        found, where = scope.find(node.id)
+        return [binding.node for binding in found if binding.kind == "assign" and binding.node], (
+            where.node
+        )
+    enclosing = scope.enclosing_class
+    if isinstance(node, ast.Attribute) and enclosing is not None:
+        return enclosing.attributes.get(node.attr, []), enclosing.node
+    return [node], scope.node
+
+
+def read_kind(  # noqa: PLR0911 - one case for each kind of expression
+    node: ast.AST | None, scope: Scope, depth: int = _DEPTH
+) -> Kind:
+    """Return what an expression's value is: a tensor, something else, or unknown."""
+    if depth == 0 or node is None:
+        return "unknown"
+    if isinstance(node, ast.Name):
+        return _kind_of_name(node, scope, depth)
+    if isinstance(node, ast.Call):
+        return _kind_of_call(node, scope, depth)
+    if isinstance(node, ast.Attribute):
+        name = resolve(node, scope)
+        if name is not None:
+            return "other"
+        return (
+            read_kind(node.value, scope, depth - 1)
+            if node.attr in {"T", "data", "grad"}
+            else "unknown"
+        )
+    if isinstance(node, ast.BinOp):
+        kinds = {read_kind(side, scope, depth - 1) for side in (node.left, node.right)}
+        return "tensor" if "tensor" in kinds else "unknown"
+    if isinstance(node, ast.Subscript):
+        return read_kind(node.value, scope, depth - 1)
+    literal = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr, ast.ListComp)
+    return "other" if isinstance(node, literal) else "unknown"
+
+
+def _kind_of_name(node: ast.Name, scope: Scope, depth: int) -> Kind:
+    found, where = scope.find(node.id)
+    for binding in found:
+        if binding.kind == "import":
+            return "other"
+        if binding.kind == "parameter" and binding.node is not None:
+            name = _annotated(binding.node, where) or ""
+            return "tensor" if name == "torch.Tensor" else _kind_of_package(name)
+        if binding.kind == "assign":
+            kind = read_kind(binding.node, where, depth - 1)
+            if kind != "unknown":
+                return kind
+    return "unknown"
+
+
+def _annotated(node: ast.AST, scope: Scope) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            node = ast.parse(node.value, mode="eval").body
+        except SyntaxError:
+            return None
+    return resolve(node, scope)
+
+
+def _kind_of_call(node: ast.Call, scope: Scope, depth: int) -> Kind:
+    name = resolve(node.func, scope)
+    if name is not None:
+        if name.startswith("torch."):
+            if name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter":
+                return "tensor"
+            return "other" if name.startswith(_NO_TENSOR) else "tensor"
+        return _kind_of_package(name)
+    if isinstance(node.func, ast.Attribute):
+        if node.func.attr in _FOREIGN_METHODS:
+            return "other"
+        kind = read_kind(node.func.value, scope, depth - 1)
+        return "cpu tensor" if node.func.attr == "cpu" and kind != "other" else kind
+    return "unknown"
+
+
+def _kind_of_package(name: str) -> Kind:
+    return "other" if name.partition(".")[0] in _FOREIGN else "unknown"
+
+
+class Arguments:
+    """The arguments of a call, asked for by place and name.
+
+    Args:
+        call: The call.
+        scope: Where it stands.
+        skipped: How many leading positional arguments are not the function's own: 1 for
+            ``functools.partial``; -1 for a method, whose receiver is the first argument.
+    """
+
+    def __init__(self, call: ast.Call, scope: Scope, skipped: int = 0) -> None:
+        self.call = call
+        self.scope = scope
+        self.positional: Sequence[ast.expr] = call.args[max(skipped, 0) :]
+        self._before = -min(skipped, 0)
+        self.starred = any(isinstance(argument, ast.Starred) for argument in self.positional)
+        self.named = {word.arg: word.value for word in call.keywords if word.arg is not None}
+        self.unpacked = any(word.arg is None for word in call.keywords)
+
+    def get(self, place: int | None, *names: str) -> ast.AST | None:
+        """Return an argument's expression; None where it is not given, or cannot be told."""
+        for name in names:
+            if name in self.named:
+                return self.named[name]
+        index = -1 if place is None else place - self._before
+        if 0 <= index < len(self.positional) and not self.starred:
+            return self.positional[index]
+        return None
+
+    def read(self, place: int | None, *names: str, default: object = None) -> object:
+        """Return an argument's constant, or its default where it is not given, or UNKNOWN."""
+        given = self.get(place, *names)
+        if given is not None:
+            return read_constant(given, self.scope)
+        hidden = self.unpacked or (self.starred and place is not None)
+        return UNKNOWN if hidden else default
+
+    def has(self, place: int | None, *names: str) -> bool | None:
+        """Say whether an argument other than None is given; None where that cannot be told."""
+        value = self.read(place, *names)
+        if value is not UNKNOWN:
+            return value is not None
+        return None if self.get(place, *names) is None else True

@@ -1,0 +1,114 @@
+"""Walk a syntax tree along the lines that matter, knowing what is around each node."""
+
+import ast
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_d9m.lint.rules import Certainty
+from lightning_d9m.lint.scopes import SCOPES, Scope, resolve
+
+_LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.Constant)
+_DECORATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check has to say of a node; empty texts are the rule's own."""
+
+    rule: str
+    node: ast.AST
+    certainty: Certainty = "certain"
+    reason: str = ""
+    fix: str = ""
+    op: str = ""
+
+
+@dataclass
+class Place:
+    """Where the walk is.
+
+    Attributes:
+        parents: The nodes around the current one, the nearest last.
+        scope: The innermost scope.
+    """
+
+    parents: list[ast.AST] = field(default_factory=list)
+    scope: Scope = field(default_factory=lambda: Scope(ast.Module([], []), None, ""))
+
+    _last: tuple[ast.AST | None, str | None] = (None, None)
+
+    def resolve(self, node: ast.AST | None) -> str | None:
+        """Return the full name of what an expression refers to here."""
+        # Every check of a call asks for the name of the same function.
+        if node is not self._last[0] or node is None:
+            self._last = (node, resolve(node, self.scope))
+        return self._last[1]
+
+    def find_enclosing(self, *kinds: type[ast.AST]) -> ast.AST | None:
+        """Return the nearest node around of some kinds."""
+        return next((node for node in reversed(self.parents) if isinstance(node, kinds)), None)
+
+
+Check: TypeAlias = Callable[[ast.AST, Place], Iterator[Report]]
+
+
+def walk(
+    tree: ast.Module,
+    lines: Sequence[int],
+    checks: Mapping[type[ast.AST], Sequence[Check]],
+    package: str,
+) -> list[Report]:
+    """Run checks on all nodes that touch some lines.
+
+    Args:
+        tree: The module.
+        lines: The numbers of the lines that may hold a finding, ascending.
+        checks: By the type of the node that they look at.
+        package: The dotted name of the module's package.
+    """
+    place = Place()
+    place.scope = Scope(tree, None, package)
+    found: list[Report] = []
+    _descend(tree, place, lines, checks, found)
+    return found
+
+
+def _descend(
+    node: ast.AST,
+    place: Place,
+    lines: Sequence[int],
+    checks: Mapping[type[ast.AST], Sequence[Check]],
+    found: list[Report],
+) -> None:
+    for check in checks.get(type(node), ()):
+        found.extend(check(node, place))
+    outer = place.scope
+    opens = isinstance(node, SCOPES) and not isinstance(node, ast.Module)
+    inner = Scope(node, outer, outer.package) if opens else outer
+    place.parents.append(node)
+    for name in node._fields:
+        value = getattr(node, name, None)
+        # Decorators, defaults and bases are evaluated outside of what they belong to.
+        place.scope = inner if name == "body" else outer
+        if isinstance(value, list):
+            for child in value:
+                if isinstance(child, ast.AST) and _touches(child, lines):
+                    _descend(child, place, lines, checks, found)
+        elif (
+            isinstance(value, ast.AST) and not isinstance(value, _LEAVES) and _touches(value, lines)
+        ):
+            _descend(value, place, lines, checks, found)
+    place.parents.pop()
+    place.scope = outer
+
+
+def _touches(node: ast.AST, lines: Sequence[int]) -> bool:
+    first = getattr(node, "lineno", 0)
+    if not first:
+        return True
+    if isinstance(node, _DECORATED) and node.decorator_list:
+        first = node.decorator_list[0].lineno
+    index = bisect_left(lines, first)
+    return index < len(lines) and lines[index] <= (node.end_lineno or first)  # type: ignore[attr-defined] # has lines

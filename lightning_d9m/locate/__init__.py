@@ -1,0 +1,1 @@
+"""Narrow a divergence down to a step, module and op."""

@@ -1,0 +1,203 @@
+"""The values at the place where two runs diverge: how far they are apart, and what made them so.
+
+Of an operation: were its inputs equal, and does it give other outputs when it runs alone. Reads the
+dumps of two runs; needs torch, and no Lightning.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.comparison.ledgers import Divergence
+from lightning_d9m.comparison.magnitude import Magnitude, measure
+from lightning_d9m.comparison.record_diff import MISSING
+from lightning_d9m.hashing.digest import digest, digest_value
+from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.probes.dumps import (
+    find_batches,
+    find_dumps,
+    read_dump,
+    read_index,
+    replay_op,
+    revive,
+    take_generators,
+)
+
+_REPLAYS = 20
+
+
+@dataclass(frozen=True)
+class OpFinding:
+    """What the dumps of an operation show.
+
+    Attributes:
+        op: Its name, such as ``"aten.index_put_.default"``.
+        source: The line of the program that called it, or the operation whose gradient it computes;
+            None in a backward pass without one.
+        backward: Whether it computes the gradient of what that line called.
+        inputs_equal: Whether both runs gave it equal inputs.
+        generator_equal: Whether the generator that it draws from stood at the same place.
+        magnitude: How far its outputs are apart; None when they do not have one form.
+        replays: How often it was run alone on the dumped inputs; 0 when it could not be.
+        outcomes: How many different outputs these gave.
+        obstacle: Why it could not be run alone; empty when it was.
+        patch: The catalogue's entry of it, if it has one.
+    """
+
+    op: str
+    source: str | None
+    backward: bool
+    inputs_equal: bool
+    generator_equal: bool
+    magnitude: Magnitude | None
+    replays: int
+    outcomes: int
+    obstacle: str
+    patch: Op | None = None
+
+
+def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
+    """Examine the operation at which two runs diverge; None when it was not dumped."""
+    name, leaf = split_leaf(found.name)
+    read = [_read_op(found, name, folder) for folder in dumps]
+    if None in read or len(read) != 2:  # noqa: PLR2004 - the two runs
+        return None
+    one, other = (content for content in read if content is not None)
+    inputs, generators = zip(*(_take_inputs(content) for content in (one, other)), strict=True)
+    replays, outcomes, obstacle = _replay(one)
+    return OpFinding(
+        op=str(one["op"]),
+        source=one.get("source"),
+        backward=bool(one.get("backward")),
+        inputs_equal=inputs[0] == inputs[1],
+        generator_equal=generators[0] == generators[1],
+        magnitude=_measure_outputs(one["outputs"], other["outputs"], leaf),
+        replays=replays,
+        outcomes=outcomes,
+        obstacle=obstacle,
+        patch=find_patch(one),
+    )
+
+
+def measure_saved(found: Divergence, kind: str, dumps: Sequence[Path]) -> Magnitude | None:
+    """Measure the first value at a place that differs; None when it was not dumped."""
+    one, other = (dict(_read_values(found, kind, folder)) for folder in dumps)
+    for place, value in one.items():
+        if place in other and digest_value(value) != digest_value(other[place]):
+            return _measure(value, other[place])
+    return None
+
+
+def measure_recorded(found: Divergence) -> Magnitude | None:
+    """Measure what a ledger itself holds: a number that was logged."""
+    texts = (found.expected, found.actual)
+    if found.moment == "batch" or found.kind not in ("loss", "scalars") or MISSING in texts:
+        return None
+    values = torch.tensor([float.fromhex(text) for text in texts], dtype=torch.float64)
+    if torch.equal(values.float().double(), values):
+        values = values.float()  # as it was logged: else its units would be too small
+    return measure(values[0], values[1])
+
+
+def find_patch(dumped: Mapping[str, Any]) -> Op | None:
+    """Return the catalogue's entry of an operation, or None.
+
+    >>> find_patch({"op": "aten.put_.default", "args": []}).name
+    'put_'
+    """
+    overload = str(dumped["op"]).removeprefix("aten.").removesuffix(".default")
+    operator = overload.partition(".")[0].removesuffix("_")
+    accumulates = any(argument is True for argument in dumped["args"])
+    names = [f"{operator}_accumulate"] * accumulates + [overload, operator]
+    found = {
+        name: entry
+        for entry in OPS
+        for name in (entry.name.removesuffix("_"), *entry.operators, *entry.kernels)
+    }
+    return next((found[name] for name in names if name in found), None)
+
+
+def split_leaf(name: str) -> tuple[str, str]:
+    """Take the path of a leaf off the name of an operation's place.
+
+    >>> split_leaf("encoder::aten.max.dim:1")
+    ('encoder::aten.max.dim', '1')
+    """
+    module, _, rest = name.partition("::")
+    op, _, leaf = rest.partition(":")
+    return f"{module}::{op}", leaf
+
+
+def _read_op(found: Divergence, name: str, folder: Path) -> dict[str, Any] | None:
+    place = (found.kind, name, found.call)
+    files = find_dumps(folder, step=found.step, place=place, **_whereabouts(found))
+    return next(map(read_dump, files), None)
+
+
+def _read_values(
+    found: Divergence, kind: str, folder: Path
+) -> Iterator[tuple[tuple[str, str, int], Any]]:
+    """Yield what was saved at the place, or at the leaves of the place, with where that is."""
+    for batch in find_batches(folder, step=found.step, **_whereabouts(found)):
+        for entry in read_index(batch):
+            own = entry["name"] == found.name or entry["name"].startswith(f"{found.name}:")
+            if own and entry["kind"] == kind and entry["call"] == found.call:
+                place = (batch.name, entry["name"], entry["call"])
+                yield place, read_dump(batch / entry["file"])["value"]
+
+
+def _whereabouts(found: Divergence) -> dict[str, int | None]:
+    """Return where a divergence was saved; one at an epoch's end is in no batch of its own."""
+    if found.moment != "batch":
+        return {"rank": found.rank}
+    return {"rank": found.rank, "epoch": found.epoch, "batch": found.batch}
+
+
+def _take_inputs(dumped: Mapping[str, Any]) -> tuple[str, str]:
+    """Return digests of an operation's inputs, and of the states of what it draws from."""
+    states: list[Any] = [dumped.get("rng")]
+    inputs = take_generators([dumped["args"], dumped["kwargs"]], states)
+    return digest_value(inputs), digest_value(states)
+
+
+def _measure_outputs(expected: list[Any], actual: list[Any], leaf: str) -> Magnitude | None:
+    """Measure the leaf that differs, or the first of the outputs that does."""
+    chosen = int(leaf) if leaf.isdigit() else None
+    for number, (one, other) in enumerate(zip(expected, actual, strict=False)):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            continue
+        if number == chosen or (chosen is None and digest(one) != digest(other)):
+            return measure(one, other)
+    return None
+
+
+def _measure(expected: object, actual: object) -> Magnitude | None:
+    pair = [_as_tensor(value) for value in (expected, actual)]
+    return None if pair[0] is None or pair[1] is None else measure(pair[0], pair[1])
+
+
+def _as_tensor(value: object) -> Tensor | None:
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, int):
+        return torch.tensor(value)
+    return value if isinstance(value, Tensor) else None
+
+
+def _replay(dumped: dict[str, Any]) -> tuple[int, int, str]:
+    """Run the operation alone, several times; return how often, how many outcomes, or why not."""
+    seen = set()
+    try:
+        revive(dumped["args"])
+        for _ in range(_REPLAYS):
+            outputs = replay_op(dumped)
+            leaves = outputs if isinstance(outputs, list | tuple) else [outputs]
+            seen.add(digest_value(list(leaves)))
+    except Exception as error:  # noqa: BLE001 - an operation may refuse in many ways; it is told
+        return 0, 0, f"{type(error).__name__}: {error}"
+    return _REPLAYS, len(seen), ""

@@ -1,0 +1,252 @@
+"""What ``d9m compare`` says of two runs, in sentences."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from lightning_d9m.comparison.ledgers import Comparison, Divergence, RankComparison
+from lightning_d9m.comparison.record_diff import Difference, FieldDifference, name_call
+from lightning_d9m.text import counted, describe_names, describe_value, plain
+
+_WIDTH = 80
+_RANGES_SHOWN = 8
+# As much as a stack records of a variable: cut shorter, two values might look alike.
+_VALUE = 256
+# A path, or a sentence about one, is shown whole.
+_LONGEST = 4_096
+
+
+def format_comparison(comparison: Comparison) -> list[str]:
+    """Lay out a comparison in lines: what explains a difference comes before the difference."""
+    lines = [
+        f"expected: {plain(str(comparison.expected), _LONGEST)}",
+        f"actual:   {plain(str(comparison.actual), _LONGEST)}",
+    ]
+    if is_one_ledger(comparison):
+        lines.append("Both are one ledger, so this shows nothing about two runs.")
+    for found, title in (
+        (comparison.stack, "The stacks differ, which alone may change bits:"),
+        (comparison.settings, "Settings differ that leave the runs comparable:"),
+        (comparison.refusals, "The runs cannot be held against each other:"),
+    ):
+        if found:
+            lines += ["", title]
+            for entry in found:
+                lines += _format_field(entry, len(comparison.ranks))
+    for entry in comparison.refusals[:1]:
+        lines += _wrap(entry.reason)
+    lines.append("")
+    if not comparison.refusals:
+        lines += _format_divergences(comparison)
+    for sentence in list_one_sided(comparison):
+        lines += _wrap(sentence)
+    return [*lines, *_wrap(state_verdict(comparison))]
+
+
+def is_one_ledger(comparison: Comparison) -> bool:
+    """Whether a ledger was held against itself."""
+    expected = comparison.expected
+    return expected.exists() and expected.samefile(comparison.actual)
+
+
+def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
+    # Most of the time all ranks differ in the same way: then they need no mention.
+    where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
+    yield f"  {plain(entry.field)}{where}"
+    yield f"    expected: {plain(entry.expected, _VALUE)}"
+    yield f"    actual:   {plain(entry.actual, _VALUE)}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, neighbours together.
+
+    >>> name_ranks([3]), name_ranks([2, 3]), name_ranks([0, 1, 2, 7])
+    ('rank 3', 'ranks 2, 3', 'ranks 0-2, 7')
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    shown = [
+        f"{found[0]}-{found[-1]}" if found[2:] else ", ".join(map(str, found))
+        for found in ranges[:_RANGES_SHOWN]
+    ]
+    left = sum(map(len, ranges[_RANGES_SHOWN:]))
+    more = f" and {left} more" if left else ""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(shown)}{more}"
+
+
+def _format_divergences(comparison: Comparison) -> Iterator[str]:
+    """Yield the first divergence of all in full, those of the other ranks in a sentence each."""
+    ranks = {entry.rank: entry for entry in comparison.ranks}
+    same: dict[str, list[int]] = {}
+    for number, found in enumerate(comparison.divergences):
+        rank = ranks[found.rank]
+        if rank.first is None:
+            continue
+        if number == 0:
+            yield from _format_divergence(rank, rank.first)
+            continue
+        sentence = (
+            f"in {rank.first.where}: {name_place(found)}; {found.count:,} of "
+            f"{found.compared:,} differ."
+        )
+        same.setdefault(sentence, []).append(found.rank)
+    for sentence, numbers in same.items():
+        verb = "diverge" if numbers[1:] else "diverges"
+        yield from _wrap(_begin(f"{name_ranks(sorted(numbers))} {verb} {sentence}"))
+
+
+def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]:
+    yield from _wrap(f"Rank {rank.rank} diverges first in {first.where}:")
+    for group, (count, of) in first.by_group.items():
+        yield f"  {plain(group)}: {count} of {of} differ"
+    if first.names != ("(total)",):
+        count = first.by_group.get(first.group, (first.count, 0))[0]
+        yield from _wrap(f"first {plain(first.group)}: {describe_names(first.names, count)}", "  ")
+    yield f"    expected: {describe_value(first.expected)}"
+    yield f"    actual:   {describe_value(first.actual)}"
+    if text := advise(first):
+        yield from _wrap(text, "  ")
+    if rank.differing or not rank.places:
+        yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
+    if rank.places:
+        yield f"  Probes that differ: {rank.differing_places:,} of {rank.places:,},"
+        yield f"  in {rank.differing_batches:,} of {counted(rank.batches, 'batch', 'batches')}."
+
+
+def name_place(found: Divergence) -> str:
+    """Return kind and name of the first place that differs."""
+    if found.name == "(total)":
+        return plain(found.kind)
+    return f"{plain(found.kind)} {plain(name_call(found.name, found.call))}"
+
+
+def advise(first: Difference) -> str:
+    """Return what a first difference calls for, where it says so by itself; else nothing."""
+    if first.moment == "initial":
+        return (
+            "No training caused it: seed before the model is built (lightning_d9m.enable or "
+            "seed_everything at the top of the program)."
+        )
+    if set(first.by_group) == {"scalars"}:
+        return (
+            "Nothing but logged scalars differs here. One that differs by nature, as a measured "
+            "time, can be left out: ignored_metrics, or LIGHTNING_D9M_IGNORED_METRICS=NAME before "
+            "the command."
+        )
+    return ""
+
+
+def list_one_sided(comparison: Comparison) -> Iterator[str]:
+    """Yield a sentence for each thing that one run has alone, or that it lacks."""
+    for name, ranks in (
+        ("expected", comparison.ranks_only_expected),
+        ("actual", comparison.ranks_only_actual),
+    ):
+        if ranks:
+            yield f"Only the {name} run has a file of {name_ranks(ranks)}."
+    same: dict[str, list[int]] = {}
+    for rank in comparison.ranks if not comparison.refusals else ():
+        for sentence in _list_one_sided(rank):
+            same.setdefault(sentence, []).append(rank.rank)
+    for sentence, numbers in same.items():
+        yield _begin(f"{name_ranks(numbers)}: {sentence}")
+
+
+def _list_one_sided(rank: RankComparison) -> Iterator[str]:
+    for name, found, places, breaks, complete, truncated in (
+        (
+            "expected",
+            rank.only_expected,
+            rank.only_expected_places,
+            rank.expected_breaks,
+            rank.expected_complete,
+            rank.expected_truncated,
+        ),
+        (
+            "actual",
+            rank.only_actual,
+            rank.only_actual_places,
+            rank.actual_breaks,
+            rank.actual_complete,
+            rank.actual_truncated,
+        ),
+    ):
+        if found.count:
+            yield (
+                f"only the {name} run has {counted(found.count, 'record')}, the first "
+                f"{found.first}."
+            )
+        if places.count:
+            yield (
+                f"only the {name} run has {counted(places.count, 'probe')} in batches of both, "
+                f"the first {places.first}."
+            )
+        for found_break in breaks:
+            problem = (found_break.problem or "").removesuffix(".")
+            problem = f"; {plain(problem, _LONGEST)}" if problem else ""
+            yield (
+                f"the {name} run was interrupted and resumed at epoch {found_break.epoch}, batch "
+                f"{found_break.batch} (step {found_break.step}){problem}."
+            )
+        if not complete:
+            torn = "; its torn last record was left out" if truncated else ""
+            yield f"the {name} run was ended before it finished its ledger{torn}."
+
+
+def state_verdict(comparison: Comparison) -> str:
+    """Return the verdict in a sentence, with what it rests on."""
+    if comparison.verdict == "equal":
+        digests = sum(rank.digests for rank in comparison.ranks)
+        epochs = counted(max(rank.epochs for rank in comparison.ranks), "epoch")
+        ranks = name_ranks([rank.rank for rank in comparison.ranks])
+        return (
+            f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
+            f"{epochs}; {ranks})."
+        )
+    if comparison.verdict == "different":
+        return (
+            f"different: {count_compared(comparison)} compared. {_name_first(comparison)}".rstrip()
+        )
+    if comparison.refusals:
+        names = ", ".join(plain(entry.field) for entry in comparison.refusals)
+        return f"not comparable: the runs differ by design ({names})."
+    if not comparison.ranks:
+        return "not comparable: the ledgers have no rank in common."
+    return "not comparable: a rank has no digests in common, so nothing was proven."
+
+
+def count_compared(comparison: Comparison) -> str:
+    """Return how much was held against its counterpart."""
+    records = counted(sum(rank.records for rank in comparison.ranks), "record")
+    if places := sum(rank.places for rank in comparison.ranks):
+        batches = counted(sum(rank.batches for rank in comparison.ranks), "batch", "batches")
+        records += f" and {counted(places, 'probe')} of {batches}"
+    return records
+
+
+def _name_first(comparison: Comparison) -> str:
+    """Name the first divergence once more where those of other ranks stand below it."""
+    first, found = comparison.first, comparison.divergences
+    if first is None or not found[1:]:
+        return ""
+    ranks = [entry.rank for entry in found if entry.when == found[0].when]
+    verb = "diverge" if ranks[1:] else "diverges"
+    return _begin(f"{name_ranks(sorted(ranks))} {verb} first, in {first[1].where}.")
+
+
+def _begin(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,  # a path is found again whole
+    )

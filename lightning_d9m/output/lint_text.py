@@ -1,0 +1,155 @@
+"""Findings as text, JSON and SARIF, and the table that joins them with what ran."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from textwrap import wrap
+from urllib.parse import quote
+
+from lightning_d9m import __version__
+from lightning_d9m.lint.finding import Finding
+from lightning_d9m.lint.join import OpRow
+from lightning_d9m.lint.rules import RULES, Severity
+
+_WIDTH = 80
+_INDENT = "  "
+_SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+# SARIF's three levels are called as our severities.
+_LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+def render_text(findings: Sequence[Finding], facts: Mapping[str, object]) -> str:
+    """Return the findings for a terminal: each with its place, reason and fix."""
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{finding.place}: {finding.rule} {finding.severity}, {finding.certainty}")
+        if finding.code:
+            lines.append(_cut(f"{_INDENT}| {finding.code}"))
+        lines += _fold(finding.reason)
+        lines += _fold(f"Fix: {finding.fix}")
+        lines.append("")
+    counts = Counter(finding.severity for finding in findings)
+    counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
+    lines += wrap(
+        f"{len(findings)} found in {_count(facts['files'], 'file')}, "
+        f"{_count(facts['lines'], 'line')}"
+        f"{f' ({counted})' if counted else ''}; ops as of torch {facts['torch']}, deterministic "
+        f"algorithms {'on' if facts['deterministic'] else 'taken to be off'}.",
+        _WIDTH,
+    )
+    return "\n".join(lines)
+
+
+def _count(number: object, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _fold(text: str) -> list[str]:
+    return wrap(
+        text,
+        _WIDTH,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def render_json(
+    findings: Sequence[Finding], facts: Mapping[str, object], table: Sequence[OpRow] | None
+) -> str:
+    """Return one JSON object: facts of the scan, findings, and the table where asked for."""
+    joined = {} if table is None else {"ops": [row.as_record() for row in table]}
+    records = [finding.as_record() for finding in findings]
+    return json.dumps({"schema": 1, **facts, "findings": records, **joined}, indent=1)
+
+
+def render_sarif(findings: Sequence[Finding]) -> str:
+    """Return a log in SARIF 2.1.0 (OASIS): one run, every rule, one result for each finding."""
+    indices = {rule: index for index, rule in enumerate(RULES)}
+    driver = {
+        "name": "d9m scan",
+        "version": __version__,
+        "semanticVersion": __version__,
+        "rules": [
+            {
+                "id": rule.id,
+                "name": rule.name,
+                "shortDescription": {"text": rule.name.replace("-", " ").capitalize() + "."},
+                "fullDescription": {"text": rule.reason},
+                "help": {"text": rule.fix},
+                "defaultConfiguration": {"level": rule.severity},
+            }
+            for rule in RULES.values()
+        ],
+    }
+    log = {
+        "$schema": _SARIF,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "columnKind": "unicodeCodePoints",
+                "results": [_as_result(finding, indices[finding.rule]) for finding in findings],
+            }
+        ],
+    }
+    return json.dumps(log, indent=1)
+
+
+def _as_result(finding: Finding, index: int) -> dict[str, object]:
+    region: dict[str, object] = {"startLine": finding.file_line}
+    if not finding.cell:
+        # Within a notebook's JSON a column of the cell means nothing.
+        region |= {
+            "startColumn": finding.column,
+            "endLine": finding.end_line,
+            "endColumn": max(finding.end_column, finding.column),
+        }
+    path = PurePath(finding.file)
+    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    return {
+        "ruleId": finding.rule,
+        "ruleIndex": index,
+        "level": finding.severity,
+        "message": {"text": f"{finding.reason} {finding.fix}"},
+        "locations": [{"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}],
+        "properties": {
+            "certainty": finding.certainty,
+            **({"op": finding.op} if finding.op else {}),
+            **({"cell": finding.cell, "cellLine": finding.line} if finding.cell else {}),
+        },
+    }
+
+
+def render_table(rows: Sequence[OpRow]) -> str:
+    """Return what was found, what ran and what was measured, one line for each op."""
+    if not rows:
+        return "No op was found, alerted or measured."
+    cells = [("op", "lines", "alerts", "outputs", "Vermv", "Vc")]
+    for row in rows:
+        worst = row.worst
+        cells.append(
+            (
+                row.op,
+                str(len(row.lines)),
+                str(row.alerts) if row.alerts else "-",
+                "-" if worst is None else f"{worst.distinct}/{worst.runs}",
+                "-" if worst is None or worst.vermv is None else f"{worst.vermv:.2g}",
+                "-" if worst is None or worst.vc is None else f"{worst.vc:.2g}",
+            )
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = [
+        f"{line[0]:{widths[0]}}  "
+        + "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in cells
+    ]
+    for row in rows:
+        lines += [f"{row.op}: {place}" for place in row.lines[:3]]
+    return "\n".join(lines)

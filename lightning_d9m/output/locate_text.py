@@ -1,0 +1,164 @@
+"""What ``d9m locate`` has found, in sentences."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from lightning_d9m.text import plain
+
+if TYPE_CHECKING:
+    from lightning_d9m.cli.locate import Found
+    from lightning_d9m.comparison.ledgers import Divergence
+    from lightning_d9m.comparison.magnitude import Magnitude
+    from lightning_d9m.locate.op_evidence import OpFinding
+
+_WIDTH = 80
+# By the status of the catalogue's entry; an exempt one has its own.
+_FIXES = {
+    "patched": "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it.",
+    "offered": "Deterministic algorithms, which lightning_d9m switches on.",
+    "exempt": "",
+}
+_LABEL = re.compile(r"\s*[a-z ]+:|\s+")
+# A line of the program, with the path of its file, is shown whole.
+_LONGEST = 400
+
+
+def describe_place(found: "Sequence[Divergence]") -> str:
+    """Return where runs diverge, in a line."""
+    if not found:
+        return "no place that both runs have"
+    first = found[0]
+    when = f"epoch {first.epoch}, step {first.step}"
+    if first.moment == "batch":
+        when += f", batch {first.batch}"
+    elif first.moment in ("initial", "final"):
+        when = f"the {first.moment} state"
+    call = f", call {first.call}" if first.call else ""
+    return f"{when}: {first.kind} {plain(first.name)}{call}"
+
+
+def describe(found: "Found", *, recipe: bool) -> Iterator[str]:
+    """Yield the lines of the report, none longer than a terminal is wide unless a name is."""
+    for line in _describe(found, recipe=recipe):
+        indent = len(line) - len(line.lstrip()) + (2 if _LABEL.match(line) else 0)
+        yield from textwrap.wrap(
+            line,
+            _WIDTH,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+
+
+def _describe(found: "Found", *, recipe: bool) -> Iterator[str]:
+    for look in found.looks:
+        yield f"  {look}"
+    yield ""
+    if found.cause is None:
+        yield "equal: no two runs differ."
+        if recipe:
+            yield "To see what would differ without lightning_d9m's switches: --without-recipe."
+        return
+    cause = found.cause
+    yield f"cause: {cause.kind}"
+    yield cause.text
+    yield from _describe_moment(found)
+    if found.op is not None:
+        yield from describe_op(found.op)
+    elif found.magnitude is not None:
+        yield from _describe_magnitude(found.magnitude)
+    if cause.advice:
+        yield f"advice: {cause.advice}"
+
+
+def _describe_moment(found: "Found") -> Iterator[str]:
+    """Yield where the runs diverge; where they are not comparable, the fields that differ."""
+    pair = found.pair
+    if found.divergences:
+        first = found.divergences[0]
+        yield f"where: {describe_place(found.divergences)}"
+        ranks = ", ".join(str(entry.rank) for entry in found.divergences)
+        if found.ranks > 1:
+            yield f"rank:  {ranks} of {found.ranks}"
+        if pair is not None and pair.fits > 1:
+            yield f"fit:   {plain(pair.fit)}, one of {pair.fits}"
+        yield f"differ: {first.count:,} of {first.compared:,} places of that moment"
+    if pair is None:
+        return
+    for entry in (*pair.comparison.refusals, *pair.comparison.stack):
+        yield f"  {plain(entry.field)}"
+        yield f"    expected: {plain(entry.expected)}"
+        yield f"    actual:   {plain(entry.actual)}"
+    if found.divergences or pair.comparison.refusals:
+        return
+    for rank in pair.comparison.ranks:
+        for side, alone in (("expected", rank.only_expected), ("actual", rank.only_actual)):
+            if alone.count:
+                yield (
+                    f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
+                    f"{plain(alone.first)}"
+                )
+
+
+def describe_op(found: "OpFinding") -> Iterator[str]:
+    """Yield what the dumps of an operation show, and what the catalogue knows of it."""
+    called = "in the backward pass of" if found.backward else "called at"
+    source = f", {called} {plain(found.source, _LONGEST)}" if found.source else ""
+    yield f"op: {found.op}{source}"
+    if not found.inputs_equal:
+        yield "Its inputs differed, though no recorded operation wrote them."
+    elif found.generator_equal:
+        yield "Its inputs were equal in both runs."
+    else:
+        yield "Its inputs were equal in both runs, but not the state of its generator."
+    if found.magnitude is not None:
+        yield from _describe_magnitude(found.magnitude)
+    if not found.inputs_equal:
+        return
+    if found.obstacle:
+        yield f"It could not be run alone: {plain(found.obstacle, _LONGEST)}"
+    elif found.outcomes > 1:
+        yield (
+            f"Confirmed: run alone {found.replays} times on these inputs, it gave "
+            f"{found.outcomes} different outputs."
+        )
+    elif not found.generator_equal:
+        yield (
+            f"Confirmed: run alone {found.replays} times from one state of its generator, it gave "
+            "one output each time."
+        )
+    else:
+        yield (
+            f"Run alone {found.replays} times on these inputs, here, it gave one output each time: "
+            "what makes it differ is not shown by the operation alone."
+        )
+    if found.generator_equal:
+        yield from _describe_fix(found)
+
+
+def _describe_fix(found: "OpFinding") -> Iterator[str]:
+    """Yield what the catalogue of patches knows of an operation."""
+    patch = found.patch
+    if patch is not None:
+        yield f"known: {patch.name} ({patch.status}). {patch.cause}"
+        yield f"with deterministic algorithms on, torch: {patch.torch_does}"
+        yield f"fix: {_FIXES[patch.status] or patch.reason} See `d9m ops {patch.name}`."
+    elif found.outcomes > 1:
+        yield (
+            "fix: torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
+            "a deterministic kernel or raises; without a recipe's switches it is off."
+        )
+
+
+def _describe_magnitude(found: "Magnitude") -> Iterator[str]:
+    ulps = "" if found.ulps is None else f", at most {found.ulps:,} ulps"
+    yield (
+        f"{found.count:,} of {found.total:,} elements differ{ulps}, by at most "
+        f"{found.absolute:.3g} ({found.relative:.3g} relative)"
+    )
+    for at, expected, actual in found.examples:
+        yield f"  {list(at)}"
+        yield f"    expected: {expected!r} ({expected.hex()})"
+        yield f"    actual:   {actual!r} ({actual.hex()})"

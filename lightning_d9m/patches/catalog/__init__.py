@@ -1,0 +1,1 @@
+"""What each nondeterministic op does on CUDA, as data."""

@@ -1,0 +1,130 @@
+"""The catalogue's entries for ops that need no patch, or that no patch can help."""
+
+from lightning_d9m.patches.catalog.op import Op
+
+EXEMPT: tuple[Op, ...] = (
+    Op(
+        name="cumsum",
+        status="exempt",
+        documented=("torch.cumsum",),
+        torch_does="Runs a deterministic kernel, although the docstring up to 2.13 says it raises.",
+        cause="The parallel scan of floating point was split differently from run to run.",
+        reason=(
+            "torch fixed it and tests it (test_deterministic_cumsum); only the docstring is stale. "
+            "Inside torch.compile the scan may still vary."
+        ),
+    ),
+    Op(
+        name="resize_quantized",
+        status="exempt",
+        documented=("torch.Tensor.resize_",),
+        torch_does="Raises for a quantized tensor, on a CPU too.",
+        cause=(
+            "The elements that a resize adds hold whatever was in memory; torch fills them for "
+            "other dtypes when deterministic algorithms are on, but not for quantized ones."
+        ),
+        reason=(
+            "No computation is nondeterministic: what is read is uninitialised. Quantize a tensor "
+            "of the new size instead of resizing a quantized one."
+        ),
+    ),
+    Op(
+        name="kthvalue",
+        status="exempt",
+        torch_does="Runs a deterministic kernel.",
+        cause="The index was that of whichever of several equal elements a thread found.",
+        reason="torch fixed it and took it off its list before 2.13.",
+    ),
+    Op(
+        name="avg_pool2d_backward",
+        status="exempt",
+        torch_does="Runs as always.",
+        cause="None: each input reads the windows that cover it.",
+        reason="torch's CUDA kernel is a gather.",
+    ),
+    Op(
+        name="max_pool2d_backward",
+        status="exempt",
+        torch_does="Runs as always.",
+        cause="None: each input reads the windows that may have chosen it.",
+        reason="torch's CUDA kernels, of both memory formats, are gathers.",
+    ),
+    Op(
+        name="upsample_nearest_backward",
+        status="exempt",
+        torch_does="Runs as always.",
+        cause="None: each input reads the outputs that copied it.",
+        reason="torch's CUDA kernels, in 1 to 3 dimensions, are gathers.",
+    ),
+    Op(
+        name="scaled_dot_product_attention_backward",
+        status="exempt",
+        torch_does=(
+            "Chooses deterministic backends and arguments, but only if nondeterminism is an error; "
+            "with warn_only=True it warns once and stays nondeterministic."
+        ),
+        cause="Blocks of keys add to the gradient of the queries with atomics.",
+        reason="torch itself does it, if deterministic algorithms are on without warn_only.",
+        operators=(
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+        ),
+    ),
+    Op(
+        name="ctc_loss_cudnn",
+        status="exempt",
+        torch_does="Asks cuDNN for its deterministic algorithm under cudnn.deterministic.",
+        cause="cuDNN's default algorithm for CTC varies.",
+        reason="The flag chooses the deterministic algorithm; the native version is patched.",
+        operators=("_cudnn_ctc_loss",),
+    ),
+    Op(
+        name="rnn_cudnn",
+        status="exempt",
+        torch_does="Warns in the documentation of LSTM and RNN.",
+        cause="cuBLAS may split a product over workspaces whose number depends on what else runs.",
+        reason="CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, set before CUDA starts, fixes it.",
+        operators=("_cudnn_rnn", "_cudnn_rnn_backward"),
+    ),
+    Op(
+        name="embedding_max_norm",
+        status="exempt",
+        torch_does="Runs as always.",
+        cause="max_norm rescales rows of the table in place while the forward pass reads them.",
+        reason="Each row is rescaled to one value, whoever does it; avoid max_norm all the same.",
+    ),
+    Op(
+        name="flash_attn_package_backward",
+        status="exempt",
+        torch_does="Cannot reach it: the package brings its own kernels.",
+        cause="Blocks of keys add to the gradient of the queries with atomics.",
+        reason="Pass deterministic=True to its functions, or set FLASH_ATTENTION_DETERMINISTIC=1.",
+    ),
+    Op(
+        name="apple_devices",
+        status="exempt",
+        documented=tuple(
+            f"{name} (MPS)"
+            for name in (
+                "torch.Tensor.index_put",
+                "torch.Tensor.index_reduce",
+                "torch.kthvalue",
+                "torch.nn.AvgPool3d",
+                "torch.nn.Embedding",
+                "torch.nn.EmbeddingBag",
+                "torch.nn.MaxPool2d",
+                "torch.nn.MaxPool3d",
+                "torch.nn.functional.grid_sample",
+                "torch.nn.functional.interpolate",
+            )
+        ),
+        torch_does="Raises on an MPS device, as the docstring says from 2.15 on.",
+        cause="Metal's threads meet on one place in no fixed order, as CUDA's do.",
+        reason=(
+            "The replacements are registered for CUDA, and nobody has run them on an Apple device. "
+            "torch raises there, so that nothing varies unnoticed."
+        ),
+        since="2.15",
+    ),
+)

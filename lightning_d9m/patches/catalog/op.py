@@ -1,0 +1,83 @@
+"""What the catalogue says of one op."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Status = Literal["patched", "offered", "exempt"]
+
+ATOMICS = (
+    "One thread per output adds into the input with atomics; the threads that meet on one input "
+    "come in no fixed order, and a floating-point sum depends on the order."
+)
+"""The cause that most of the ops share."""
+
+GATHER = "Each input reads the outputs it went to, in ascending order"
+"""The remedy that most of the gradients share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One op that torch leaves, or once left, nondeterministic on CUDA.
+
+    Attributes:
+        name: What opts out of it.
+        status: ``"patched"`` by default; ``"offered"`` on request, because it is not known to be
+            faster than torch's own deterministic version; ``"exempt"``, with a reason.
+        documented: What the docstring of ``torch.use_deterministic_algorithms`` calls it.
+        torch_does: What torch does when deterministic algorithms are on.
+        cause: Why it is nondeterministic.
+        instead: What is done here.
+        bits: How the result relates to the original's.
+        kernels: The replacement of each overload, as ``package.module:function``.
+        operators: Names of the operators that it is, where they are neither its own name nor
+            replaced.
+        since: The first torch release that the entry holds for.
+        until: The first torch release that needs no patch; None where there is none yet.
+        cost: Time relative to the nondeterministic original; None until measured.
+        reason: Why an exempt op needs no patch.
+    """
+
+    name: str
+    status: Status
+    torch_does: str
+    cause: str
+    instead: str = ""
+    bits: str = ""
+    documented: tuple[str, ...] = ()
+    kernels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    operators: tuple[str, ...] = ()
+    since: str = "2.11"
+    until: str | None = None
+    cost: str | None = None
+    reason: str = ""
+
+    def is_needed(self, torch_version: str) -> bool:
+        """Say whether a release of torch is one that this entry holds for."""
+        release = _read_release(torch_version)
+        return _read_release(self.since) <= release and (
+            self.until is None or release < _read_release(self.until)
+        )
+
+    def as_record(self) -> dict[str, object]:
+        """Return the entry in the types that JSON knows."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "documented": list(self.documented),
+            "torch_does": self.torch_does,
+            "cause": self.cause,
+            "instead": self.instead,
+            "bits": self.bits,
+            "overloads": sorted(self.kernels),
+            "since": self.since,
+            "until": self.until,
+            "cost": self.cost,
+            "reason": self.reason,
+        }
+
+
+def _read_release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,103 @@
+"""The catalogue's entries for interpolation, grid sampling and padding."""
+
+from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, Op
+
+_GRID_SAMPLE = "lightning_d9m.patches.kernels.grid_sample"
+_INTERPOLATION = "lightning_d9m.patches.kernels.interpolation"
+_PADDING = "lightning_d9m.patches.kernels.padding"
+
+_RAISES = "Raises in the backward pass."
+_DECOMPOSES = (
+    "Decomposes the op, if deterministic algorithms were on in the forward pass; raises in the "
+    "backward pass if they were off."
+)
+_SEPARABLE = f"{GATHER}, weighted, one dimension after the other."
+_SEPARABLE_BITS = (
+    "Within a few rounding errors: the sum is taken dimension by dimension; half and bfloat16 are "
+    "added in float32."
+)
+
+
+def _describe_interpolation(
+    mode: str,
+    *,
+    prefix: str = "",
+    documented: str | None = None,
+    torch_does: str = _RAISES,
+    since: str = "2.11",
+) -> Op:
+    overload = f"{prefix}upsample_{mode}_backward"
+    path = f"{_INTERPOLATION}:{mode}_backward"
+    return Op(
+        name=f"upsample_{mode}_backward",
+        status="patched",
+        documented=(f"torch.nn.functional.interpolate {documented}",) if documented else (),
+        torch_does=torch_does,
+        cause=ATOMICS,
+        instead=_SEPARABLE,
+        bits=_SEPARABLE_BITS,
+        kernels={overload: path, f"{overload}.grad_input": path},
+        since=since,
+    )
+
+
+def _describe_padding(kind: str, dims: int) -> Op:
+    overload = f"{kind}_pad{dims}d_backward"
+    path = f"{_PADDING}:{overload}"
+    reflects = kind == "reflection"
+    return Op(
+        name=overload,
+        status="patched",
+        documented=(f"torch.nn.ReflectionPad{dims}d",) if reflects else (),
+        torch_does=_RAISES if reflects else _DECOMPOSES,
+        cause=ATOMICS,
+        instead=(
+            "Each padded strip is folded back and added as a whole, one side after the other."
+            if reflects
+            else f"{GATHER}, one dimension after the other."
+        ),
+        bits=(
+            "Equal to torch's CPU kernel on one thread in 1 dimension; in more, within a few "
+            "rounding errors where paddings of several dimensions meet."
+        ),
+        kernels={overload: path, f"{overload}.grad_input": path},
+    )
+
+
+RESAMPLING: tuple[Op, ...] = (
+    _describe_interpolation("linear1d", documented="linear"),
+    _describe_interpolation("bilinear2d", documented="bilinear", torch_does=_DECOMPOSES),
+    _describe_interpolation("bicubic2d", documented="bicubic"),
+    _describe_interpolation("trilinear3d", documented="trilinear", torch_does=_DECOMPOSES),
+    _describe_interpolation("bilinear2d_aa", prefix="_"),
+    _describe_interpolation("bicubic2d_aa", prefix="_"),
+    _describe_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
+    *(_describe_padding("reflection", dims) for dims in (1, 2, 3)),
+    *(_describe_padding("replication", dims) for dims in (1, 2, 3)),
+    *(
+        Op(
+            name=f"grid_sampler_{dims}d_backward",
+            status="patched",
+            documented=("torch.nn.functional.grid_sample",),
+            torch_does=_RAISES,
+            cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004 - a number of dimensions
+            instead=(
+                "The reads of all outputs are sorted by the input they touched; each input adds "
+                "its own, weighted."
+            ),
+            bits=(
+                "Within a few rounding errors. A coordinate that is NaN touches nothing, as on "
+                "CUDA."
+            ),
+            kernels={
+                f"grid_sampler_{dims}d_backward": f"{_GRID_SAMPLE}:grid_sampler_{dims}d_backward",
+                **(
+                    {"cudnn_grid_sampler_backward": f"{_GRID_SAMPLE}:cudnn_grid_sampler_backward"}
+                    if dims == 2  # noqa: PLR2004 - a number of dimensions
+                    else {}
+                ),
+            },
+        )
+        for dims in (2, 3)
+    ),
+)

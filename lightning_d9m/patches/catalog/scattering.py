@@ -1,0 +1,216 @@
+"""The catalogue's entries for losses, indexing, counting and order statistics."""
+
+from lightning_d9m.patches.catalog.op import ATOMICS, Op
+
+_CTC_LOSS = "lightning_d9m.patches.kernels.ctc_loss"
+_EMBEDDING_BAG = "lightning_d9m.patches.kernels.embedding_bag"
+_HISTC_BINCOUNT = "lightning_d9m.patches.kernels.histc_bincount"
+_INDEX_ADD = "lightning_d9m.patches.kernels.index_add"
+_INDEX_REDUCE = "lightning_d9m.patches.kernels.index_reduce"
+_NLL_LOSS = "lightning_d9m.patches.kernels.nll_loss"
+_ORDER_STATISTICS = "lightning_d9m.patches.kernels.order_statistics"
+_PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
+_SCATTER = "lightning_d9m.patches.kernels.scatter"
+
+_SORTED = "The contributions are sorted by where they go; each place adds its own, in order."
+
+SCATTERING: tuple[Op, ...] = (
+    Op(
+        name="nll_loss2d",
+        status="patched",
+        documented=("torch.nn.NLLLoss",),
+        torch_does="Raises for an input with two spatial dimensions, unless reduction is 'none'.",
+        cause="The blocks add their partial sums with atomics, in no fixed order.",
+        instead="The terms are written down and summed by torch's reduction, a fixed tree.",
+        bits="Within a few rounding errors; half and bfloat16 are added in float32.",
+        kernels={
+            "nll_loss2d_forward": f"{_NLL_LOSS}:nll_loss2d_forward",
+            "nll_loss2d_forward.output": f"{_NLL_LOSS}:nll_loss2d_forward",
+        },
+    ),
+    Op(
+        name="ctc_loss_backward",
+        status="patched",
+        documented=("torch.nn.CTCLoss",),
+        torch_does="Raises in the backward pass of the native version.",
+        cause="The states of one label add their posteriors with atomics.",
+        instead=(
+            "The backward variables come from torch's forward kernel, run on the reversed problem; "
+            "the states are sorted by label, and each label adds its own."
+        ),
+        bits="Within the rounding errors of the log-domain sums, which grow with the length.",
+        kernels={
+            "_ctc_loss_backward": f"{_CTC_LOSS}:ctc_loss_backward",
+            "_ctc_loss_backward.Tensor": f"{_CTC_LOSS}:ctc_loss_backward",
+        },
+    ),
+    Op(
+        name="embedding_bag_max_backward",
+        status="patched",
+        documented=("torch.nn.EmbeddingBag",),
+        torch_does="Raises in the backward pass of mode 'max'.",
+        cause=ATOMICS,
+        instead=_SORTED,
+        bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
+        kernels={"_embedding_bag_dense_backward": f"{_EMBEDDING_BAG}:embedding_bag_dense_backward"},
+    ),
+    Op(
+        name="put_",
+        status="patched",
+        documented=("torch.Tensor.put_",),
+        torch_does="Raises; on a CPU only without accumulate.",
+        cause="Of several values for one place, whichever thread writes last wins.",
+        instead=(
+            "All values for one place are made the last one before they are written; accumulate "
+            "goes to index_put_, which sorts."
+        ),
+        bits="Equal to torch's CPU kernel on one thread.",
+        kernels={"put_": f"{_PUT_UNPOOL}:put_"},
+    ),
+    Op(
+        name="histc",
+        status="patched",
+        documented=("torch.histc",),
+        torch_does="Raises for floating point.",
+        cause="Bins are counted in floating point with atomics, inexactly beyond 2**24 in float32.",
+        instead="The bins are sorted and counted as integers.",
+        bits="Equal to torch's CPU kernel below 2**24 elements in a bin.",
+        kernels={"histc": f"{_HISTC_BINCOUNT}:histc", "histc.out": f"{_HISTC_BINCOUNT}:histc"},
+    ),
+    Op(
+        name="bincount",
+        status="patched",
+        documented=("torch.bincount",),
+        torch_does="Raises if weights are given.",
+        cause=ATOMICS,
+        instead=_SORTED,
+        bits="Equal to torch's CPU kernel where the sums are sequential (on a CPU).",
+        kernels={"bincount": f"{_HISTC_BINCOUNT}:bincount"},
+    ),
+    Op(
+        name="median",
+        status="patched",
+        documented=("torch.median",),
+        torch_does="Raises for the median along a dimension.",
+        cause="The index is that of whichever of several equal elements a thread finds.",
+        instead="A stable sort; the index is that of the element in the middle.",
+        bits="The value is torch's; the index may differ where elements are equal.",
+        kernels={"median.dim_values": f"{_ORDER_STATISTICS}:median_dim"},
+    ),
+    Op(
+        name="nanmedian",
+        status="patched",
+        torch_does="Raises for the median along a dimension.",
+        cause="The index is that of whichever of several equal elements a thread finds.",
+        instead="A stable sort; the index is that of the element in the middle.",
+        bits="The value is torch's; the index may differ where elements are equal.",
+        kernels={"nanmedian.dim_values": f"{_ORDER_STATISTICS}:nanmedian_dim"},
+    ),
+    Op(
+        name="topk",
+        status="patched",
+        torch_does="Nothing: it neither raises nor switches.",
+        cause="Which of several equal elements are returned, and in which order, varies.",
+        instead="A stable sort; of equal elements the first come first.",
+        bits="The values are torch's; the indices may differ where elements are equal.",
+        kernels={"topk": f"{_ORDER_STATISTICS}:topk", "topk.values": f"{_ORDER_STATISTICS}:topk"},
+    ),
+    Op(
+        name="scatter_reduce_prod",
+        status="patched",
+        documented=("torch.Tensor.scatter_reduce",),
+        torch_does="Raises for reduce='prod'.",
+        cause="The threads that meet on one place multiply in no fixed order.",
+        instead="The factors are sorted by where they go; each place multiplies its own, in order.",
+        bits=(
+            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
+            "bfloat16 are multiplied in float32."
+        ),
+        kernels={
+            "scatter_reduce.two": f"{_SCATTER}:scatter_reduce",
+            "scatter_reduce.two_out": f"{_SCATTER}:scatter_reduce",
+            "scatter_reduce_.two": f"{_SCATTER}:scatter_reduce_",
+        },
+    ),
+    Op(
+        name="scatter_with_reduce",
+        status="patched",
+        torch_does=(
+            "Raises on CUDA for scatter with a tensor and reduce='add' or 'multiply'; its "
+            "documentation does not say so."
+        ),
+        cause="The threads that meet on one place add or multiply in no fixed order.",
+        instead="The elements are sorted by where they go; each place reduces its own, in order.",
+        bits=(
+            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
+            "bfloat16 are reduced in float32."
+        ),
+        kernels={
+            "scatter.reduce": f"{_SCATTER}:scatter",
+            "scatter.reduce_out": f"{_SCATTER}:scatter",
+            "scatter_.reduce": f"{_SCATTER}:scatter_",
+        },
+    ),
+    Op(
+        name="index_reduce",
+        status="patched",
+        torch_does="Raises on CUDA, whatever the reduction; the docstring speaks of MPS alone.",
+        cause="The threads that meet on one place reduce with atomics, in no fixed order.",
+        instead="The slices are sorted by where they go; each place reduces its own, in order.",
+        bits=(
+            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
+            "bfloat16 are reduced in float32."
+        ),
+        kernels={
+            "index_reduce": f"{_INDEX_REDUCE}:index_reduce",
+            "index_reduce.out": f"{_INDEX_REDUCE}:index_reduce",
+            "index_reduce_": f"{_INDEX_REDUCE}:index_reduce_",
+        },
+    ),
+    Op(
+        name="index_add",
+        status="offered",
+        torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
+        cause=ATOMICS,
+        instead="The slices are sorted by where they go; each place adds its own, in order.",
+        bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
+        kernels={
+            "index_add": f"{_INDEX_ADD}:index_add",
+            "index_add.out": f"{_INDEX_ADD}:index_add",
+            "index_add_": f"{_INDEX_ADD}:index_add_",
+        },
+    ),
+    Op(
+        name="scatter_add",
+        status="offered",
+        documented=("torch.Tensor.scatter_add_",),
+        torch_does="Sorts by the index of the flat tensor and adds duplicates one by one.",
+        cause="The threads that meet on one place add with atomics, in no fixed order.",
+        instead="The elements are sorted by where they go; each place adds its own, in order.",
+        bits="Equal to torch's CPU kernel for float32, float64 and integers (on a CPU).",
+        kernels={
+            "scatter_add": f"{_SCATTER}:scatter_add",
+            "scatter_add.out": f"{_SCATTER}:scatter_add",
+            "scatter_add_": f"{_SCATTER}:scatter_add_",
+        },
+    ),
+    Op(
+        name="index_put_accumulate",
+        status="offered",
+        documented=("torch.Tensor.index_put",),
+        torch_does="Sorts by index and adds duplicates one by one.",
+        cause="The threads that meet on one place add with atomics, on a CPU too.",
+        instead="The values are sorted by where they go; each place adds its own, in order.",
+        bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
+        kernels={"_index_put_impl_": f"{_INDEX_ADD}:index_put_"},
+    ),
+    Op(
+        name="embedding_dense_backward",
+        status="offered",
+        torch_does="Sorts by index and adds duplicates in parts whose number is fixed.",
+        cause="None that is known: it is here for its speed.",
+        instead="The rows are sorted by where they go; each place adds its own, in order.",
+        bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
+        kernels={"embedding_dense_backward": f"{_INDEX_ADD}:embedding_dense_backward"},
+    ),
+)

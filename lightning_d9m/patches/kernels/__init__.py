@@ -1,0 +1,1 @@
+"""Deterministic replacements, one file for each op family."""

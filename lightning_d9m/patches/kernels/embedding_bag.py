@@ -1,0 +1,71 @@
+"""The gradient of ``EmbeddingBag`` in mode max; the other modes are torch's own.
+
+torch's CUDA kernel adds each bag's gradient to the rows that won, with atomics.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
+from lightning_d9m.patches.primitives.segment_reduce import sum_segments
+
+_MODE_MAX = 2
+
+
+def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
+    original: Original,
+    grad: Tensor,
+    indices: Tensor,
+    offset2bag: Tensor,
+    bag_size: Tensor,
+    maximum_indices: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Return the gradient with respect to the table, of shape ``[num_weights, features]``.
+
+    Args:
+        original: Torch's kernel.
+        grad: Of shape ``[bags, features]``.
+        indices: The rows in the bags, of shape ``[entries]``.
+        offset2bag: The bag of each entry.
+        bag_size: The number of entries of each bag.
+        maximum_indices: The row that won, for each bag and feature.
+        num_weights: Rows of the table.
+        scale_grad_by_freq: Not for mode max.
+        mode: 0 sum, 1 mean, 2 max.
+        per_sample_weights: Not for mode max.
+        padding_idx: A row that is left out of the bags, or -1.
+    """
+    arguments = (
+        grad,
+        indices,
+        offset2bag,
+        bag_size,
+        maximum_indices,
+        num_weights,
+        scale_grad_by_freq,
+        mode,
+        per_sample_weights,
+        padding_idx,
+    )
+    if mode != _MODE_MAX:
+        result: Tensor = original(*arguments)
+        return result
+    if (
+        per_sample_weights is not None
+        or scale_grad_by_freq
+        or grad.dim() != 2  # noqa: PLR2004 - a number of dimensions
+        or maximum_indices.shape != grad.shape
+        or bag_size.shape != grad.shape[:1]
+    ):
+        raise_as_original(original, *arguments)
+    features = grad.shape[1]
+    won = (bag_size > 0).unsqueeze(1) & (maximum_indices >= 0)
+    columns = torch.arange(features, device=grad.device)
+    keys = torch.where(won, maximum_indices.to(torch.int64) * features + columns, -1)
+    sums = sum_segments(keys.flatten(), grad.flatten(), num_weights * features)
+    return sums.to(grad.dtype).view(num_weights, features)

@@ -1,0 +1,238 @@
+"""Gradients of ``grid_sample`` in 2 and 3 dimensions.
+
+torch's CUDA kernel starts one thread per output and adds into the input with atomics. Here the
+reads of all outputs are sorted by the input element they touched, and each element adds its own
+in their order. Coordinates and weights follow torch's ``GridSampler.h``.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.kernels.interpolation import CUBIC, weigh_cubic_inner, weigh_cubic_outer
+from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
+from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_weighted_rows
+
+_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+_OUTSIDE = -100.0  # where torch sends coordinates that no integer can hold
+_INT_MAX = 2**31 - 1
+
+
+class Tap(NamedTuple):
+    """One neighbour that a sample reads along one dimension; all of shape ``[n, outputs]``.
+
+    Attributes:
+        place: The element read, possibly outside of the input.
+        weight: Its factor.
+        slope: The derivative of the factor with respect to the grid's coordinate.
+    """
+
+    place: Tensor
+    weight: Tensor
+    slope: Tensor
+
+
+def grid_sampler_2d_backward(
+    original: Original,
+    grad_output: Tensor,
+    input: Tensor,  # noqa: A002 - torch's name
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients of 2-D ``grid_sample`` with respect to its input and its grid."""
+    arguments = (grad_output, input, grid, interpolation_mode, padding_mode, align_corners)
+    return _backward(original, (*arguments, output_mask), 2)
+
+
+def grid_sampler_3d_backward(
+    original: Original,
+    grad_output: Tensor,
+    input: Tensor,  # noqa: A002 - torch's name
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients of 3-D ``grid_sample`` with respect to its input and its grid."""
+    arguments = (grad_output, input, grid, interpolation_mode, padding_mode, align_corners)
+    return _backward(original, (*arguments, output_mask), 3)
+
+
+def cudnn_grid_sampler_backward(
+    original: Original, self: Tensor, grid: Tensor, grad_output: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
+    dims = 2
+    if not _can_sample(grad_output, self, grid, dims):
+        raise_as_original(original, self, grid, grad_output)
+    return _differentiate(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True))  # noqa: FBT003 - an argument of torch's
+
+
+def _backward(
+    original: Original,
+    arguments: tuple[Tensor, Tensor, Tensor, int, int, bool, Sequence[bool]],
+    dims: int,
+) -> tuple[Tensor | None, Tensor]:
+    grad_output, image, grid, mode, padding, _, _ = arguments
+    if (
+        not _can_sample(grad_output, image, grid, dims)
+        or mode not in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims]
+        or padding not in (_ZEROS, _BORDER, _REFLECTION)
+    ):
+        raise_as_original(original, *arguments)
+    return _differentiate(*arguments)
+
+
+def _can_sample(grad_output: Tensor, image: Tensor, grid: Tensor, dims: int) -> bool:
+    return (
+        image.dim() == grid.dim() == dims + 2
+        and grid.shape[-1] == dims
+        and grid.shape[0] == image.shape[0]
+        and grad_output.shape == (*image.shape[:2], *grid.shape[1:-1])
+        and image.dtype == grid.dtype == grad_output.dtype
+        and image.is_floating_point()
+        and min(image.shape[2:]) > 0
+    )
+
+
+def _differentiate(
+    grad_output: Tensor,
+    image: Tensor,
+    grid: Tensor,
+    mode: int,
+    padding: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor]:
+    batch, channels, *sizes = image.shape
+    outputs = prod(grid.shape[1:-1])
+    dtype = accumulation_dtype(image.dtype)
+    coordinates = grid.reshape(batch, outputs, len(sizes)).to(dtype)
+    taps = [
+        # The grid's first coordinate runs along the input's last dimension.
+        _find_taps(coordinates[..., -1 - side], size, mode, padding, align_corners)
+        for side, size in enumerate(sizes)
+    ]
+    pixels = image.reshape(batch, channels, prod(sizes)).to(dtype)
+    gradients = grad_output.reshape(batch, channels, outputs).to(dtype)
+    places, weights = [], []
+    slopes = [torch.zeros_like(coordinates[..., 0]) for _ in sizes]
+    for corner in product(*taps):
+        place, inside = torch.zeros_like(corner[0].place), torch.ones_like(corner[0].place) > 0
+        for tap, size in zip(corner, sizes, strict=True):
+            inside = inside & (tap.place >= 0) & (tap.place < size)
+            place = place * size + tap.place
+        place = torch.where(inside, place, 0)
+        if mode != _NEAREST:
+            read = pixels.gather(2, place.unsqueeze(1).expand(-1, channels, -1))
+            match = (read * gradients).sum(1)
+            for side in range(len(sizes)):
+                factor = _multiply(
+                    tap.slope if position == side else tap.weight
+                    for position, tap in enumerate(corner)
+                )
+                slopes[side] = slopes[side] + torch.where(inside, match * factor, 0)
+        first = torch.arange(batch, device=image.device)[:, None] * pixels.shape[2]
+        places.append(torch.where(inside, place + first, batch * pixels.shape[2]))
+        weights.append(_multiply(tap.weight for tap in corner))
+    grad_grid = torch.stack(slopes[::-1], dim=-1).to(grid.dtype).view(grid.shape)
+    if not output_mask[0]:
+        return None, grad_grid
+    sums = sum_weighted_rows(
+        torch.stack(places, dim=-1).view(batch * outputs, -1),
+        torch.stack(weights, dim=-1).view(batch * outputs, -1),
+        gradients.transpose(1, 2).reshape(batch * outputs, channels),
+        batch * pixels.shape[2],
+    )
+    grad_image = sums.view(batch, -1, channels).transpose(1, 2)
+    return grad_image.to(image.dtype).reshape(image.shape).contiguous(), grad_grid
+
+
+def _find_taps(
+    coordinate: Tensor, size: int, mode: int, padding: int, align_corners: bool
+) -> list[Tap]:
+    position, rate = _unnormalize(coordinate, size, align_corners)
+    slope = torch.full_like(position, rate)
+    if mode == _BICUBIC:
+        return _find_cubic_taps(position, slope, size, padding, align_corners)
+    position, slope = _pad(position, slope, size, padding, align_corners)
+    if mode == _NEAREST:
+        one = torch.ones_like(position)
+        return [Tap(position.round().to(torch.int64), one, torch.zeros_like(one))]
+    base = position.floor()
+    left = base.to(torch.int64)
+    return [Tap(left, base + 1 - position, -slope), Tap(left + 1, position - base, slope)]
+
+
+def _find_cubic_taps(
+    position: Tensor, slope: Tensor, size: int, padding: int, align_corners: bool
+) -> list[Tap]:
+    base = position.floor()
+    after = position - base
+    before = 1 - after
+    factors = [
+        (weigh_cubic_outer(after + 1, CUBIC), _differentiate_outer(after + 1)),
+        (weigh_cubic_inner(after, CUBIC), _differentiate_inner(after)),
+        (weigh_cubic_inner(before, CUBIC), -_differentiate_inner(before)),
+        (weigh_cubic_outer(before + 1, CUBIC), -_differentiate_outer(before + 1)),
+    ]
+    taps = []
+    for offset, (weight, change) in enumerate(factors, start=-1):
+        place, _ = _pad(base + offset, slope, size, padding, align_corners)
+        taps.append(Tap(place.to(torch.int64), weight, change * slope))
+    return taps
+
+
+def _unnormalize(coordinate: Tensor, size: int, align_corners: bool) -> tuple[Tensor, float]:
+    if align_corners:
+        return (coordinate + 1) / 2 * (size - 1), (size - 1) / 2
+    return ((coordinate + 1) * size - 1) / 2, size / 2
+
+
+def _pad(
+    position: Tensor, slope: Tensor, size: int, padding: int, align_corners: bool
+) -> tuple[Tensor, Tensor]:
+    """Bring positions inside as the padding says, and the slope to that of what was done."""
+    if padding == _REFLECTION:
+        low, span = (0.0, float(size - 1)) if align_corners else (-0.5, float(size))
+        if span == 0:
+            position, slope = torch.zeros_like(position), torch.zeros_like(slope)
+        else:
+            distance = position - low
+            slope = torch.where(distance < 0, -slope, slope)
+            distance = distance.abs()
+            rest = distance.fmod(span)
+            even = (distance / span).floor().fmod(2) == 0
+            position = torch.where(even, rest + low, span - rest + low)
+            slope = torch.where(even, slope, -slope)
+    if padding != _ZEROS:
+        inside = (position > 0) & (position < size - 1)
+        # Comparisons spelled so that NaN passes to the next line, as in torch.
+        slope = torch.where(inside | position.isnan(), slope, 0)
+        position = position.clamp(0, size - 1)
+    holds = (position.abs() < _INT_MAX) & position.isfinite()
+    return torch.where(holds, position, _OUTSIDE), slope
+
+
+def _differentiate_inner(distance: Tensor) -> Tensor:
+    return (3 * (CUBIC + 2) * distance - 2 * (CUBIC + 3)) * distance
+
+
+def _differentiate_outer(distance: Tensor) -> Tensor:
+    return (3 * CUBIC * distance - 10 * CUBIC) * distance + 8 * CUBIC
+
+
+def _multiply(factors: Iterable[Tensor]) -> Tensor:
+    first, *others = factors
+    for factor in others:
+        first = first * factor
+    return first

@@ -1,0 +1,181 @@
+"""Gradients of max pooling: each input reads the windows that chose it.
+
+torch's CUDA kernels start one thread per output and add to the chosen input with atomics. A
+window chooses one input; where windows overlap, several may choose the same.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
+from lightning_d9m.patches.primitives.gather_tables import finish, place
+from lightning_d9m.patches.primitives.pooling_windows import (
+    Reach,
+    build_adaptive_reach,
+    build_strided_reach,
+    count_outputs,
+    read_windows,
+)
+from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_segments
+
+_UNREACHED = -2
+
+
+def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
+    original: Original,
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """Return the gradient of ``max_pool3d`` with respect to its input."""
+    dims = 3
+    windows = read_windows(dims, kernel_size, stride, padding, dilation)
+    sizes = self.shape[-dims:]
+    if (
+        not _can_choose(grad_output, self, indices, dims)
+        or any(min(w.size, w.stride, w.dilation) < 1 or 2 * w.padding > w.size for w in windows)
+        or list(grad_output.shape[-dims:])
+        != [count_outputs(*side, ceil_mode=ceil_mode) for side in zip(sizes, windows, strict=True)]
+    ):
+        raise_as_original(
+            original,
+            grad_output,
+            self,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            ceil_mode,
+            indices,
+        )
+    reaches = [
+        place(self.device, build_strided_reach, *side)
+        for side in zip(sizes, grad_output.shape[-dims:], windows, strict=True)
+    ]
+    return finish(_gather_chosen(grad_output, indices, reaches), self, keep_format=True)
+
+
+def adaptive_max_pool2d_backward(
+    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor
+) -> Tensor:
+    """Return the gradient of ``adaptive_max_pool2d`` with respect to its input."""
+    return _adaptive_backward(original, grad_output, self, indices, 2)
+
+
+def adaptive_max_pool3d_backward(
+    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor
+) -> Tensor:
+    """Return the gradient of ``adaptive_max_pool3d`` with respect to its input."""
+    return _adaptive_backward(original, grad_output, self, indices, 3)
+
+
+def fractional_max_pool2d_backward(
+    original: Original,
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    output_size: Sequence[int],
+    indices: Tensor,
+) -> Tensor:
+    """Return the gradient of ``fractional_max_pool2d`` with respect to its input."""
+    return _fractional_backward(original, grad_output, self, kernel_size, output_size, indices, 2)
+
+
+def fractional_max_pool3d_backward(
+    original: Original,
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    output_size: Sequence[int],
+    indices: Tensor,
+) -> Tensor:
+    """Return the gradient of ``fractional_max_pool3d`` with respect to its input."""
+    return _fractional_backward(original, grad_output, self, kernel_size, output_size, indices, 3)
+
+
+def _adaptive_backward(
+    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor, dims: int
+) -> Tensor:
+    if not _can_choose(grad_output, self, indices, dims):
+        raise_as_original(original, grad_output, self, indices)
+    sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
+    reaches = [place(self.device, build_adaptive_reach, *side) for side in sides]
+    chosen = _gather_chosen(grad_output, indices, reaches)
+    return finish(chosen, self, keep_format=dims == 2)  # noqa: PLR2004 - a number of dimensions
+
+
+def _fractional_backward(
+    original: Original,
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    output_size: Sequence[int],
+    indices: Tensor,
+    dims: int,
+) -> Tensor:
+    if not _can_choose(grad_output, self, indices, dims) or list(output_size) != list(
+        grad_output.shape[-dims:]
+    ):
+        raise_as_original(original, grad_output, self, kernel_size, output_size, indices)
+    # The windows start at random, differently in each plane, so that no fixed list tells which of
+    # them reach an input: sort the outputs by the input that they chose.
+    planes, inputs = prod(self.shape[:-dims]), prod(self.shape[-dims:])
+    first = torch.arange(planes, dtype=torch.int64, device=self.device)[:, None] * inputs
+    keys = (indices.flatten(-dims).flatten(0, -2) + first).flatten()
+    sums = sum_segments(keys, grad_output.reshape(-1), planes * inputs)
+    return finish(sums.view(self.shape), self, keep_format=False)
+
+
+def _gather_chosen(grad_output: Tensor, indices: Tensor, reaches: list[Reach]) -> Tensor:
+    """Add, for each input, the gradients of the windows whose index names it.
+
+    Args:
+        grad_output: Of shape ``[..., *outputs]``.
+        indices: For each output the flat position of the chosen input in its plane.
+        reaches: For each dimension the windows that reach an input.
+    """
+    dims = len(reaches)
+    planes = prod(grad_output.shape[:-dims])
+    outputs = prod(grad_output.shape[-dims:])
+    gradients, chosen = (part.reshape(planes, outputs) for part in (grad_output, indices))
+    sizes = [reach.outputs.shape[1] for reach in reaches]
+    device = grad_output.device
+    inputs = torch.arange(prod(sizes), dtype=torch.int64, device=device).view(sizes)
+    dtype = accumulation_dtype(grad_output.dtype)
+    total = torch.zeros((planes, prod(sizes)), dtype=dtype, device=device)
+    zero = torch.zeros((), dtype=grad_output.dtype, device=device)
+    # The windows that reach an input are visited in ascending order, which is the order in which
+    # one thread going through all outputs would add them.
+    for ranks in product(*(range(len(reach.outputs)) for reach in reaches)):
+        read, expected = torch.zeros_like(inputs), inputs
+        for position, (reach, rank) in enumerate(zip(reaches, ranks, strict=True)):
+            side = [-1] + [1] * (dims - 1 - position)
+            window = reach.outputs[rank].view(side)
+            read = read * grad_output.shape[position - dims] + window.clamp(min=0)
+            expected = torch.where(window >= 0, expected, _UNREACHED)
+        places = read.flatten()
+        hit = chosen.index_select(1, places) == expected.flatten()
+        total += torch.where(hit, gradients.index_select(1, places), zero)
+    return total.view(*grad_output.shape[:-dims], *sizes)
+
+
+def _can_choose(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> bool:
+    return (
+        self.dim() in (dims + 1, dims + 2)
+        and grad_output.dim() == self.dim()
+        and grad_output.shape[:-dims] == self.shape[:-dims]
+        and indices.shape == grad_output.shape
+        and indices.dtype == torch.int64
+        and grad_output.dtype == self.dtype
+        and self.is_floating_point()
+        and min(*self.shape[-dims - 1 :], *grad_output.shape[-dims:]) > 0
+    )

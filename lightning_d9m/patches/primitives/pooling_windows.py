@@ -1,0 +1,106 @@
+"""Which outputs of a pooling read which inputs, along one dimension."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.primitives.gather_tables import Band, build_band
+
+
+class Window(NamedTuple):
+    """The windows of a pooling with a fixed stride, along one dimension, in elements."""
+
+    size: int
+    stride: int
+    padding: int
+    dilation: int = 1
+
+
+class Reach(NamedTuple):
+    """The windows that reach each input along one dimension.
+
+    Attributes:
+        outputs: Ascending in each column, then -1; int64 of shape ``[longest, inputs]``.
+    """
+
+    outputs: Tensor
+
+
+def read_windows(
+    dims: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int] = (1,),
+) -> list[Window]:
+    """Spell out pooling arguments for each dimension, as torch does: one number may serve all."""
+    sides = [
+        list(values) * (dims if len(values) == 1 else 1)
+        for values in (kernel_size, stride or kernel_size, padding, dilation)
+    ]
+    return [Window(*side) for side in zip(*sides, strict=True)]
+
+
+def count_outputs(size: int, window: Window, *, ceil_mode: bool) -> int:
+    """Return the number of windows along one dimension (torch's ``pooling_output_shape``)."""
+    reach = window.dilation * (window.size - 1) + 1
+    room = size + 2 * window.padding - reach
+    outputs = (room + (window.stride - 1 if ceil_mode else 0)) // window.stride + 1
+    # The last window must start inside the input or the left padding.
+    if ceil_mode and (outputs - 1) * window.stride >= size + window.padding:
+        outputs -= 1
+    return outputs
+
+
+def build_mean_band(
+    input_size: int, output_size: int, window: Window, count_include_pad: bool
+) -> Band:
+    """Return the band of an average pooling with a fixed stride."""
+    starts = _range(output_size) * window.stride - window.padding
+    ends = (starts + window.size).clamp(max=input_size + window.padding)
+    inside = starts.clamp(min=0), ends.clamp(max=input_size)
+    divisor = ends - starts if count_include_pad else inside[1] - inside[0]
+    return _build_window_band(*inside, input_size, divisor)
+
+
+def build_adaptive_band(input_size: int, output_size: int) -> Band:
+    """Return the band of an adaptive pooling: window o is ``[o*i//n, ceil((o+1)*i/n))``."""
+    outputs = _range(output_size)
+    starts = outputs * input_size // output_size
+    ends = -(-(outputs + 1) * input_size // output_size)
+    return _build_window_band(starts, ends, input_size, ends - starts)
+
+
+def build_adaptive_reach(input_size: int, output_size: int) -> Reach:
+    """Return which windows of an adaptive pooling reach an input."""
+    return _list_reach(build_adaptive_band(input_size, output_size))
+
+
+def build_strided_reach(input_size: int, output_size: int, window: Window) -> Reach:
+    """Return which windows of a pooling with a fixed stride and dilation reach an input."""
+    members = _range(window.size) * window.dilation - window.padding
+    inputs = (_range(output_size)[:, None] * window.stride + members).flatten()
+    outputs = torch.repeat_interleave(_range(output_size), window.size)
+    inside = (inputs >= 0) & (inputs < input_size)
+    return _list_reach(build_band(inputs[inside], outputs[inside], input_size))
+
+
+def _list_reach(band: Band) -> Reach:
+    ends = torch.cat([band.offsets[1:], torch.tensor([len(band.outputs)], device="cpu")])
+    lengths = ends - band.offsets
+    ranks = _range(int(lengths.max()))[:, None]
+    places = (band.offsets + ranks).clamp(max=len(band.outputs) - 1)
+    return Reach(torch.where(ranks < lengths, band.outputs[places], -1))
+
+
+def _build_window_band(starts: Tensor, ends: Tensor, input_size: int, divisor: Tensor) -> Band:
+    lengths = (ends - starts).clamp(min=0)
+    outputs = torch.repeat_interleave(_range(len(starts)), lengths)
+    within = _range(len(outputs)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return build_band(starts[outputs] + within, outputs, input_size, divisor=divisor)
+
+
+def _range(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.int64, device="cpu")

@@ -1,0 +1,1 @@
+"""Probe settings, traces and dumps."""

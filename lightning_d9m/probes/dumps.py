@@ -1,0 +1,244 @@
+"""Dumps: the tensors at probed places as files, so that they can be looked at and ops replayed.
+
+A folder ``rank-<r>/epoch-<e>.step-<s>.batch-<b>`` holds one file for each place and ``index.jsonl``
+with one line for each file. A file is torch's own format without any code: tensors, numbers, texts,
+lists and dicts. ``read_dump`` reads it with ``weights_only=True``.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.probes.trace import Moment, Place
+
+_INDEX = "index.jsonl"
+# The key of a dict that stands for something which is none of the plain types.
+_TAG = "__d9m__"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_FORMATS = {
+    str(form): form
+    for form in (
+        torch.contiguous_format,
+        torch.channels_last,
+        torch.channels_last_3d,
+        torch.preserve_format,
+    )
+}
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+
+
+class Dump:
+    """Saves what is met at places.
+
+    Args:
+        folder: The folder that the user named.
+        rank: This rank.
+        names: Patterns of the names of the places that are saved.
+    """
+
+    def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
+        self._folder = folder / f"rank-{rank}"
+        self._names = tuple(names)
+        self._moment: Moment | None = None
+        self._batch = self._folder
+        self._count = 0
+
+    def save(self, moment: Moment, place: Place, content: Mapping[str, Any]) -> None:
+        """Save what was met at a place, as ``{"kind", "name", "call", **content}``.
+
+        Raises:
+            LedgerError: When the file cannot be written.
+        """
+        kind, name, call = place
+        if not any(fnmatchcase(name, pattern) for pattern in self._names):
+            return
+        if moment != self._moment:
+            self._moment = moment
+            epoch, step, batch = moment
+            self._batch = self._folder / f"epoch-{epoch}.step-{step}.batch-{batch}"
+            self._count = 0
+        entry: dict[str, Any] = {"kind": kind, "name": name, "call": call}
+        file = f"{self._count:06d}.pt"
+        self._count += 1
+        try:
+            self._batch.mkdir(parents=True, exist_ok=True)
+            torch.save(entry | keep(content), self._batch / file)
+            entry |= {"file": file, "source": content.get("source")}
+            with (self._batch / _INDEX).open("a", encoding="utf-8") as index:
+                index.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise LedgerError(
+                f"The dump {self._batch / file} cannot be written: {error}"
+            ) from error
+
+
+def read_index(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a batch's index: kind, name, call, file, source (or None)."""
+    lines = (folder / _INDEX).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_dump(file: Path) -> dict[str, Any]:
+    """Read one file of a dump; nothing in it is executed."""
+    content = torch.load(file, weights_only=True)
+    return cast(dict[str, Any], content)
+
+
+def find_batches(
+    folder: Path,
+    *,
+    step: int,
+    rank: int | None = None,
+    epoch: int | None = None,
+    batch: int | None = None,
+) -> list[Path]:
+    """Return the folders of a global step's batches: all, or those of a rank, epoch or batch."""
+    own, at, number = ("*" if value is None else value for value in (rank, epoch, batch))
+    return sorted(folder.glob(f"rank-{own}/epoch-{at}.step-{step}.batch-{number}"))
+
+
+def find_dumps(folder: Path, *, step: int, place: Place, **where: int | None) -> Iterator[Path]:
+    """Yield the files of a place at a global step; ``where`` is that of ``find_batches``."""
+    for batch in find_batches(folder, step=step, **where):
+        for entry in read_index(batch):
+            if (entry["kind"], entry["name"], entry["call"]) == place:
+                yield batch / entry["file"]
+
+
+def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
+    """Return a copy of a value that can be saved and given to an operation again.
+
+    Tensors keep dtype, shape and strides; what has no plain form is kept as its text.
+    """
+    if isinstance(value, Tensor):
+        return _keep_tensor(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): keep(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [keep(entry) for entry in value]
+    if isinstance(value, torch.memory_format):
+        return {_TAG: "memory_format", "name": str(value)}
+    if isinstance(value, torch.layout):
+        return {_TAG: "layout", "name": str(value)}
+    if isinstance(value, torch.Generator):
+        device = str(value.device)
+        return {_TAG: "generator", "device": device, "state": value.get_state()}
+    return {_TAG: "text", "text": repr(value)}
+
+
+def revive(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
+    """Return what ``keep`` was given; tensors and generators are new ones.
+
+    Raises:
+        LedgerError: When only the text of something was kept.
+    """
+    if isinstance(value, Tensor):
+        return _keep_tensor(value)
+    if isinstance(value, list):
+        return [revive(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case None:
+            return {key: revive(entry) for key, entry in value.items()}
+        case "memory_format":
+            return _FORMATS[value["name"]]
+        case "layout":
+            return _LAYOUTS[value["name"]]
+        case "generator":
+            generator = torch.Generator(value["device"])
+            return generator.set_state(value["state"])
+        case _:
+            text = value.get("text")
+            raise LedgerError(f"The dump holds only the text of {text}, so it cannot be replayed.")
+
+
+def take_generators(value: Any, states: list[Any]) -> Any:
+    """Return what ``keep`` gave without its generators, whose states are added to a list."""
+    if isinstance(value, list):
+        return [take_generators(entry, states) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get(_TAG) == "generator":
+        states.append(value["state"])
+        return None
+    return {key: take_generators(entry, states) for key, entry in value.items()}
+
+
+def replay_op(dumped: Mapping[str, Any]) -> Any:
+    """Run a dumped operation alone on its dumped inputs, and return its outputs.
+
+    Whatever it draws, it draws from the generator state it had; that is restored afterwards.
+
+    Raises:
+        LedgerError: When the operation is unknown here, or an input was not kept.
+    """
+    op = _find_op(str(dumped["op"]))
+    args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
+    rng = dumped.get("rng")
+    if rng is None:
+        return _run(op, args, kwargs)
+    device = torch.device(dumped["rng_device"])
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    before = module.get_rng_state()
+    try:
+        module.set_rng_state(rng)
+        return _run(op, args, kwargs)
+    finally:
+        module.set_rng_state(before)
+
+
+def _run(op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation; one that returns nothing has written into its arguments."""
+    with torch.no_grad():
+        outputs = op(*args, **kwargs)
+    if outputs is None:
+        return written_arguments(op, args, kwargs)
+    return outputs
+
+
+def written_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation's schema says it writes to."""
+    written = []
+    for position, argument in enumerate(op._schema.arguments):  # noqa: SLF001 - a schema has no public home
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if argument.name in kwargs:
+            written.append(kwargs[argument.name])
+        elif position < len(args):
+            written.append(args[position])
+    return written
+
+
+def _find_op(name: str) -> OpOverload:
+    space, _, rest = name.partition(".")
+    op, _, overload = rest.partition(".")
+    found = getattr(getattr(getattr(torch.ops, space, None), op, None), overload or "default", None)
+    if not isinstance(found, OpOverload):
+        raise LedgerError(
+            f"The dump holds the operation {name!r}, which this torch does not have. Import what "
+            "registers it first."
+        )
+    return found
+
+
+@torch.no_grad()
+def _keep_tensor(tensor: Tensor) -> Tensor:
+    """Copy a tensor with its strides, also if elements overlap, and no more of its storage."""
+    tensor = tensor.detach()
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in sizes)
+    flat = tensor.as_strided((span,), (1,)).clone()
+    return flat.as_strided(tensor.shape, tensor.stride())

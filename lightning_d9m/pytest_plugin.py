@@ -1,0 +1,192 @@
+"""The pytest plugin: tests in a deterministic session, and golden ledgers in the repository.
+
+It loads torch only for a test that uses it, or where the setting ``d9m`` is on.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from lightning_d9m.errors import D9mError, NotBitExactError, SettingError, TooLateError
+
+if TYPE_CHECKING:
+    from lightning_d9m.control.environment import EarlyVariables
+    from lightning_d9m.control.session import Session
+
+_MARKER = "deterministic"
+_VARIABLES: "pytest.StashKey[EarlyVariables]" = pytest.StashKey()
+_EARLIER = (
+    "In pytest: set `d9m = true` in the configuration, so that the variables are set before any "
+    "conftest.py is loaded."
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare ``--d9m-update`` and the settings of the configuration file."""
+    parser.getgroup("d9m", "deterministic training").addoption(
+        "--d9m-update",
+        action="store_true",
+        help="write the golden ledgers anew instead of comparing with them",
+    )
+    parser.addini(
+        "d9m",
+        "set the variables of deterministic sessions before any conftest.py is loaded",
+        type="bool",
+        default=False,
+    )
+    parser.addini(
+        "d9m_on_stack_difference",
+        "what a golden ledger from another stack means when the bits differ: fail or skip",
+        default="fail",
+    )
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Set the variables that libraries read when they start, before anything can start them."""
+    if not early_config.getini("d9m"):
+        return
+    from lightning_d9m.control.environment import EarlyVariables
+
+    variables = EarlyVariables()
+    try:
+        variables.set()
+    except D9mError as error:
+        raise pytest.UsageError(f"d9m: {error}") from error
+    early_config.stash[_VARIABLES] = variables
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker, and check the settings."""
+    config.addinivalue_line(
+        "markers",
+        f"{_MARKER}(**settings): run the test and its fixtures in a deterministic session; the "
+        "settings are those of lightning_d9m.enable",
+    )
+    policy = config.getini("d9m_on_stack_difference")
+    if policy not in ("fail", "skip"):
+        raise pytest.UsageError(f"d9m_on_stack_difference is {policy!r}; allowed: fail or skip.")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Restore the variables."""
+    if _VARIABLES in config.stash:
+        config.stash[_VARIABLES].restore()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say what cannot be mended once the interpreter runs."""
+    if not config.getini("d9m"):
+        return None
+    from lightning_d9m.control.seeding import (
+        describe_hash_seed_problem,
+    )
+
+    return f"d9m: {describe_hash_seed_problem() or 'the hash seed is fixed'}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Seed anew when the test itself begins: fixtures may have drawn, and plugins have reseeded."""
+    session = cast("Session | None", pyfuncitem.funcargs.get("_d9m_session"))
+    if session is not None:
+        from lightning_d9m.control.seeding import seed_all
+
+        seed_all(session.settings.seed)
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _d9m_session(request: pytest.FixtureRequest) -> "Iterator[Session | None]":
+    marker = request.node.get_closest_marker(_MARKER)
+    if marker is None and "deterministic_session" not in request.fixturenames:
+        yield None
+        return
+    from lightning_d9m.control.session import deterministic
+
+    if marker is not None and marker.args:
+        raise SettingError(
+            f"The marker {_MARKER} has {marker.args!r}; allowed: settings by name, such as "
+            f"@pytest.mark.{_MARKER}(seed=42)."
+        )
+    try:
+        session = deterministic(**(marker.kwargs if marker is not None else {}))
+        with session as opened:
+            yield opened
+    except TooLateError as error:
+        raise TooLateError(f"{error} {_EARLIER}") from None
+
+
+@pytest.fixture
+def deterministic_session(_d9m_session: "Session") -> "Session":
+    """A deterministic session around the test; its settings are those of the marker."""
+    return _d9m_session
+
+
+@pytest.fixture
+def golden_ledger(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[..., AbstractContextManager[None]]:
+    """A context whose fits are held against the ledgers that the repository keeps.
+
+    ``with golden_ledger():`` runs its body in a deterministic session. The ledgers that fits with
+    a ``DeterminismCallback`` leave in it are compared with those in ``golden/<module>/<test>``
+    beside the test's file. ``pytest --d9m-update`` writes these. Call it with a name, and with
+    settings such as ``seed=42``.
+    """
+    home = request.path.parent / "golden" / request.path.stem
+    test = request.node.nodeid.partition("::")[2]
+
+    @contextmanager
+    def held(name: str | None = None, **settings: Any) -> Iterator[None]:
+        from lightning_d9m.testing import as_first_run
+
+        golden = home / re.sub(r"[^\w.-]+", "-", name or test).strip("-.")
+        written = tmp_path / "d9m" / golden.name
+        with as_first_run(written, None, **settings):
+            yield
+        _hold_against(golden, written, request.config)
+
+    return held
+
+
+def _hold_against(golden: Path, written: Path, config: pytest.Config) -> None:
+    from lightning_d9m.ledger.folder import list_fits
+    from lightning_d9m.testing import compare_fits
+
+    fits = list_fits(written) if written.exists() else []
+    if not fits:
+        raise SettingError(
+            "No fit in golden_ledger() left a ledger, so there is nothing to compare. Train in it "
+            "with callbacks=[DeterminismCallback()]."
+        )
+    if config.getoption("--d9m-update"):
+        _replace(golden, written)
+        return
+    if not golden.exists():
+        raise NotBitExactError(
+            f"There is no golden ledger {golden}. Write it with `pytest --d9m-update`, look at "
+            "it, and commit it."
+        )
+    problem = compare_fits(list_fits(golden), fits)
+    if problem is None:
+        return
+    if "The stacks differ" in problem and config.getini("d9m_on_stack_difference") == "skip":
+        pytest.skip(f"The golden ledger comes from another stack. {problem}")
+    raise NotBitExactError(
+        f"This run differs from its golden ledger {golden}. {problem}\n"
+        "If the change is meant, write the ledger anew with `pytest --d9m-update`."
+    )
+
+
+def _replace(golden: Path, written: Path) -> None:
+    """Put a run's ledgers in the place of the golden ones, which stay until the copy is whole."""
+    fresh = golden.with_name(f"{golden.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(written, fresh)
+    shutil.rmtree(golden, ignore_errors=True)
+    fresh.rename(golden)

@@ -1,0 +1,236 @@
+"""One run's evidence: its ledger is written, and held against a reference and the other ranks.
+
+Framework-free: ranks talk through ``Ranks``, so that what crosses them is tested without starting
+any.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_d9m.errors import DriftError, LedgerError
+from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.ledger.records import Digests, End, Header, Json, RunFacts
+from lightning_d9m.ledger.stack import check_stack
+from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.recording.rank_agreement import (
+    RankDifference,
+    compare_ranks,
+    encode_digests,
+    rank_error,
+)
+from lightning_d9m.recording.reference import Reference
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run is held against, and what a difference means.
+
+    Attributes:
+        reference: Ledger of an earlier run; None for none.
+        on_drift: ``"raise"`` or ``"warn"``.
+        on_stack_difference: ``"raise"``, ``"warn"`` or ``"ignore"``.
+    """
+
+    reference: Path | None = None
+    on_drift: Literal["raise", "warn"] = "raise"
+    on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
+
+    def check_reference(self) -> None:
+        """Raise a ``LedgerError`` if the reference cannot be read."""
+        if self.reference is not None:
+            read_ledger(self.reference)
+
+
+class Recorder:
+    """Writes one rank's part of a ledger and checks it as it is written.
+
+    Whatever goes wrong on one rank is told to all, so that all raise together and none waits.
+
+    Args:
+        folder: The ledger's folder, which exists.
+        header: The first record.
+        policy: What the run is held against.
+        ranks: How ranks talk; None when there is one rank.
+        replicated: Names of the weights that all ranks hold alike.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        header: Header,
+        *,
+        policy: Policy,
+        ranks: Ranks | None = None,
+        replicated: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self._header = header
+        self._policy = policy
+        self._ranks = ranks or Ranks(header.rank)
+        self._gather = self._ranks.gather
+        self._replicated = list(replicated)
+        self._writer: LedgerWriter | None = None
+        self._problem: LedgerError | None = None
+        self._reference: Reference | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is anything that this run is held against."""
+        return self._reference is not None or (self._gather is not None and bool(self._replicated))
+
+    @property
+    def standing(self) -> dict[str, str] | None:
+        """The folder, and the check of the last record that was written; None once it is closed."""
+        if self._writer is None:
+            return None
+        return {"folder": str(self.folder.absolute()), "check": self._writer.check}
+
+    def begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None = None) -> None:
+        """Write the header and the facts of the run, and accept or refuse the reference.
+
+        Args:
+            facts: What is trained.
+            resumed: The record that says which ledger this one continues; None for none.
+
+        Raises:
+            LedgerError: When the ledger cannot be written or the reference not be read.
+            StackDifferenceError: When the reference's stack differs, unless the policy allows it.
+            ReferenceRefusedError: When the reference comes from another experiment.
+        """
+        self._ranks.together(lambda: self._begin(facts, resumed))
+
+    def record(self, digests: Digests) -> int:
+        """Write one moment's digests, and compare them.
+
+        Returns:
+            The number of entries that differ from the reference or across ranks.
+
+        Raises:
+            DriftError: When there are any, and the policy is to raise.
+            LedgerError: When the ledger cannot be written.
+        """
+        found: list[DriftError] = []
+        self._ranks.together(lambda: found.extend(self._record(digests)))
+        found += self._across_ranks(digests, found)
+        if not found:
+            return 0
+        if self._policy.on_drift == "raise":
+            raise found[0]
+        for error in found:
+            if self._header.rank in (0, error.rank):
+                warnings.warn(str(error), stacklevel=2)
+        return max(error.count for error in found)
+
+    def append(self, record: Mapping[str, Json]) -> None:
+        """Write a record that is compared later, by ``d9m compare``: of probes, say.
+
+        An error waits for the next moment at which all ranks can raise together.
+        """
+        if self._writer is None or self._problem is not None:
+            return
+        try:
+            self._writer.write(record)
+        except LedgerError as error:
+            self._problem = error
+
+    def end(self, end: End) -> None:
+        """Write the last record, close the ledger, and say what was not checked."""
+        writer, self._writer = self._writer, None
+        reference, self._reference = self._reference, None
+        if writer is not None:
+            # A ledger that cannot be written has failed the run; its error has been raised.
+            with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
+                writer.write(end.as_record())
+        if reference is None:
+            return
+        if end.status != "finished":
+            reference.close()
+            return
+        unchecked = reference.finish()
+        if unchecked is not None:
+            warnings.warn(unchecked, stacklevel=2)
+
+    def _begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None) -> None:
+        self._writer = LedgerWriter(rank_path(self.folder, self._header.rank))
+        self._writer.write(self._header.as_record())
+        if resumed is not None:
+            self._writer.write(self._relative(resumed))
+        self._writer.write(facts.as_record())
+        if self._policy.reference is None:
+            return
+        reference = Reference(self._policy.reference, self._header.rank, writing=self.folder)
+        self._reference = reference
+        # The stack first: another driver is never to be mistaken for nondeterminism.
+        expected, actual = reference.header.stack, self._header.stack
+        warning = check_stack(expected, actual, self._policy.on_stack_difference)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+        reference.check_header(self._header)
+        reference.check_run(facts)
+        if resumed is not None:
+            reference.pass_over(resumed["epoch"])
+
+    def _relative(self, resumed: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Name the parent as seen from this folder, so that both may be moved together."""
+        parent = resumed.get("parent")
+        with suppress(ValueError):  # on Windows, another drive
+            if parent:
+                return {**resumed, "parent": os.path.relpath(parent, self.folder)}
+        return resumed
+
+    def _record(self, digests: Digests) -> list[DriftError]:
+        assert self._writer is not None, "begin() comes first"
+        if self._problem is not None:
+            raise self._problem
+        self._writer.write(digests.as_record())
+        difference = None if self._reference is None else self._reference.check(digests)
+        if difference is None or self._reference is None:
+            return []
+        return [self._reference.drift_error(difference)]
+
+    def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
+        """Return what the ranks find together, the same on every rank."""
+        if self._gather is None:
+            return []
+        counts = [row[0] for row in self._gather([found[0].count if found else 0])]
+        drifted = [rank for rank, count in enumerate(counts) if count]
+        errors = []
+        if drifted and not found:
+            errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
+        difference = self._compare_ranks(digests)
+        if difference is not None:
+            errors.append(
+                rank_error(
+                    difference, moment=digests.moment, epoch=digests.epoch, step=digests.step
+                )
+            )
+        return errors
+
+    def _compare_ranks(self, digests: Digests) -> RankDifference | None:
+        if self._gather is None or not self._replicated:
+            return None
+        weights = {name: digests.groups["weights"][name] for name in self._replicated}
+        vectors = self._gather(encode_digests(weights))
+        return compare_ranks(self._replicated, vectors)
+
+    def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
+        return DriftError(
+            f"Rank {rank} differs from its reference (epoch {digests.epoch}, step {digests.step}); "
+            f"this rank {self._header.rank} does not. What differs is in the message of rank "
+            f"{rank} and in its ledger, {rank_path(self.folder, rank)}.",
+            moment=digests.moment,
+            epoch=digests.epoch,
+            step=digests.step,
+            rank=rank,
+            group="",
+            names=(),
+            count=count,
+            total=0,
+            expected="",
+            actual="",
+        )

@@ -1,0 +1,255 @@
+"""Hold a run against a reference ledger while it trains."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_d9m.comparison.cursor import START, describe_record, record_key, record_place
+from lightning_d9m.comparison.record_diff import (
+    Difference,
+    FieldDifference,
+    header_refusals,
+    record_difference,
+    run_refusals,
+)
+from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.records import Digests, Header, Record, RunFacts
+from lightning_d9m.text import (
+    counted,
+    describe_names,
+    describe_value,
+    plain,
+)
+
+if TYPE_CHECKING:
+    from lightning_d9m.ledger.reader import RankReader
+
+
+class Reference:
+    """One rank's part of a reference ledger, read in step with the run that is held against it.
+
+    Call ``check_header`` and ``check_run`` once, then ``check`` for each record of digests in the
+    order in which the run takes them, and ``finish`` at the end.
+
+    The reference may end before the run or after it: what only one of them has is not checked, and
+    ``finish`` says so. Records that only the reference has in between are passed over; one that
+    only the run has in between is an error, for a check that was asked for would be left out.
+
+    Args:
+        path: The reference: whatever ``read_ledger`` takes.
+        rank: This run's rank.
+        writing: The folder that this run writes, which cannot be its own reference.
+
+    Attributes:
+        header: The reference's header.
+        checked: Number of records that were compared.
+        beyond: Number of this run's records that the reference has no counterpart for.
+
+    Raises:
+        LedgerError: When there is no ledger at ``path``, or it cannot be read.
+        ReferenceRefusedError: When it is the folder that this run writes.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, *, writing: Path | None = None
+    ) -> None:
+        self.rank = rank
+        self.checked = 0
+        self.beyond = 0
+        self._ledger = read_ledger(path, ignoring=writing)
+        self.header = self._ledger.headers.get(rank, self._ledger.header)
+        self._reader: RankReader | None = None
+        self._records = _digests_of(iter(()))
+        self._next: Digests | None = None
+        self._first_beyond: Digests | None = None
+        self._agreed: str | None = None
+        self._passed = 0
+        if writing is not None and writing.exists() and self._ledger.path.samefile(writing):
+            raise ReferenceRefusedError(
+                f"The reference is the folder that this run writes, {writing}: a run agrees with "
+                "itself always. Name the ledger of an earlier run.",
+                field="folder",
+                expected="the ledger of an earlier run",
+                actual=str(writing),
+            )
+
+    @property
+    def path(self) -> Path:
+        """The reference's folder or file."""
+        return self._ledger.path
+
+    def check_header(self, header: Header) -> None:
+        """Refuse a reference from another seed, fit, world size or settings.
+
+        Raises:
+            ReferenceRefusedError: With the first field that differs.
+        """
+        self._refuse(header_refusals(self.header, header))
+
+    def check_run(self, facts: RunFacts) -> None:
+        """Refuse a reference from another model, dataset or arithmetic, and get ready to check.
+
+        Raises:
+            ReferenceRefusedError: With the first field that differs.
+            LedgerError: When the reference has no file of this rank, or no facts of its run.
+        """
+        self._reader = reader = self._ledger.open(self.rank)
+        records = reader.records()
+        first = next(records, None)
+        if not isinstance(first, RunFacts):
+            raise LedgerError(
+                f"The reference {reader.path} ends before its training began, so there is "
+                "nothing to hold this run against. Name the ledger of a run that trained."
+            )
+        self._refuse(run_refusals(first, facts))
+        self._records = _digests_of(records)
+        self._next = next(self._records, None)
+
+    def pass_over(self, epoch: int) -> None:
+        """Leave out what belongs before an epoch: this run is resumed there."""
+        while self._next is not None and (
+            self._next.moment == "initial" or self._next.epoch < epoch
+        ):
+            self._next = next(self._records, None)
+
+    def check(self, actual: Digests) -> Difference | None:
+        """Compare one record of this run with its counterpart.
+
+        Returns:
+            How they differ; None when they agree, or when the reference has ended.
+
+        Raises:
+            ReferenceRefusedError: When the reference goes on without having this record.
+            LedgerError: When the reference turns out to be edited or malformed.
+        """
+        while (expected := self._next) is not None:
+            if record_key(expected) == record_key(actual):
+                self._next = next(self._records, None)
+                self.checked += 1
+                difference = record_difference(expected, actual)
+                if difference is None:
+                    self._agreed = describe_record(actual)
+                return difference
+            if expected.moment == "final" and expected.epoch < actual.epoch:
+                break
+            if record_place(expected, START) > record_place(actual, START):
+                raise self._lacks(expected, actual)
+            self._passed += 1
+            self._next = next(self._records, None)
+        self.beyond += 1
+        self._first_beyond = self._first_beyond or actual
+        return None
+
+    def drift_error(self, difference: Difference) -> DriftError:
+        """Build the error that says where this run left its reference."""
+        headline = (
+            f"This run differs from its reference in {difference.where} on rank {self.rank}: "
+            f"{difference.count} of {difference.total} entries differ, first in "
+            f"{plain(difference.group)}: {_first_names(difference)}."
+        )
+        lines = [
+            headline,
+            f"  expected: {describe_value(difference.expected)}",
+            f"  actual:   {describe_value(difference.actual)}",
+        ]
+        if len(difference.by_group) > 1:
+            parts = [f"{plain(g)} {n} of {of}" for g, (n, of) in difference.by_group.items()]
+            lines.append(f"In all: {', '.join(parts)}.")
+        lines.append(self._explain(difference))
+        lines.append(f"Reference: {self._reader.path if self._reader else self.path}")
+        return DriftError(
+            "\n".join(lines),
+            moment=difference.moment,
+            epoch=difference.epoch,
+            step=difference.step,
+            rank=self.rank,
+            group=difference.group,
+            names=difference.names,
+            count=difference.count,
+            total=difference.total,
+            expected=difference.expected,
+            actual=difference.actual,
+        )
+
+    def finish(self) -> str | None:
+        """Return what was not checked, as a sentence; None when all of both was."""
+        left = self._passed
+        while self._next is not None:
+            left += 1
+            self._next = next(self._records, None)
+        self.close()
+        parts = []
+        if self.beyond and self._first_beyond is not None:
+            records = counted(self.beyond, "record")
+            parts.append(
+                f"{records} of this run, from {describe_record(self._first_beyond)} on, had no "
+                "counterpart there and went unchecked"
+            )
+        if left:
+            parts.append(f"{counted(left, 'record')} there had no counterpart in this run")
+        if self._reader is not None and not self._reader.complete:
+            parts.append("that run was itself ended before it could finish its ledger")
+        if not parts:
+            return None
+        checked = f"Held against {self.path}: {counted(self.checked, 'record')}"
+        return f"{checked}; {'; '.join(parts)}."
+
+    def close(self) -> None:
+        """Close the reference's file."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _refuse(self, refusals: list[FieldDifference]) -> None:
+        if not refusals:
+            return
+        first = refusals[0]
+        others = f" Also different: {', '.join(plain(r.field) for r in refusals[1:])}."
+        raise ReferenceRefusedError(
+            f"The reference {self.path} comes from another experiment: its {plain(first.field)} "
+            f"differs.\n  expected: {plain(first.expected)}\n  actual:   {plain(first.actual)}\n"
+            f"{first.reason}{others if refusals[1:] else ''} Run as the reference was run, or name "
+            "a reference that was run as this is.",
+            field=first.field,
+            expected=first.expected,
+            actual=first.actual,
+        )
+
+    def _lacks(self, expected: Digests, actual: Digests) -> ReferenceRefusedError:
+        lacking, following = describe_record(actual), describe_record(expected)
+        return ReferenceRefusedError(
+            f"The reference {self.path} has no record of {lacking}; the next that it has is "
+            f"{following}.\n  expected: {following}\n  actual:   {lacking}\nIt was recorded at "
+            "other moments than this run; record a new reference with the settings of this run.",
+            field="records",
+            expected=following,
+            actual=lacking,
+        )
+
+    def _explain(self, difference: Difference) -> str:
+        if difference.moment == "initial":
+            return (
+                "They differed before the first step, so no training caused it. Seed before the "
+                "model is built: call lightning_d9m.enable(seed=...) or seed_everything(...) at "
+                "the top of the program; or the weights were loaded from another checkpoint."
+            )
+        if set(difference.by_group) == {"scalars"}:
+            return (
+                "Nothing but logged scalars differs. A scalar that differs by nature, such as a "
+                'measured time, can be left out: DeterminismCallback(ignored_metrics=["..."]).'
+            )
+        if self._agreed is None:
+            return "No earlier record was compared, so the cause may lie anywhere before."
+        return f"They last agreed in {self._agreed}, so the cause lies after it."
+
+
+def _digests_of(records: Iterator[Record]) -> Iterator[Digests]:
+    return (record for record in records if isinstance(record, Digests))
+
+
+def _first_names(difference: Difference) -> str:
+    count = difference.by_group.get(difference.group, (difference.count, 0))[0]
+    if difference.names == ("(total)",):
+        return "the digest of the group"
+    return describe_names(difference.names, count)

@@ -1,0 +1,156 @@
+"""Run a training several times, and say whether it ends at the same bits each time."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.control.session import deterministic
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.errors import NotBitExactError, SettingError
+from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.ledger.folder import list_fits, read_ledger
+from lightning_d9m.lightning.trainer_recorder import LEDGER_VARIABLE
+from lightning_d9m.output.comparison_text import format_comparison
+
+_PAIR = 2
+
+
+def assert_bit_exact(
+    train_function: Callable[[], object],
+    runs: int = 2,
+    *,
+    settings: Settings | None = None,
+    **overrides: Any,
+) -> None:
+    """Run a function several times, each in a deterministic session, and compare the bits.
+
+    Compared are what it returns (a module, a Trainer, tensors, numbers, text, and dicts, lists and
+    tuples of them) and the ledgers of the fits in it that have a ``DeterminismCallback``, which go
+    to a folder that is removed at the end.
+
+    Args:
+        train_function: Called without arguments; it makes all that it trains.
+        runs: How often, at least 2.
+        settings: Settings of the sessions; the defaults when None.
+        overrides: Single settings by name, such as ``seed=42``.
+
+    Raises:
+        NotBitExactError: When a run ends at other bits than the first, with the first divergence.
+        SettingError: When a setting is not allowed, or the function leaves nothing to compare.
+
+    >>> def train():
+    ...     torch.manual_seed(1)
+    ...     return torch.rand(3)
+    >>> assert_bit_exact(train)
+    """
+    if type(runs) is not int or runs < _PAIR:
+        raise SettingError(f"runs is {runs!r}; allowed: a whole number from 2.")
+    with TemporaryDirectory(prefix="d9m-") as folder:
+        outcomes = []
+        for number in range(runs):
+            ledgers = Path(folder, f"run-{number + 1}")
+            with as_first_run(ledgers, settings, **overrides):
+                digests = _digests_of(train_function())
+            fits = list_fits(ledgers) if ledgers.exists() else []
+            if not digests and not fits:
+                raise SettingError(
+                    f"{_name(train_function)} returned None and no fit in it left a ledger, so "
+                    "there is nothing to compare. Return the model or its weights, or train with "
+                    "callbacks=[DeterminismCallback()]."
+                )
+            outcomes.append((digests, fits))
+        expected = outcomes[0]
+        for number, actual in enumerate(outcomes[1:], 2):
+            problem = _compare(expected, actual)
+            if problem is not None:
+                raise NotBitExactError(
+                    f"Run {number} of {_name(train_function)} differs from run 1. {problem}"
+                )
+
+
+@contextmanager
+def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> Iterator[None]:
+    """Run the body in a deterministic session of its own, with its ledgers in a folder of its own.
+
+    Args:
+        ledgers: Folder for the ledgers of its fits.
+        settings: Settings of the session; the defaults when None.
+        overrides: Single settings by name.
+    """
+    before = os.environ.get(LEDGER_VARIABLE)
+    with deterministic(settings, **overrides):
+        os.environ[LEDGER_VARIABLE] = str(ledgers)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[LEDGER_VARIABLE]
+            else:
+                os.environ[LEDGER_VARIABLE] = before
+
+
+def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
+    """Return in words how the ledgers of two runs differ; None when they agree."""
+    if len(expected) != len(actual):
+        return (
+            f"The numbers of their fits differ.\nexpected: {len(expected)}\nactual:   {len(actual)}"
+        )
+    for first, second in zip(expected, actual, strict=True):
+        comparison = compare_ledgers(read_ledger(first), read_ledger(second))
+        if not comparison.equal:
+            return "\n".join(["Their ledgers differ.", *format_comparison(comparison)])
+    return None
+
+
+_Outcome = tuple[dict[str, str], list[Path]]
+
+
+def _compare(expected: _Outcome, actual: _Outcome) -> str | None:
+    problem = compare_fits(expected[1], actual[1])
+    if problem is not None:
+        return problem
+    names = [*expected[0], *(name for name in actual[0] if name not in expected[0])]
+    differing = [name for name in names if expected[0].get(name) != actual[0].get(name)]
+    if not differing:
+        return None
+    first = differing[0]
+    return (
+        f"Of {len(names)} entries that it returns {len(differing)} differ, the first {first}.\n"
+        f"expected: {expected[0].get(first, 'no such entry')}\n"
+        f"actual:   {actual[0].get(first, 'no such entry')}"
+    )
+
+
+def _digests_of(result: object, where: str = "result") -> dict[str, str]:
+    """Return one digest for each entry of a result, by its place in it."""
+    if result is None and where == "result":
+        return {}
+    result = getattr(result, "lightning_module", result)  # a Trainer stands for what it trained
+    if isinstance(result, torch.nn.Module):
+        groups = take_snapshot(result).groups
+        return {
+            f"{where}.{name}": value for found in groups.values() for name, value in found.items()
+        }
+    entries: list[tuple[object, object]]
+    if isinstance(result, Mapping):
+        entries = list(result.items())
+    elif isinstance(result, list | tuple) and not hasattr(result, "_fields"):
+        entries = list(enumerate(result))
+    else:
+        return {where: digest_value(result)}
+    return {
+        name: value
+        for key, entry in entries
+        for name, value in _digests_of(entry, f"{where}[{key!r}]").items()
+    }
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", repr(function))

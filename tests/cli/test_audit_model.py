@@ -1,0 +1,153 @@
+"""``d9m audit model``: what varies without the recipe is measured, and with it nothing may."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from lightning_d9m.cli.main import main
+
+# A command that leaves ledgers and weights as a training does, without the seconds of loading
+# torch. VALUE says, by arm and number of the run, which of the prepared weights it ends with.
+COMMAND = """
+import os, shutil
+from pathlib import Path
+from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+
+place = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
+arm, number = place.name.split("-")[0], int(place.name.split("-")[1])
+assert os.environ["LIGHTNING_D9M_CONTROL"] == {"with": "on", "without": "off"}[arm]
+assert os.environ["PYTHONHASHSEED"].isdigit()
+weights = Path(os.environ["LIGHTNING_D9M_KEEP_WEIGHTS"])
+weights.mkdir()
+for _ in range(FITS):
+    folder = create_ledger_folder(place)
+    with LedgerWriter(rank_path(folder, 0)) as ledger:
+        ledger.write(Header(rank=0, world_size=1, fit=0, seed=42, created="", package="0",
+                            settings={}, stack={}).as_record())
+        ledger.write(RunFacts(model="m", parameters=1, train=[]).as_record())
+        for moment, epoch in MOMENTS:
+            value = 0 if (moment, epoch) == ("epoch", 0) else VALUE
+            ledger.write(Digests(moment=moment, epoch=epoch, step=epoch,
+                                 totals={"weights": f"{value:032x}"},
+                                 groups={"weights": {"w": f"{value:032x}"}},
+                                 loss=float(value).hex(),
+                                 scalars={"accuracy": (0.5).hex()}).as_record())
+            if SAVED:
+                shutil.copy(f"{value}.pt", weights / f"{folder.name}-{moment}-{epoch:06d}.pt")
+        ledger.write(End(status="finished").as_record())
+"""
+WHOLE = [("epoch", 0), ("epoch", 1), ("final", 1)]
+
+
+@pytest.fixture
+def audit(tmp_path, monkeypatch, capsys):
+    """Return a function that audits such a command; it gives status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    for value in range(4):  # one element of two, in one layer of two, moves by a quarter
+        weights = {"first.w": torch.tensor([1.0, 1.0 + value / 4]), "second.w": torch.ones(2)}
+        torch.save(weights, tmp_path / f"{value}.pt")
+
+    def run(value, *words, fits="1", moments=WHOLE, keep=True):
+        code = COMMAND.replace("VALUE", value).replace("FITS", fits)
+        (tmp_path / "script.py").write_text(
+            code.replace("MOMENTS", repr(moments)).replace("SAVED", str(keep))
+        )
+        command = ["audit", "model", "-n", "3", *words, "--", sys.executable, "script.py"]
+        status = main(command)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+VARIES = "(0 if arm == 'with' else number - 1)"
+
+
+def test_what_varies_without_the_recipe_is_measured(audit):
+    status, out, _ = audit(VARIES, "--json")
+    result = json.loads(out)
+    (fit,) = result["fits"]
+    assert status == 0
+    assert fit["without"]["distinct"] == 3
+    assert fit["with"]["distinct"] == 1
+    assert [moment["distinct"] for moment in fit["without"]["moments"]] == [1, 3, 3]
+    assert [moment["vc"] for moment in fit["without"]["moments"]] == [0, 0.25, 0.25]
+    final = fit["without"]["moments"][-1]
+    # Runs 2 and 3 lie by 1/4 and 1/2 from run 1 in one element of four.
+    assert final["vermv"] == pytest.approx((0.25 / 4 + 0.5 / 4) / 2)
+    assert fit["without"]["layers"]["second"]["vc"] == 0
+    assert fit["without"]["layers"]["first"]["vc_max"] == 0.5
+    assert fit["without"]["scalars"]["final loss"] | {"deviation": ""} == {
+        "distinct": 3,
+        "least": "0.0",
+        "greatest": "2.0",
+        "deviation": "",
+    }
+    assert fit["without"]["scalars"]["accuracy"]["distinct"] == 1
+
+
+def test_the_report_and_the_plot_are_left_and_the_weights_are_not(audit, tmp_path):
+    status, out, err = audit(VARIES)
+    folder = tmp_path / "d9m-audit" / "model-000"
+    assert status == 0
+    assert "without the recipe: 3 distinct of 3" in out
+    assert "with the recipe: 1 distinct of 3" in out
+    assert "final loss, without: 3 values, 0.0 to 2.0" in out
+    assert "accuracy, with: 0.5 in every run" in out
+    assert "run 3 of 3, with the recipe" in err
+    assert "| `first` | 0.1" in (folder / "model.md").read_text()
+    assert (folder / "fit-000.svg").read_text().count("<polyline") == 4
+    assert "plot" not in json.loads((folder / "model.json").read_text())["fits"][0]
+    assert list(folder.rglob("*.pt")) == []
+
+
+def test_a_recipe_that_does_not_hold_is_found(audit):
+    status, out, _ = audit("int(number == 3)")
+    assert status == 1
+    assert "with the recipe: 2 distinct of 3" in out
+
+
+def test_each_fit_is_reported(audit):
+    _, out, _ = audit(VARIES, "--json", fits="2")
+    assert [fit["fit"] for fit in json.loads(out)["fits"]] == ["fit-000", "fit-001"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fits": "0"}, "wrote no ledger"),
+        ({"fits": "number"}, "left different numbers of ledgers"),
+        ({"keep": False}, "The run left no weights"),
+        ({"moments": WHOLE[:2]}, "did not come to its end"),
+    ],
+)
+def test_runs_that_cannot_be_measured(audit, settings, message):
+    status, _, err = audit("0", **settings)
+    assert status == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "1", "--", "true"], "--runs is 1; allowed: 2 to 1000"),
+        (["--timeout", "0", "--", "true"], "--timeout is 0"),
+        ([], "There is no command to train with"),
+        (["-o", ".", "--", "true"], "exists already"),
+        (["--", "false"], "exit status 1"),
+    ],
+)
+def test_misuse(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "model", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_of_the_environment_is_left(audit):
+    before = dict(os.environ)
+    audit("0")
+    assert dict(os.environ) == before

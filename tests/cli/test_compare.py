@@ -1,0 +1,379 @@
+"""``d9m compare``: what it prints, its exit status, and that it needs no torch."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_d9m.cli.compare import add_arguments, run
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
+
+NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
+
+
+def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), **changes):
+    """Write a run; from epoch ``drift`` on, all weights of the last rank are others."""
+    folder = create_ledger_folder(parent)
+    for rank in range(world_size):
+        fields = {"seed": 42, "stack": {"device.driver": "560.35.03"}, "settings": {}} | changes
+        header = Header(
+            rank=rank, world_size=world_size, fit=0, created="now", package="0.1.0", **fields
+        )
+        with LedgerWriter(rank_path(folder, rank)) as writer:
+            writer.write(header.as_record())
+            train = [LoaderFacts(1437, 64, 23)]
+            writer.write(RunFacts(model="m", parameters=12, train=train).as_record())
+            for epoch in range(-1, epochs):
+                differs = rank == world_size - 1 and drift is not None and epoch >= drift
+                weights = dict.fromkeys(NAMES, ("f" if differs else "0") * 32)
+                writer.write(
+                    Digests(
+                        moment="epoch" if epoch >= 0 else "initial",
+                        epoch=max(epoch, 0),
+                        step=23 * (epoch + 1),
+                        totals={},
+                        groups={"weights": weights},
+                        loss=(0.1 if differs else 0.2).hex(),
+                        scalars=dict(scalars) if epoch >= 0 else {},
+                    ).as_record()
+                )
+            if end:
+                writer.write(End(status="finished").as_record())
+    return folder
+
+
+def parse(*words):
+    """Parse the words of the command."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def compare(capsys, *words):
+    """Run the command in this process; return its status and output."""
+    status = run(parse(*words))
+    output = capsys.readouterr()
+    assert output.err == ""
+    return status, output.out
+
+
+def narrow(output):
+    """Return the lines that are not paths, checked to fit 80 columns."""
+    lines = output.splitlines()[2:]
+    assert max(map(len, lines)) <= 80
+    return "\n".join(lines)
+
+
+def test_equal(tmp_path, capsys):
+    """What was compared is said: never a bare OK."""
+    one, other = write(tmp_path), write(tmp_path)
+    status, output = compare(capsys, one, other)
+    assert status == 0
+    assert output == (
+        f"expected: {one}\nactual:   {other}\n\n"
+        "equal: 5 records bit for bit the same (3 of digests; 2 epochs; rank 0).\n"
+    )
+
+
+def test_different(tmp_path, capsys):
+    """Rank, epoch, step, groups, names, both values, both notations of a loss."""
+    status, output = compare(
+        capsys, write(tmp_path, world_size=2), write(tmp_path, world_size=2, drift=1)
+    )
+    assert status == 1
+    assert narrow(output) == (
+        "\nRank 1 diverges first in epoch 1 (step 46):\n"
+        "  weights: 12 of 12 differ\n"
+        "  loss: 1 of 1 differ\n"
+        "  first weights: encoder.layers.0.attention.projection.weight,\n"
+        "  encoder.layers.1.attention.projection.weight,\n"
+        "  encoder.layers.2.attention.projection.weight and 9 more\n"
+        f"    expected: {'0' * 32}\n"
+        f"    actual:   {'f' * 32}\n"
+        "  Records that differ: 1 of 5.\n"
+        "different: 10 records compared."
+    )
+
+
+def test_initial_weights(tmp_path, capsys):
+    """The cure is named."""
+    status, output = compare(capsys, write(tmp_path), write(tmp_path, drift=-1))
+    assert status == 1
+    assert "Rank 0 diverges first in the initial state:" in output
+    assert "seed before the model is built" in narrow(output)
+
+
+def test_a_logged_time(tmp_path, capsys):
+    """How to leave it out is said where nothing else differs, and only there."""
+    once, again = [("time", (1.5).hex())], [("time", (2.5).hex())]
+    status, output = compare(capsys, write(tmp_path, scalars=once), write(tmp_path, scalars=again))
+    assert status == 1
+    assert "LIGHTNING_D9M_IGNORED_METRICS=NAME" in narrow(output)
+    _, output = compare(
+        capsys, write(tmp_path, scalars=once), write(tmp_path, drift=-1, scalars=again)
+    )
+    assert "IGNORED_METRICS" not in output
+
+
+def test_another_stack_comes_before_any_drift(tmp_path, capsys):
+    """So that another driver is never mistaken for nondeterminism."""
+    status, output = compare(
+        capsys, write(tmp_path), write(tmp_path, drift=0, stack={"device.driver": "570.1"})
+    )
+    assert status == 1
+    text = narrow(output)
+    stack = (
+        "The stacks differ, which alone may change bits:\n"
+        "  device.driver\n    expected: 560.35.03\n    actual:   570.1\n"
+    )
+    assert 0 <= text.index(stack) < text.index("diverges first")
+
+
+def test_another_stack_and_equal_bits(tmp_path, capsys):
+    """The bits decide."""
+    status, output = compare(capsys, write(tmp_path), write(tmp_path, stack={}))
+    assert status == 0
+    assert "  device.driver\n    expected: 560.35.03\n    actual:   missing\n" in output
+    assert "equal: 5 records" in output
+
+
+def test_another_seed(tmp_path, capsys):
+    """Refused with the reason."""
+    status, output = compare(capsys, write(tmp_path), write(tmp_path, seed=7))
+    assert status == 1
+    assert narrow(output) == (
+        "\nThe runs cannot be held against each other:\n"
+        "  seed\n    expected: 42\n    actual:   7\n"
+        "Another seed draws other random numbers, so every digest differs by design.\n\n"
+        "not comparable: the runs differ by design (seed)."
+    )
+
+
+def test_one_stopped_early(tmp_path, capsys):
+    """What only one has is counted."""
+    status, output = compare(capsys, write(tmp_path, epochs=5), write(tmp_path, end=False))
+    assert status == 1
+    assert narrow(output) == (
+        "\nRank 0: only the expected run has 4 records, the first epoch 2 (step 69).\n"
+        "Rank 0: the actual run was ended before it finished its ledger.\n"
+        "different: 4 records compared."
+    )
+
+
+def test_a_torn_record(tmp_path, capsys):
+    """It is left out, and that is said."""
+    one, other = write(tmp_path), write(tmp_path)
+    path = rank_path(other, 0)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert "its torn last\nrecord was left out." in compare(capsys, one, other)[1]
+
+
+def test_ranks_of_one_run_only(tmp_path, capsys):
+    """They are listed."""
+    one, other = write(tmp_path, world_size=4), write(tmp_path, world_size=4)
+    rank_path(other, 2).unlink()
+    rank_path(other, 3).unlink()
+    status, output = compare(capsys, one, other)
+    assert status == 1
+    assert "Only the expected run has a file of ranks 2, 3.\n" in output
+
+
+def test_what_differs_on_some_ranks_names_them(tmp_path, capsys):
+    """All ranks need no mention."""
+    one, other = write(tmp_path, world_size=3), write(tmp_path, world_size=3)
+    for rank in (1, 2):
+        rank_path(other, rank).unlink()
+        changed = write(tmp_path, world_size=3, stack={})
+        rank_path(changed, rank).rename(rank_path(other, rank))
+    assert "  device.driver (ranks 1, 2)\n" in compare(capsys, one, other)[1]
+
+
+def test_nothing_was_proven(tmp_path, capsys):
+    """Two runs that were killed before the first digest are not called equal."""
+    folders = [write(tmp_path, epochs=-1, end=False) for _ in range(2)]
+    status, output = compare(capsys, *folders)
+    assert status == 1
+    assert "not comparable: a rank has no digests in common" in output
+    ranks = [rank_path(write(tmp_path, world_size=2), rank) for rank in range(2)]
+    assert "the ledgers have no rank in common" in compare(capsys, *ranks)[1]
+
+
+def test_a_ledger_and_itself(tmp_path, capsys):
+    """Equal, and worth nothing."""
+    folder = write(tmp_path)
+    status, output = compare(capsys, folder, tmp_path)
+    assert status == 0
+    assert "Both are one ledger, so this shows nothing about two runs." in output
+
+
+def test_untrusted_names_are_printed_harmlessly(tmp_path, capsys):
+    """A ledger from elsewhere does not move the cursor, nor does the folder that it is in."""
+    one = write(tmp_path / "\x1b[2J", stack={"\x1b[2J": "\x1b[31m"})
+    text = compare(capsys, one, write(tmp_path))[1]
+    assert "\x1b" not in text
+    assert "\\x1b[2J/fit-000" in text
+    assert main(["compare", str(one.parent / "none\u202e"), str(one)]) == 2
+    error = capsys.readouterr().err
+    assert "\\x1b[2J/none\\u202e: No such file" in error
+    assert not {"\x1b", "\u202e"} & set(error)
+
+
+def test_of_many_ranks_the_first_is_described(tmp_path, capsys):
+    """The others in a sentence; the last line says again which was first."""
+
+    def trace(drift):
+        return write_trace(tmp_path, world_size=8, drift=lambda rank: drift and drift[rank])
+
+    one, other = trace(None), trace([2, 2, 2, 1, 2, 2, None, 1])
+    path = rank_path(other, 7)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    text = narrow(compare(capsys, one, other)[1])
+    assert text == (
+        "\nRank 3 diverges first in batch 1 of epoch 0 (step 1):\n"
+        "  output: 2 of 4 differ\n"
+        "  first output: encoder.layers.2, encoder.layers.3\n"
+        f"    expected: {'0' * 32}\n"
+        f"    actual:   {'f' * 32}\n"
+        "  Probes that differ: 4 of 12,\n"
+        "  in 2 of 3 batches.\n"
+        "Rank 7 diverges in batch 1 of epoch 0 (step 1): output encoder.layers.2; 2 of 4\n"
+        "differ.\n"
+        "Ranks 0-2, 4, 5 diverge in batch 2 of epoch 0 (step 2): output encoder.layers.2;\n"
+        "2 of 4 differ.\n"
+        "Rank 7: only the expected run has 1 record, the first the end of the run.\n"
+        "Rank 7: the actual run was ended before it finished its ledger.\n"
+        "different: 7 records and 96 probes of 24 batches compared. Ranks 3, 7 diverge\n"
+        "first, in batch 1 of epoch 0 (step 1)."
+    )
+
+
+def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
+    """Also where the reason is a long path."""
+    parent, child = write(tmp_path / ("p" * 90)), tmp_path / "fit-009"
+    child.mkdir()
+    with LedgerWriter(rank_path(child, 0)) as writer:
+        for line in rank_path(parent, 0).read_text().splitlines()[:1]:
+            record = json.loads(line)
+            record.pop("check")
+            writer.write(record)
+        resume = {"parent": str(parent), "parent_check": "0" * 16, "epoch": 1, "step": 2}
+        writer.write({"kind": "resume", **resume, "batch": 0})
+    path = rank_path(parent, 0)
+    path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
+    text = " ".join(compare(capsys, write(tmp_path), child)[1].split())
+    assert f"{path}, line 3 does not fit its check" in text
+    assert "record the run again. " in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "status"),
+    [({}, "equal", 0), ({"drift": 1}, "different", 1), ({"seed": 1}, "not comparable", 1)],
+)
+def test_json(tmp_path, capsys, changes, verdict, status):
+    """One object, with the facts of the text."""
+    one, other = write(tmp_path), write(tmp_path, **changes)
+    found, output = compare(capsys, one, other, "--json")
+    facts = json.loads(output)
+    assert (found, facts["verdict"]) == (status, verdict)
+    assert (facts["expected"], facts["actual"]) == (str(one), str(other))
+    if verdict == "different":
+        first = facts["ranks"][0]["first"]
+        assert (first["epoch"], first["group"], first["count"]) == (1, "weights", 13)
+        assert first["names"] == NAMES[:10]
+    if verdict == "not comparable":
+        assert facts["refusals"] == [{"field": "seed", "expected": 42, "actual": 1, "ranks": [0]}]
+
+
+def test_not_a_ledger_is_an_error(tmp_path):
+    """The command line turns it into exit status 2."""
+    with pytest.raises(LedgerError, match="holds no ledger"):
+        run(parse(tmp_path, tmp_path))
+
+
+def test_progress_is_shown_to_a_person_only(tmp_path, capsys, monkeypatch):
+    """On the error stream, and wiped away at the end."""
+    monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    one, other = write(tmp_path), write(tmp_path)
+    assert run(parse(one, other)) == 0
+    output = capsys.readouterr()
+    assert "\r5 records compared" in output.err
+    assert output.err.endswith("\r\033[K")
+    assert "equal" in output.out
+
+
+@pytest.mark.parametrize(
+    ("drift", "status", "verdict"), [(None, 0, "\nequal: "), (0, 1, "\ndifferent: ")]
+)
+def test_it_loads_no_torch(tmp_path, drift, status, verdict):
+    """From the command line to the verdict, with its exit status."""
+    one, other = write(tmp_path), write(tmp_path, drift=drift)
+    code = (
+        "import sys; from lightning_d9m.cli.main import main\n"
+        "status = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(99 if heavy else status)"
+    )
+    words = [sys.executable, "-c", code, "compare", str(one), str(other)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, "")
+    assert verdict in done.stdout
+
+
+def test_misuse_has_status_2(tmp_path):
+    """With one sentence on the error stream, and no traceback."""
+    words = [sys.executable, "-m", "lightning_d9m", "compare", str(tmp_path), "gone"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"d9m: error: {tmp_path} holds no ledger")
+    assert "Traceback" not in done.stderr
+
+
+def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size=1):
+    """Write a run with probes; from batch ``drift(rank)`` on, the last two places differ."""
+    folder = create_ledger_folder(parent)
+    names = [["output", f"encoder.layers.{number}", 0] for number in range(places)]
+    facts = {"world_size": world_size, "fit": 0, "seed": 0, "created": "", "package": "0"}
+    for rank in range(world_size):
+        first = drift(rank)
+        with LedgerWriter(rank_path(folder, rank)) as writer:
+            writer.write(Header(rank=rank, **facts, settings={}, stack={}).as_record())
+            writer.write({"kind": "layout", "id": 0, "places": names})
+            for batch in range(batches):
+                differs = 2 if first is not None and batch >= first else 0
+                digests = "0" * 32 * (places - differs) + "f" * 32 * differs
+                record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
+                writer.write(record | {"digests": digests})
+            writer.write(End(status="finished").as_record())
+    return folder
+
+
+def test_probes_that_are_equal(tmp_path, capsys):
+    """How many, of how many batches."""
+    status, output = compare(capsys, write_trace(tmp_path), write_trace(tmp_path))
+    assert status == 0
+    assert narrow(output).startswith("\nequal: 1 record and 12 probes of 3 batches bit for bit")
+
+
+def test_probes_that_differ(tmp_path, capsys):
+    """The first in order of execution, and what only one run has."""
+    one, other = write_trace(tmp_path), write_trace(tmp_path, drift=lambda _: 1, places=5)
+    status, output = compare(capsys, one, other)
+    assert status == 1
+    assert narrow(output) == (
+        "\nRank 0 diverges first in batch 1 of epoch 0 (step 1):\n"
+        "  output: 1 of 4 differ\n"
+        "  first output: encoder.layers.3\n"
+        f"    expected: {'0' * 32}\n"
+        f"    actual:   {'f' * 32}\n"
+        "  Probes that differ: 2 of 12,\n"
+        "  in 2 of 3 batches.\n"
+        "Rank 0: only the actual run has 3 probes in batches of both, the first output\n"
+        "encoder.layers.4 in batch 0 of epoch 0 (step 0).\n"
+        "different: 1 record and 12 probes of 3 batches compared."
+    )

@@ -1,0 +1,244 @@
+"""``d9m doctor``: each problem is found when it is there, and vanishes with its fix."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from lightning_d9m import SettingError
+from lightning_d9m.cli.doctor import format_finding
+from lightning_d9m.cli.main import main
+from lightning_d9m.control import doctor
+from lightning_d9m.control import environment as variables
+from lightning_d9m.control.doctor import Finding
+from lightning_d9m.horovod import doctor as horovod_doctor
+from lightning_d9m.horovod.environment import PINNED
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    """An environment in which there is nothing to mend, with Horovod installed."""
+    names = [*doctor._VARIABLES, *PINNED, "HOROVOD_ELASTIC", "NCCL_ALGO"]
+    for name in [*names, "OMP_NUM_THREADS", "OMP_DYNAMIC", "PL_GLOBAL_SEED"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "describe_hash_seed_problem", lambda: None)
+    monkeypatch.setattr(horovod_doctor, "version", lambda package: "1.2.3")
+    monkeypatch.setattr(horovod_doctor, "import_horovod", lambda: None)
+
+
+@pytest.fixture
+def report(capsys):
+    """Return a function that runs the command and gives (exit status, findings by name)."""
+
+    def run():
+        status = main(["doctor", "--json"])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        return status, {finding["name"]: finding for finding in findings}
+
+    return run
+
+
+def test_a_healthy_environment_has_nothing_to_mend(healthy, report, capsys):
+    status, findings = report()
+    assert status == 0
+    assert "problem" not in {finding["status"] for finding in findings.values()}
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("\nNothing to mend.\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":4096:2"),
+        ("NCCL_ALGO", "Tree,NVLS", "Ring"),
+        ("TORCHINDUCTOR_DETERMINISTIC", "0", "1"),
+        ("FLASH_ATTENTION_DETERMINISTIC", "0", "1"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", "0"),
+        ("OMP_DYNAMIC", "TRUE", "false"),
+        ("PL_GLOBAL_SEED", "4294967296", "4294967295"),
+        ("PL_GLOBAL_SEED", "-1", "0"),
+        ("PL_GLOBAL_SEED", "twelve", "12"),
+        ("HOROVOD_FUSION_THRESHOLD", "67108864", "0"),
+        ("HOROVOD_DISABLE_GROUP_FUSION", "0", "1"),
+        ("HOROVOD_AUTOTUNE", "1", "0"),
+        ("HOROVOD_HIERARCHICAL_ALLREDUCE", "1", "0"),
+        ("HOROVOD_TORUS_ALLREDUCE", "1", "0"),
+        ("HOROVOD_ELASTIC", "1", "0"),
+    ],
+)
+def test_a_variable_that_allows_nondeterminism_is_found(
+    healthy, report, monkeypatch, capsys, name, bad, good
+):
+    assert report()[1][name]["found"].startswith("not set")
+    monkeypatch.setenv(name, bad)
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert output.startswith(f"problem  {name}: {bad}\n")
+    assert "\n         Fix: " in output
+    assert output.endswith("\n1 problem found.\n")
+    monkeypatch.setenv(name, good)
+    status, findings = report()
+    assert status == 0
+    assert findings[name] == {
+        "name": name, "status": "ok", "found": good, "reason": "", "fix": ""
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*doctor._VARIABLES, "NCCL_ALGO"])
+@pytest.mark.parametrize("value", ["", "0", "1", ":16:8", "NVLS"])
+def test_the_doctor_and_a_session_agree(healthy, report, monkeypatch, name, value):
+    monkeypatch.setattr(variables, "_state", variables._State())
+    monkeypatch.setenv(name, value)
+    try:
+        early = variables.EarlyVariables()
+        early.set()
+        early.restore()
+    except SettingError:
+        refused = True
+    else:
+        refused = False
+    status, findings = report()
+    assert status == int(refused)
+    assert findings[name]["status"] == ("problem" if refused else "ok")
+
+
+def test_horovod_that_cannot_be_imported_is_found(healthy, report, monkeypatch):
+    def fail():
+        raise SettingError("refused") from ImportError("no mpi_lib_v2")
+
+    assert report()[1]["Horovod"]["status"] == "ok"
+    monkeypatch.setattr(horovod_doctor, "import_horovod", fail)
+    status, findings = report()
+    assert status == 1
+    assert findings["Horovod"]["found"] == "1.2.3, which cannot be imported (no mpi_lib_v2)"
+    assert findings["Horovod"]["fix"] == "d9m install-horovod"
+
+
+def test_a_missing_lightning_is_noted_and_horovod_not_looked_at(healthy, report, monkeypatch):
+    def missing(package):
+        raise PackageNotFoundError(package)
+
+    assert report()[1]["Lightning"]["status"] == "ok"
+    monkeypatch.setattr(horovod_doctor, "version", missing)
+    status, findings = report()
+    assert status == 0
+    assert findings["Lightning"]["status"] == "note"
+    assert not [name for name in findings if name.upper().startswith("HOROVOD")]
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.9.1+cpu", "problem"), ("2.11.0a0+git1", "ok"), ("2.13.0", "ok"), ("3.0.0", "ok")],
+)
+def test_an_old_torch_is_found(healthy, report, monkeypatch, version, status):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert report()[1]["torch"]["status"] == status
+
+
+def test_rocm_is_noted(healthy, report, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert report()[1]["torch"]["status"] == "note"
+
+
+def test_a_benchmark_that_is_on_from_the_start_is_found(healthy, report, monkeypatch):
+    assert report()[1]["cuDNN benchmark"]["status"] == "ok"
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    status, findings = report()
+    assert status == 1
+    assert findings["cuDNN benchmark"]["status"] == "problem"
+
+
+def test_deterministic_algorithms_may_be_on_or_off(healthy, report):
+    assert report()[1]["deterministic algorithms"]["found"].startswith("off")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert report()[1]["deterministic algorithms"]["found"] == "on"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def precision():
+    """Return torch's backends of reduced precision, and put back what a test sets there."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    names = [(backend, "fp32_precision") for backend in (cuda, cudnn.conv, cudnn.rnn)]
+    names += [(cuda, f"allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")]
+    before = [getattr(*name) for name in names]
+    yield names
+    for name, value in zip(names, before, strict=True):
+        setattr(*name, value)
+
+
+def test_reduced_precision_is_noted_until_it_is_off(healthy, report, precision):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    finding = report()[1]["precision"]
+    assert finding["status"] == "note"
+    assert finding["found"].startswith("TF32 in matrix products, ")
+    for backend, name in precision:
+        setattr(backend, name, "ieee" if name == "fp32_precision" else False)
+    assert report()[1]["precision"]["status"] == "ok"
+
+
+def test_threads_are_noted_until_they_are_fixed(healthy, report, monkeypatch):
+    for value in (None, "", "four"):  # torch ignores what is no number
+        if value is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert report()[1]["CPU threads"]["status"] == "note"
+    for value in ("2", "2,1"):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert report()[1]["CPU threads"]["status"] == "ok"
+
+
+def test_cores_that_may_not_be_used_are_said(healthy, report, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert "container" not in report()[1]["CPU threads"]["reason"]
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    finding = report()[1]["CPU threads"]
+    assert "on 2 of 64 cores" in finding["found"]
+    assert "container" in finding["reason"]
+
+
+@pytest.mark.parametrize(("seed", "status"), [("7", "ok"), (None, "problem")])
+def test_the_hash_seed_counts_as_python_was_started(healthy, seed, status):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_d9m", "doctor", "--json"],
+        env=environment | ({} if seed is None else {"PYTHONHASHSEED": seed}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert set(report) == {"findings", "stack"}
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert found["PYTHONHASHSEED"]["status"] == status
+    if seed is None:
+        assert done.returncode == 1
+        assert "PYTHONHASHSEED=0" in found["PYTHONHASHSEED"]["fix"]
+    for finding in report["findings"]:
+        assert list(finding) == ["name", "status", "found", "reason", "fix"]
+        assert finding["status"] in ("problem", "note", "ok")
+        assert bool(finding["reason"]) == (finding["status"] != "ok")
+        assert finding["fix"] or finding["status"] != "problem"
+    assert report["stack"]["torch.version"] == torch.__version__
+
+
+def test_lines_fit_80_columns():
+    finding = Finding("a name", "problem", "value " * 30, "reason " * 30, "fix " * 30)
+    lines = list(format_finding(finding))
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("problem  a name: value")
+    assert all(line.startswith(" " * 9) for line in lines[1:])
+
+
+def test_problems_come_first_and_notes_second(healthy, report, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    statuses = [finding["status"] for finding in report()[1].values()]
+    assert statuses == sorted(statuses, key=["problem", "note", "ok"].index)
+    assert statuses.count("problem") == 2

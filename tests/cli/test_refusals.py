@@ -1,0 +1,57 @@
+"""Errors of all commands that no test of one of them makes, at least not in this process."""
+
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.strategies import FSDPStrategy
+
+from lightning_d9m.audit.ops.arms import check_device
+from lightning_d9m.audit.ops.rows import RowFile
+from lightning_d9m.audit.ops.worker import plan_cases
+from lightning_d9m.cli import scan
+from lightning_d9m.errors import CommandError, SettingError, TooLateError
+from lightning_d9m.lightning.autoload import entry_points
+from lightning_d9m.lightning.probing.step_replay import _check_repeatable
+
+
+def test_an_audit_of_what_is_not_here():
+    with pytest.raises(SettingError, match="--device is 'nowhere', on which torch"):
+        check_device("nowhere")
+    with pytest.raises(SettingError, match="--ops names 'no_such_op', which is no op"):
+        next(plan_cases(["no_such_op"], ["float32"], quick=True))
+
+
+def test_an_output_that_cannot_be_written(tmp_path):
+    with pytest.raises(CommandError, match=r"rows of the audit cannot be kept in .*Is a directory"):
+        RowFile(tmp_path, {})
+    with pytest.raises(SettingError, match=r"findings cannot be written to .*Is a directory"):
+        scan._write(tmp_path, "")
+
+
+def test_a_strategy_that_shards_is_not_replayed():
+    class OwnStrategy(FSDPStrategy):
+        """A user's."""
+
+    trainer = SimpleNamespace(strategy=object.__new__(OwnStrategy))
+    with pytest.raises(SettingError, match="strategy is OwnStrategy, which divides the weights"):
+        _check_repeatable(trainer, SimpleNamespace(automatic_optimization=True))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Ask for a deterministic run, in a process in which none has begun."""
+    monkeypatch.setenv("LIGHTNING_D9M", "1")
+    monkeypatch.setattr(entry_points._State, "started", False)
+    monkeypatch.setattr(entry_points._State, "problem", None)
+    return entry_points.make_lightning_callbacks
+
+
+def test_a_variable_that_was_set_after_torch_was_imported(asked):
+    with pytest.raises(TooLateError, match="asks for a seed before the model is built"):
+        asked()
+
+
+def test_a_problem_of_the_start_stops_the_trainer(asked, monkeypatch):
+    monkeypatch.setattr(entry_points._State, "problem", ValueError())
+    with pytest.raises(SettingError, match=r"cannot be obeyed: ValueError: no reason is given\."):
+        asked()

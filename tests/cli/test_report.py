@@ -1,0 +1,474 @@
+"""``d9m report``: one file without network, with every fact, and nothing of a ledger unescaped."""
+
+import argparse
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_d9m.cli.report import add_arguments, run
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.comparison.timeline import MAX_STEPS, Course, Growth
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import (
+    LedgerWriter,
+    create_ledger_folder,
+    rank_path,
+    read_ledger,
+)
+from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "\"&'",
+    "x" * 3000,
+    "\u202egnp.exe",
+    "\u05d0\u05d1.weight",
+    "</style><img src=x onerror=alert(1)>",
+    "javascript:alert(1)",
+    "\x1b[31m\x00",
+]
+MODULES = ["encoder.layers.0.norm", "encoder.layers.0.linear", "encoder.layers.1.linear", "head"]
+VOID = {"meta", "br", "img", "input", "circle", "line", "polyline"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def write(
+    parent,
+    *,
+    steps=12,
+    drift=None,
+    growth=2,
+    names=MODULES,
+    stack="560.35",
+    folder=None,
+    end=True,
+    **changes,
+):
+    """Write a rank of a run; from step ``drift`` on, more and more places differ."""
+    folder = folder or create_ledger_folder(parent)
+    fields = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now"}
+    fields |= {"stack": {"device.driver": stack}, "settings": {}, "package": "0.1.0"} | changes
+    places = [["batch", "0", 0]] + [["output", name, 0] for name in names] + [["loss", "loss", 0]]
+    places += [["gradient", f"{name}.weight", 0] for name in reversed(names)]
+    with LedgerWriter(rank_path(folder, fields["rank"])) as writer:
+        writer.write(Header(**fields).as_record())
+        writer.write(RunFacts(model="m", parameters=12, train=()).as_record())
+        writer.write({"kind": "layout", "id": 0, "places": places})
+        for step in range(steps):
+            other = 0 if drift is None or step < drift else (step - drift + 1) * growth
+            digests = ["0" * 32] * max(0, len(places) - other) + ["f" * 32] * other
+            record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
+            writer.write(record | {"digests": "".join(digests[: len(places)])})
+        weight = "0" if drift is None or drift >= steps else "f"
+        weights = {f"{name}.weight": weight * 32 for name in names}
+        digests = Digests(
+            moment="epoch", epoch=0, step=steps, totals={}, groups={"weights": weights}
+        )
+        writer.write(digests.as_record())
+        if end:
+            writer.write(End(status="finished").as_record())
+    return folder
+
+
+def write_ranks(parent, *drifts):
+    """Write a run with a rank for each of the steps at which they begin to differ."""
+    folder = create_ledger_folder(parent)
+    for rank, drift in enumerate(drifts):
+        write(parent, folder=folder, drift=drift, rank=rank, world_size=len(drifts))
+    return folder
+
+
+def write_epochs(parent, epochs=5, drift=None, names=MODULES, group="weights"):
+    """Write a run without probes, as the callback does by default."""
+    folder = create_ledger_folder(parent)
+    facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now", "package": "0"}
+    with LedgerWriter(rank_path(folder, 0)) as writer:
+        writer.write(Header(**facts, settings={}, stack={}).as_record())
+        for epoch in range(epochs):
+            digit = "f" if drift is not None and epoch >= drift else "0"
+            tensors = dict.fromkeys((f"{name}.weight" for name in names[:-1]), digit * 32)
+            tensors[f"{names[-1]}.weight"] = "0" * 32
+            digests = Digests(
+                moment="epoch", epoch=epoch, step=9 * epoch + 9, totals={}, groups={group: tensors}
+            )
+            writer.write(digests.as_record())
+        writer.write(End(status="finished").as_record())
+    return folder
+
+
+def parse(*words):
+    """Parse the words of the command."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects tags, attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(text.replace("<wbr>", ""))
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        """Remember a tag."""
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """Remember a tag that closes itself."""
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        """Check that it closes the last that was opened."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        """Remember text outside of style and script."""
+        if self.open and self.open[-1] not in {"style", "script"}:
+            self.text.append(data)
+
+    @property
+    def words(self):
+        """The text that a reader sees."""
+        return " ".join(" ".join(self.text).split())
+
+
+def report(tmp_path, *words, status=1):
+    """Write a report and return its text."""
+    path = tmp_path / "report.html"
+    assert run(parse(*words, "-o", path)) == status
+    return path.read_text()
+
+
+def test_different_runs(tmp_path, capsys):
+    """Verdict, stack, first divergence, plot, tree, timeline, table."""
+    one, other = write(tmp_path), write(tmp_path, drift=8, stack="570.1")
+    text = report(tmp_path, one, other)
+    words = Page(text).words
+    assert "Different" in words
+    assert "First divergence: epoch 0, step 8, batch 8 , gradient" in words
+    assert ". 2 of 10 places differ there." in words
+    assert "The stacks differ in 1 field, which alone may change bits: device.driver ." in words
+    assert "device.driver 560.35 570.1" in words
+    assert "weights 4 of 4" in words
+    assert text.count("<svg") == 2
+    assert '<rect class="equal"' in text
+    assert "steps 8 to 12: different" in words
+    assert '<li class="differs first"' in text
+    assert capsys.readouterr().out.startswith("different: the report is")
+
+
+def test_equal_runs(tmp_path):
+    """There is nothing to list, and that is said."""
+    words = Page(report(tmp_path, write(tmp_path), write(tmp_path), status=0)).words
+    assert "Equal" in words
+    assert "No module differs." in words
+    assert "Stack differences None." in words
+    assert "The stacks are equal." in words
+
+
+def test_of_many_ranks_the_first_is_named(tmp_path):
+    """In the verdict, at the head of the tables, and in the tree."""
+    one, other = write_ranks(tmp_path, *[None] * 5), write_ranks(tmp_path, 6, 5, 3, None, 5)
+    text = report(tmp_path, one, other)
+    words = Page(text).words
+    assert "First divergence: epoch 0, step 3, batch 3 , gradient" in words
+    assert "Rank 2 of 5; 3 more ranks diverged later. 2 of 10 places differ there." in words
+    assert words.index("2 epoch 0, step 3, batch 3") < words.index("0 epoch 0, step 6, batch 6")
+    assert "first divergence 50 differ, first gradient encoder.layers.0.linear.weight" in words
+    assert "at epoch 0, step 3" in words.partition("first divergence 50 differ")[2][:80]
+    assert text.count('<text x="58"') >= 5
+    assert words.count("steps 3 to 12: different") == 1
+
+
+def test_without_probes(tmp_path):
+    """All weights that differ at the end of that epoch are listed, with their modules."""
+    one, other = write_epochs(tmp_path), write_epochs(tmp_path, drift=2)
+    text = report(tmp_path, one, other)
+    words = Page(text).words
+    assert (
+        "First divergence: end of epoch 2, step 27 , weights encoder.layers.0.norm.weight" in words
+    )
+    assert "from step 27" in words
+    assert "0 2 weights encoder.layers.1.linear.weight 0000" in words
+    assert '<th scope="col" data-filter="text">name</th>' in text
+    assert "first divergence 3 differ, first weights encoder.layers.0.norm.weight" in words
+
+
+def test_buffers_belong_to_modules_too(tmp_path):
+    """Running means of a normalisation, say."""
+    one, other = (write_epochs(tmp_path, drift=d, group="buffers") for d in (None, 1))
+    words = Page(report(tmp_path, one, other)).words
+    assert "norm first divergence 4 differ, first buffers encoder.layers.0.norm.weight" in words
+
+
+def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
+    """And the verdict says so."""
+    one, other = write(tmp_path), write(tmp_path, end=False)
+    text = report(tmp_path, one, other)
+    words = Page(text.partition("</header>")[0] + "</header></main></body></html>").words
+    assert "No record that both runs have differs, but one has what the other lacks:" in words
+    assert "Rank 0: the actual run was ended before it finished its ledger." in words
+
+
+def test_a_number_is_shown_in_both_notations(tmp_path):
+    """A loss, say, where its digits say more than a digest would."""
+    one, other = write(tmp_path), write(tmp_path)
+    ledgers = []
+    for folder, loss in ((one, 0.5), (other, 0.25)):
+        ledgers.append(create_ledger_folder(tmp_path))
+        with LedgerWriter(rank_path(ledgers[-1], 0)) as writer:
+            for line in rank_path(folder, 0).read_text().splitlines():
+                record = json.loads(line)
+                record.pop("check")
+                if record["kind"] == "digests":
+                    record["loss"] = loss.hex()
+                writer.write(record)
+    words = Page(report(tmp_path, *ledgers)).words
+    assert "Expected 0x1.0000000000000p-1 (0.5), actual 0x1.0000000000000p-2 (0.25)." in words
+
+
+def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
+    """Another path through the code explains what differs after it."""
+    one, other = write(tmp_path), write(tmp_path, names=[*MODULES, "extra"], drift=2)
+    words = Page(report(tmp_path, one, other)).words
+    assert "Only the actual run has output extra in that batch." in words
+
+
+def test_where_nothing_differs_no_growth_is_drawn(tmp_path):
+    """An empty plot would say nothing."""
+    text = report(tmp_path, write(tmp_path), write(tmp_path, end=False))
+    assert text.count("<svg") == 1
+    assert "No probe and no weight differs" in text
+
+
+def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
+    """Where there is no room for all modules and moments."""
+    monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MODULES", 2)
+    monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MOMENTS", 3)
+    course = Course()
+    names = [f"layers.{number}" for number in range(9)]
+    one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
+    compare_ledgers(read_ledger(one), read_ledger(other), watch=course.watch)
+    assert [moment.where for moment in course.moments] == [
+        "epoch 0 (step 9)",
+        "epoch 7 (step 72)",
+        "epoch 8 (step 81)",
+    ]
+    assert course.moments_left_out == 6
+    assert len(course.modules) == 2
+    assert all(module.differing for module in course.modules.values())
+    assert course.modules_left_out
+
+
+def test_runs_of_other_world_sizes(tmp_path):
+    """They are refused, and the page says why."""
+    words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
+    assert "Not comparable" in words
+    assert "world_size : expected 1, actual 2. Another number of ranks gives" in words
+    assert "How the difference grows" not in words
+
+
+def test_another_stack_and_equal_bits(tmp_path):
+    """The bits decide, and the difference is shown."""
+    words = Page(report(tmp_path, write(tmp_path), write(tmp_path, stack="570"), status=0)).words
+    assert "The stacks differ in 1 field, but the bits are equal: device.driver ." in words
+    assert "device.driver 560.35 570 0" in words
+
+
+def test_a_ledger_held_against_itself(tmp_path):
+    """It agrees, which shows nothing."""
+    one = write(tmp_path)
+    assert "Both are one ledger" in report(tmp_path, one, one, status=0)
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path):
+    """No address, no link; and the browser is told so."""
+    page = Page(report(tmp_path, write(tmp_path), write(tmp_path, drift=2)))
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "action"} & {name for name, _ in page.attributes}
+    assert any("default-src 'none'" in str(value) for _, value in page.attributes)
+
+
+def test_names_are_escaped(tmp_path):
+    """Whatever they hold, the page has the tags and the attributes of a harmless one."""
+    tame = [
+        "".join(c if c in ".:/" else "abcdefgh"[number] for c in name)
+        for number, name in enumerate(EVIL)
+    ]
+    pages = []
+    for names in (tame, EVIL):
+        one = write(tmp_path, names=names)
+        other = write(tmp_path, names=names, drift=2, stack=names[0])
+        pages.append(Page(report(tmp_path, one, other)))
+    tame_page, evil_page = pages
+    for page in pages:
+        page.tags = [tag for tag in page.tags if tag != "bdi"]
+    assert sorted(evil_page.tags) == sorted(tame_page.tags)
+    assert {name for name, _ in evil_page.attributes} == {n for n, _ in tame_page.attributes}
+    assert "<script>alert(1)</script>" in evil_page.words
+    text = (tmp_path / "report.html").read_text()
+    assert not {"\u202e", "\x1b", "\x00"} & set(text)
+    assert "x" * 500 not in text
+
+
+def test_the_size_is_bounded(tmp_path):
+    """What is left out is counted."""
+    names = [f"layers.{number}.{'n' * 100}" for number in range(3000)]
+    one, other = (write(tmp_path, names=names, steps=1, drift=d) for d in (None, 0))
+    path = rank_path(other, 0)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    other = create_ledger_folder(tmp_path)
+    with LedgerWriter(rank_path(other, 0)) as writer:
+        for record in records:
+            record.pop("check")
+            if record["kind"] == "probes":
+                record["digests"] = "f" * len(record["digests"])
+            writer.write(record)
+    text = report(tmp_path, one, other)
+    assert len(text) < 2_000_000
+    assert "3,002 more are left out." in text
+    assert "The model has more modules" in text
+
+
+def test_json_has_the_facts(tmp_path, capsys):
+    """And writes no file."""
+    one, other = write(tmp_path), write(tmp_path, drift=8)
+    assert run(parse(one, other, "--json", "-o", tmp_path / "none" / "x.html")) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["verdict"] == "different"
+    assert facts["growth"]["places"][8] == [8, 8, 10, 2]
+    assert facts["modules"]["head"]["differing"] > 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_that_is_no_report_is_kept(tmp_path, force):
+    """Unless it is said otherwise; an earlier report is replaced."""
+    one, path = write(tmp_path), tmp_path / "report.html"
+    path.write_text("my thesis")
+    if force:
+        assert run(parse(one, one, "-o", path, "--force")) == 0
+        assert run(parse(one, one, "-o", path)) == 0
+    else:
+        with pytest.raises(LedgerError, match=r"is no report of lightning_d9m.*--force"):
+            run(parse(one, one, "-o", path))
+        assert path.read_text() == "my thesis"
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    """They are named before the work begins."""
+    with pytest.raises(LedgerError, match="in a folder that does not exist"):
+        run(parse("a", "b", "-o", tmp_path / "no" / "report.html"))
+    with pytest.raises(LedgerError, match="is a folder"):
+        run(parse("a", "b", "-o", tmp_path))
+
+
+def test_what_is_no_ledger(tmp_path):
+    """Nothing is written."""
+    (tmp_path / "text").write_text("x")
+    with pytest.raises(LedgerError, match="is not a ledger"):
+        run(parse(tmp_path / "text", write(tmp_path), "-o", tmp_path / "report.html"))
+    with pytest.raises(LedgerError, match="There is no ledger"):
+        run(parse(tmp_path / "gone", write(tmp_path), "-o", tmp_path / "report.html"))
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_many_steps_are_merged():
+    """Nothing that was counted is lost."""
+    growth = Growth()
+    for step in range(10 * MAX_STEPS):
+        growth.add(step, 3, step % 2)
+    steps = growth.ordered()
+    assert len(steps) <= MAX_STEPS
+    assert sum(step.compared for step in steps) == 30 * MAX_STEPS
+    assert sum(step.differing for step in steps) == 5 * MAX_STEPS
+    assert (steps[0].first, steps[-1].last) == (0, 10 * MAX_STEPS - 1)
+
+
+def test_an_empty_course_is_drawn():
+    """Two runs that were killed before their first digest."""
+    assert Course().places.ordered() == []
+
+
+def browse(tmp_path, text, *options):
+    """Return what a real browser makes of a page."""
+    (tmp_path / "page.html").write_text(text)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", *options]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+BROWSER = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs the browser Chromium (the command chromium)"
+)
+
+
+@BROWSER
+def test_in_a_browser(tmp_path):
+    """Our script runs, no name of a ledger does, nor would one that was not escaped."""
+    names = [*MODULES, *EVIL]
+    one, other = write(tmp_path, names=names), write(tmp_path, names=names, drift=2)
+    text = report(tmp_path, one, other)
+    marked = text.replace("alert(1)", "document.title='broken'")
+    marked = marked.replace("</main>", "<script>document.title='broken'</script></main>")
+    dom = browse(tmp_path, marked)
+    assert "<title>d9m: different</title>" in dom
+    assert "2 of 2 shown" in dom
+
+
+# What a reader does with the keyboard, on a phone; what became of it goes into the title.
+READER = """
+(function () {
+var forms = document.querySelectorAll(".filters"), seen = [forms.length];
+function shown() { return forms[0].querySelector("output").textContent; }
+function set(control, value) {
+  control.value = value;
+  control.dispatchEvent(new Event("input", { bubbles: true }));
+}
+var name = forms[0].querySelector("input"), kind = forms[0].querySelectorAll("select")[1];
+var labels = Array.from(forms[0].querySelectorAll("label"), l => l.textContent.split(" ")[0]);
+seen.push(labels.join("+"), shown());
+set(kind, "gradient"); seen.push(shown());
+set(name, "HEAD"); seen.push(shown());
+set(kind, ""); set(name, "<b>"); seen.push(shown());
+name.focus(); seen.push(document.activeElement === name);
+var root = document.documentElement;
+seen.push(root.scrollWidth <= root.clientWidth, root.clientWidth < 600);
+seen.push(document.querySelector(".tree").scrollTop > 0);
+document.title = seen.join(";");
+})();
+"""
+
+
+@BROWSER
+def test_filters_and_a_narrow_window(tmp_path):
+    """By rank, kind and name; nothing is wider than the window; the tree is at its mark."""
+    names = [f"layers.{number}.block" for number in range(40)] + MODULES + ["x" * 3000]
+    folders = []
+    for drift in (None, 2):
+        folders.append(create_ledger_folder(tmp_path))
+        for rank in range(2):
+            write(
+                tmp_path, folder=folders[-1], rank=rank, world_size=2, names=names, steps=3 + rank,
+                drift=None if drift is None else drift + rank, growth=47,
+            )  # fmt: skip
+    one, other = folders
+    text = report(tmp_path, one, other)
+    policy = text[text.index("<meta http-equiv") :].partition(">")[0] + ">"
+    text = text.replace(policy, "").replace("</body>", f"<script>{READER}</script></body>")
+    dom = browse(tmp_path, text, "--window-size=412,800")
+    title = dom.partition("<title>")[2].partition("</title>")[0]
+    assert title == (
+        "2;rank+kind+name;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;"
+        "true"
+    )

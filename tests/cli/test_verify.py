@@ -1,0 +1,88 @@
+"""``d9m verify``: a checkpoint is checked offline, and found in a ledger."""
+
+import pytest
+import torch
+from resuming import Fits
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.lightning.resume.checkpoint_io import KEY
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the checkpoints and ledgers of a run, by place."""
+    from lightning_d9m.control import session
+
+    found = {}
+    for name, at in {"epoch": {"hook": "on_train_epoch_end"}, "batch": {"batch": 3}}.items():
+        fits = Fits(tmp_path_factory.mktemp(name), lambda: setattr(session, "_fits", 0))
+        found[name] = (fits.interrupt(at=at), fits.checkpoint)
+    return found
+
+
+@pytest.fixture
+def verify(capsys):
+    """Return a function that runs the command, and returns its status and what it prints."""
+
+    def run(*words):
+        status = main(["verify", *map(str, words)])
+        return status, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_epochs_checkpoint_is_found(saved, verify, named):
+    ledger, checkpoint = saved["epoch"]
+    status, text = verify(checkpoint, *([ledger] if named else []))
+    assert status == 0
+    assert "whole: " in text
+    assert "saved before epoch 2 at step 12, seed 3" in text
+    assert "its weights are those of epoch 1 (step 12)" in text
+
+
+def test_a_checkpoint_between_records_is_told_by_its_ledger(saved, verify):
+    ledger, checkpoint = saved["batch"]
+    status, text = verify(checkpoint)
+    assert status == 0
+    assert "saved within epoch 1 after 3 of its batches, at step 9" in text
+    assert f"{ledger}: none of its 2 records of weights was taken where this was saved" in text
+
+
+def test_another_runs_ledger_does_not_hold_it(saved, verify):
+    for one, other in (("batch", "epoch"), ("epoch", "batch")):
+        status, text = verify(saved[one][1], saved[other][0])
+        assert (status, "records holds these weights" in text) == (1, True)
+
+
+def test_a_flipped_bit_is_found_and_named(saved, verify, tmp_path):
+    data = bytearray(saved["epoch"][1].read_bytes())
+    weights = torch.load(saved["epoch"][1], weights_only=True)["state_dict"]
+    data[data.index(weights["layers.4.bias"].numpy().tobytes())] ^= 1
+    damaged = tmp_path / "damaged.ckpt"
+    damaged.write_bytes(data)
+    status, text = verify(damaged)
+    assert status == 1
+    assert "state_dict.layers.4.bias" in text
+    damaged.write_bytes(data[:1000])
+    assert verify(damaged)[0] == 1
+
+
+def test_without_a_seal_the_ledger_decides(saved, verify, tmp_path):
+    ledger, checkpoint = saved["epoch"]
+    content = torch.load(checkpoint, weights_only=True)
+    del content[KEY]
+    bare = tmp_path / "bare.ckpt"
+    torch.save(content, bare)
+    assert verify(bare, ledger)[0] == 0
+    status, text = verify(bare)
+    assert (status, "nothing to check it by" in text) == (2, True)
+
+
+def test_what_is_no_checkpoint_is_said(verify, tmp_path):
+    other = tmp_path / "numbers.pt"
+    torch.save(torch.ones(3), other)
+    assert verify(other)[0] == 1
+    assert "There is no checkpoint at" in verify(tmp_path / "none.ckpt")[1]

@@ -1,0 +1,467 @@
+"""Traces of probes are compared place by place: aligned, ordered, counted, in bounded memory."""
+
+import json
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_d9m.comparison import probe_diff as batches_module
+from lightning_d9m.comparison.causes import first_divergences as earliest
+from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.ledger.reader import CHAIN_START, seal_record
+from lightning_d9m.ledger.records import Header
+
+PLACES = [
+    ("batch", "0", 0),
+    ("output", "layers.0", 0),
+    ("output", "layers.1", 0),
+    ("output", "layers.0", 1),
+    ("loss", "loss", 0),
+    ("gradient", "layers.1.weight", 0),
+    ("gradient", "layers.0.weight", 0),
+]
+
+
+def digest_of(place, batch):
+    """Return a digest that depends on place and batch."""
+    return f"{abs(hash((place, batch))) % 2**64:032x}"
+
+
+class Tracer:
+    """Collects the records of a trace as the probes would write them."""
+
+    def __init__(self):
+        self.records = []
+        self.layouts = {}
+
+    def add(self, batch, places=PLACES, *, epoch=0, step=None, changed=(), part=4096):
+        """Add the records of a batch; ``changed`` places get another digest."""
+        for at in range(0, len(places), part):
+            some = tuple(places[at : at + part])
+            if some not in self.layouts:
+                self.layouts[some] = len(self.layouts)
+                entries = [list(place) for place in some]
+                layout = {"kind": "layout", "id": self.layouts[some], "places": entries}
+                self.records.append(layout)
+            digests = ["f" * 32 if p in changed else digest_of(p, (epoch, batch)) for p in some]
+            self.records.append(
+                {
+                    "kind": "probes",
+                    "epoch": epoch,
+                    "step": batch if step is None else step,
+                    "batch": batch,
+                    "layout": self.layouts[some],
+                    "digests": "".join(digests),
+                }
+            )
+        return self
+
+    def __call__(self, _, records):
+        """Put the trace before the digests of the first epoch."""
+        records[3:3] = self.records
+
+
+def write_trace(path, tracer):
+    """Write a file with a header and a trace."""
+    header = Header(
+        rank=0, world_size=1, fit=0, seed=0, created="", settings={}, stack={}, package="0"
+    )
+    with LedgerWriter(path) as writer:
+        for record in (header.as_record(), *tracer.records):
+            writer.write(record)
+    return path
+
+
+def compare(one, other, **options):
+    """Compare two folders; return the only rank."""
+    (rank,) = compare_ledgers(read_ledger(one), read_ledger(other), **options).ranks
+    return rank
+
+
+def traced(numbers, **options):
+    """Return a trace of some batches."""
+    tracer = Tracer()
+    for number in numbers:
+        tracer.add(number, **options)
+    return tracer
+
+
+def test_equal_traces(runs):
+    """Places and batches are counted."""
+    one, other = (runs.write(edit=traced(range(5))) for _ in "ab")
+    rank = compare(one, other)
+    assert rank.equal
+    assert (rank.batches, rank.places, rank.differing_places) == (5, 35, 0)
+    assert first_divergences(read_ledger(one), read_ledger(other)) == []
+
+
+def test_the_first_divergence_is_first_in_order_of_execution(runs):
+    """Not in the order of names; all that differ in its batch are listed."""
+    changed = {PLACES[6], PLACES[3]}
+    actual = traced(range(2)).add(2, changed=changed).add(3, changed=set(PLACES))
+    one, other = runs.write(edit=traced(range(4))), runs.write(edit=actual)
+    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    assert (found.rank, found.moment, found.epoch, found.step, found.batch) == (0, "batch", 0, 2, 2)
+    assert (found.kind, found.name, found.call, found.position) == ("output", "layers.0", 1, 3)
+    assert (found.expected, found.actual) == (digest_of(PLACES[3], (0, 2)), "f" * 32)
+    assert [(p.position, p.kind, p.name) for p in found.places] == [
+        (3, "output", "layers.0"),
+        (6, "gradient", "layers.0.weight"),
+    ]
+    assert (found.count, found.compared, found.one_sided) == (2, 7, ())
+    rank = compare(one, other)
+    assert (rank.differing_batches, rank.differing_places, rank.places) == (2, 9, 28)
+    assert rank.first.names == ("layers.0 (call 1)",)
+    assert rank.first.by_group == {"output": (1, 3), "gradient": (1, 2)}
+
+
+def test_each_rank_has_its_own(runs):
+    """The earliest comes first."""
+
+    def drift(rank, records):
+        tracer = Tracer()
+        for number in range(4):
+            tracer.add(number, changed=PLACES[:1] if number == 3 - rank else ())
+        tracer(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(4)))
+    other = runs.write(world_size=2, edit=drift)
+    found = first_divergences(read_ledger(one), read_ledger(other))
+    assert [(entry.rank, entry.batch) for entry in found] == [(1, 2), (0, 3)]
+
+
+def test_of_batches_of_one_step_the_earlier_comes_first(runs):
+    """Where gradients are accumulated, the step alone does not say which rank diverged first."""
+
+    def drift(rank, records):
+        place = PLACES[0] if rank == 0 else PLACES[6]
+        tracer = Tracer()
+        for number in range(4):
+            changed = [place] if number == 3 - rank else ()
+            tracer.add(number, changed=changed, step=0)
+        tracer(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(4), step=0))
+    comparison = compare_ledgers(*map(read_ledger, (one, runs.write(world_size=2, edit=drift))))
+    assert [(entry.rank, entry.batch) for entry in comparison.divergences] == [(1, 2), (0, 3)]
+    assert comparison.first[0] == 1
+
+
+def test_of_one_batch_the_earlier_kind_comes_first(runs):
+    """Gradients carry to the other ranks what one computed differently."""
+
+    def drift(rank, records):
+        places = PLACES[5:] if rank == 0 else [*PLACES[4:]]
+        Tracer().add(0, places=PLACES[rank:], changed=places)(rank, records)
+
+    def straight(rank, records):
+        Tracer().add(0, places=PLACES[rank:])(rank, records)
+
+    one, other = (read_ledger(runs.write(world_size=2, edit=edit)) for edit in (straight, drift))
+    found = first_divergences(one, other)
+    assert [(entry.rank, entry.kind) for entry in found] == [(1, "loss"), (0, "gradient")]
+
+
+def test_what_a_rank_computes_first_comes_first(runs):
+    """Where statistics are exchanged within a batch, or operations of the backward pass differ."""
+
+    def drift(rank, records):
+        Tracer().add(0, changed=PLACES[1:] if rank == 1 else PLACES[3:])(rank, records)
+
+    one = runs.write(world_size=2, edit=traced(range(1)))
+    other = runs.write(world_size=2, edit=drift)
+    comparison = compare_ledgers(read_ledger(one), read_ledger(other))
+    assert [(entry.rank, entry.kind) for entry in comparison.divergences] == [
+        (1, "output"),
+        (0, "output"),
+    ]
+    assert [entry.rank for entry in earliest(comparison)] == [1]
+
+
+def test_all_entries_of_a_record_that_differs_are_listed(runs):
+    """Group by group, each with both values; what one lacks is None."""
+
+    def drift(_, records):
+        groups = records[3]["groups"]
+        groups["weights"]["layers.2.weight"] = "f" * 32
+        groups["weights"]["layers.9"] = "e" * 32
+        records[3]["loss"] = None
+
+    one, other = runs.write(), runs.write(edit=drift)
+    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    assert [(p.position, p.kind, p.name, p.actual) for p in found.places] == [
+        (0, "weights", "layers.2.weight", "f" * 32),
+        (1, "weights", "layers.9", "e" * 32),
+        (2, "loss", "loss", None),
+    ]
+    assert (found.places[1].expected, found.count) == (None, 3)
+
+
+def test_an_earlier_digest_comes_before_a_later_probe(runs):
+    """Records of all kinds are in one order."""
+
+    def drift(_, records):
+        traced(range(3), changed=PLACES[:1])(_, records)
+        records[2]["groups"]["weights"]["layers.0.bias"] = "f" * 32
+
+    one, other = runs.write(edit=traced(range(3))), runs.write(edit=drift)
+    (found,) = first_divergences(read_ledger(one), read_ledger(other))
+    assert (found.moment, found.kind, found.name) == ("initial", "weights", "layers.0.bias")
+    assert (found.batch, [place.name for place in found.places]) == (None, ["layers.0.bias"])
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 7])
+def test_parts_of_a_batch_are_no_evidence(runs, part):
+    """Nor is the order of the places, nor the number of a layout."""
+    one = runs.write(edit=traced(range(4)))
+    other = traced(range(4), places=PLACES[::-1] if part == 3 else PLACES, part=part)
+    rank = compare(one, runs.write(edit=other))
+    assert rank.equal
+    assert rank.places == 28
+    assert compare(runs.write(edit=other), one).equal
+
+
+def test_positions_count_through_the_parts_of_a_batch(runs):
+    """Also where the first parts are equal."""
+    one = runs.write(edit=traced(range(2), part=3))
+    other = runs.write(edit=traced(range(1), part=3).add(1, part=3, changed=PLACES[5:6]))
+    assert compare(one, other).divergence.position == 5
+
+
+def test_layouts_of_the_same_number_may_differ(runs):
+    """Equal bytes are equal evidence only with equal places."""
+    swapped = [PLACES[1], PLACES[0], *PLACES[2:]]
+
+    def same_digests(_, records):
+        tracer = traced(range(1), places=swapped)
+        digests = [digest_of(place, (0, 0)) for place in PLACES]
+        tracer.records[1]["digests"] = "".join(digests)
+        tracer(_, records)
+
+    rank = compare(runs.write(edit=traced(range(1))), runs.write(edit=same_digests))
+    assert [p.name for p in rank.divergence.places] == ["0", "layers.0"]
+
+
+def test_traces_of_different_length(runs):
+    """What only one has is counted, the rest compared."""
+    rank = compare(runs.write(edit=traced(range(6))), runs.write(edit=traced(range(2, 9))))
+    assert (rank.batches, rank.differing_places) == (4, 0)
+    assert (rank.only_expected.count, rank.only_actual.count) == (2, 3)
+    assert rank.only_actual.first == "batch 6 of epoch 0 (step 6)"
+    assert not rank.equal
+
+
+def test_places_of_one_run_alone(runs):
+    """They are no divergence; the others are held against each other."""
+    fewer = [place for place in PLACES if place[1] != "layers.1"]
+    more = [*PLACES, ("monitor", "mine", 0)]
+    one = runs.write(edit=traced(range(3), places=fewer, changed=PLACES[6:]))
+    rank = compare(one, runs.write(edit=traced(range(3), places=more)))
+    assert (rank.only_expected_places.count, rank.only_actual_places.count) == (0, 6)
+    assert rank.only_actual_places.first == "output layers.1 in batch 0 of epoch 0 (step 0)"
+    assert (rank.places, rank.differing_places) == (18, 3)
+    assert [place.name for place in rank.divergence.one_sided] == ["layers.1", "mine"]
+
+
+def test_another_step_of_the_same_batch_is_a_difference(runs):
+    """A step of the optimizer was left out."""
+    rank = compare(runs.write(edit=traced([4])), runs.write(edit=traced([4], step=3)))
+    assert (rank.divergence.name, rank.divergence.expected) == ("global step", "4")
+
+
+def test_fields_of_a_later_version_are_evidence(runs):
+    """In the records of probes too."""
+
+    def add(value):
+        def edit(_, records):
+            tracer = traced(range(2))
+            tracer.records[1]["mode"] = value
+            tracer(_, records)
+
+        return edit
+
+    one, other = runs.write(edit=add([1])), runs.write(edit=add([2]))
+    assert compare(one, runs.write(edit=add([1]))).equal
+    assert compare(one, other).divergence.kind == "other fields"
+
+
+def test_large_batches_are_compared_in_parts(runs, monkeypatch):
+    """Each place still finds its counterpart where the order is the same."""
+    monkeypatch.setattr(batches_module, "MOST_PLACES", 3)
+    monkeypatch.setattr("lightning_d9m.comparison.cursor.MOST_PLACES", 3)
+    one = runs.write(edit=traced(range(3), part=2))
+    other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
+    rank = compare(one, other)
+    assert (rank.batches, rank.places, rank.divergence.position) == (3, 21, 6)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 6), unique=True, min_size=1), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sets(st.tuples(st.integers(0, 3), st.integers(0, 6))),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_traces(tmp_path_factory, orders, part, changed):
+    """What differs is what was changed, whatever the order and the parts."""
+    folder = tmp_path_factory.mktemp("pair")
+    one, other = Tracer(), Tracer()
+    expected = 0
+    for number, order in enumerate(orders):
+        places = [PLACES[n] for n in order]
+        flipped = {PLACES[n] for batch, n in changed if batch == number and n in order}
+        expected += len(flipped)
+        one.add(number, sorted(places))
+        other.add(number, places, part=part, changed=flipped)
+    paths = [write_trace(folder / f"{n}.jsonl", tracer) for n, tracer in enumerate((one, other))]
+    rank = compare(*paths)
+    assert rank.differing_places == expected
+    assert rank.places == sum(map(len, orders))
+    assert count(rank) == count(compare(*paths, watch=lambda *_: None))
+
+
+@pytest.mark.parametrize("part", [2, 3, 7])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_short_way_counts_what_the_long_one_does(tmp_path, part, seed):
+    """Equal records are measured, and after the first difference pairs of records are taken."""
+    draw = random.Random(seed)
+    one, other = Tracer(), Tracer()
+    for number in range(12):
+        places = PLACES[: draw.choice([4, 7])]
+        one.add(number, places, part=part)
+        changed = draw.sample(PLACES, draw.choice([0, 0, 1, 7]))
+        theirs = places[::-1] if draw.random() < 0.2 else places
+        if draw.random() < 0.9:
+            other.add(number, theirs, part=part, changed=changed)
+    paths = [write_trace(tmp_path / f"{n}.jsonl", t) for n, t in enumerate((one, other))]
+    short, long = compare(*paths), compare(*paths, watch=lambda *_: None)
+    assert count(short) == count(long)
+    assert short.divergence == long.divergence
+
+
+def count(rank):
+    """Return all numbers of a comparison."""
+    places = (rank.places, rank.differing_places, rank.batches, rank.differing_batches)
+    return *places, rank.records, rank.only_expected, rank.only_actual, rank.only_expected_places
+
+
+class TestUntrusted:
+    """What breaks the rules is an error with file and line."""
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"layout": 7}, r"line 5: field 'layout' is 7, and no record before it"),
+            ({"digests": "0" * 32}, r"line 5: field 'digests' must be 7 digests"),
+            ({"digests": "0" * 31}, r"hex digits for each place, and has 31"),
+            ({"digests": "G" * 224}, r"hex digits for each place"),
+            ({"digests": "\ud800" * 224}, r"hex digits for each place"),
+            ({"digests": ""}, r"hex digits for each place"),
+            ({"batch": -1}, r"field 'batch' must be a whole number"),
+            ({"epoch": None}, r"field 'epoch' must be a whole number"),
+        ],
+    )
+    @pytest.mark.parametrize("spaced", [False, True])
+    def test_probes(self, runs, change, message, spaced):
+        """Whether as written by us, or as any JSON."""
+        good = runs.write(edit=traced(range(2)))
+
+        def edit(_):
+            record = traced(range(1)).records[1] | change
+            return {4: dict(reversed(record.items())) if spaced else record}
+
+        bad = rewrite(good, edit)
+        with pytest.raises(LedgerError, match=message):
+            compare(bad, runs.write(edit=traced(range(2))))
+
+    @pytest.mark.parametrize(
+        ("places", "message"),
+        [
+            ([], "a list of 1 to 16384 places, and has 0"),
+            ({}, "a list of 1 to 16384 places"),
+            ([["a", "b", 0]] * 16_385, "and has 16385"),
+            ([["a", "b", 0], ["a", "b", 0]], "names a place twice"),
+            ([["a", "b"]], r"field 'places.0' must be \[kind, name, call\]"),
+            ([["a", 1, 0]], "field 'places.0'"),
+            ([["a", "b", True]], "field 'places.0'"),
+            ([["a", "b", -1]], "field 'places.0'"),
+            ([["a", "b" * 4096, 0]], "field 'places.0'"),
+        ],
+    )
+    def test_layouts(self, runs, places, message):
+        """Bounded in number and length."""
+        bad = rewrite(
+            runs.write(edit=traced(range(1))),
+            lambda _: {3: {"kind": "layout", "id": 0, "places": places}},
+        )
+        with pytest.raises(LedgerError, match=f"line 4: .*{message}"):
+            compare(bad, runs.write())
+
+    def test_a_record_of_resuming(self, runs):
+        """Its check has 16 digits."""
+        record = {"kind": "resume", "parent": "..", "parent_check": "x", "epoch": 0, "step": 0}
+        bad = rewrite(runs.write(), lambda _: {2: record | {"batch": 0}})
+        with pytest.raises(LedgerError, match="field 'parent_check' must be 16"):
+            compare(bad, runs.write())
+
+
+def rewrite(folder, edit):
+    """Replace records, by index, past the writer's own check; return the folder."""
+    path = rank_path(folder, 0)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    changes = edit(records)
+    lines, check = [], CHAIN_START
+    for number, record in enumerate(records):
+        record.pop("check")
+        body = json.dumps(changes.get(number, record), separators=(",", ":")).encode()
+        line, check = seal_record(body, check)
+        lines.append(line)
+    path.write_bytes(b"".join(lines))
+    return folder
+
+
+def test_long_traces_are_streamed(tmp_path):
+    """Twenty times the batches, the same memory, also where all differ."""
+    peaks = []
+    for count in (50, 1000):
+        paths = []
+        for side in "ab":
+            tracer = traced(range(count), changed=PLACES if side == "b" else ())
+            paths.append(write_trace(tmp_path / f"{side}{count}.jsonl", tracer))
+        tracemalloc.start()
+        assert compare(*paths).differing_places == 7 * count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 200_000
+
+
+def test_resumed_traces_are_read_as_one(tmp_path):
+    """Layouts are numbered anew in each run; probes of an epoch that was over are kept."""
+    straight = Tracer()
+    for epoch in range(3):
+        places = PLACES if epoch != 1 else PLACES[:4]
+        straight.add(0, places, epoch=epoch).add(1, places, epoch=epoch)
+    parent, check = None, ""
+    for epoch in range(3):
+        places = PLACES if epoch != 1 else PLACES[:4]
+        folder = tmp_path / f"fit-{epoch:03d}"
+        folder.mkdir()
+        tracer = Tracer()
+        if parent is not None:
+            resume = {"kind": "resume", "parent": f"../{parent.name}", "parent_check": check}
+            tracer.records.append(resume | {"epoch": epoch, "step": 0, "batch": 0})
+        tracer.add(0, places, epoch=epoch)
+        late = len(tracer.records)
+        # The digests of the last batch come from the device after the checkpoint was saved.
+        tracer.add(1, places, epoch=epoch)
+        write_trace(folder / "rank-0.jsonl", tracer)
+        lines = (folder / "rank-0.jsonl").read_text().splitlines()
+        parent, check = folder, json.loads(lines[late])["check"]
+    rank = compare(write_trace(tmp_path / "straight.jsonl", straight), parent)
+    assert (rank.differing_places, rank.only_expected.count, rank.only_actual.count) == (0, 0, 0)
+    assert (rank.batches, rank.places) == (6, 2 * (7 + 4 + 7))
+    assert [found.epoch for found in rank.actual_breaks] == [1, 2]

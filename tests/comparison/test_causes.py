@@ -1,0 +1,126 @@
+"""From the first place that differs to its cause: one row for each kind of cause."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_d9m.comparison.causes import find_cause, first_divergences
+from lightning_d9m.comparison.probe_diff import PlaceDifference
+from lightning_d9m.comparison.result import Divergence
+
+
+def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0):
+    """Return a divergence at a place; ``others`` are places of its batch that differ too."""
+    places = [PlaceDifference(0, k, n, 0, "0", "f") for k, n in ((kind, name), *others)]
+    return Divergence(
+        rank=rank, epoch=0, step=step, batch=step, moment=moment, kind=kind, name=name, call=0,
+        position=position, expected="0", actual="f", places=tuple(places), count=len(places),
+        compared=9,
+    )  # fmt: skip
+
+
+def comparison(*divergences, refusals=(), stack=()):
+    """Return a comparison with one rank for each divergence, None for a rank that agrees."""
+    none = SimpleNamespace(count=0)
+    ranks = [
+        SimpleNamespace(divergence=entry, only_expected=none, only_actual=none)
+        for entry in divergences
+    ]
+    return SimpleNamespace(ranks=ranks, refusals=refusals, stack=stack)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (divergence("weights", moment="initial", step=0), "initial weights"),
+        (divergence("optimizers", "0.group.0", moment="initial", step=0), "optimizer settings"),
+        (divergence("weight", step=0), "initial weights"),
+        (divergence("weight"), "weights"),
+        (divergence("buffer"), "buffers"),
+        (divergence("rng", "torch"), "random numbers"),
+        (divergence("batch", "batch:0"), "data"),
+        (divergence("optimizer", "0.group.0:lr"), "optimizer settings"),
+        (divergence("weight", others=[("optimizer", "0.group.0:lr")]), "optimizer settings"),
+        (divergence("optimizer", "0.exp_avg.a"), "optimizer state"),
+        (divergence("output", "layers.0"), "module"),
+        (divergence("loss", "loss"), "module"),
+        (divergence("op", "layers.0::aten.index_put_.default"), "op"),
+        (divergence("op", "layers.1::aten.native_dropout.default:1"), "random numbers"),
+        (divergence("gradient", "a.weight"), "gradients"),
+        (divergence("scalar", "time"), "logged value"),
+        (divergence("weights", moment="final"), "after training"),
+        (divergence("weights", moment="epoch"), "unknown"),
+    ],
+)
+def test_one_rank(found, kind):
+    assert find_cause(comparison(found)).kind == kind
+
+
+def test_what_makes_runs_incomparable_goes_first():
+    found = divergence("batch")
+    assert find_cause(comparison(found, stack=["torch.version"])).kind == "stack"
+    assert find_cause(comparison(found, refusals=["seed"])).kind == "incomparable"
+
+
+def test_gradients_that_differ_on_all_ranks_after_the_exchange_are_the_all_reduces():
+    ranks = [divergence("gradient", rank=rank) for rank in range(4)]
+    assert find_cause(comparison(*ranks)).kind == "all-reduce"
+
+
+def test_gradients_that_differ_on_one_rank_are_not():
+    found = comparison(None, divergence("gradient", rank=1))
+    assert find_cause(found).kind == "gradients"
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+
+
+def test_the_rank_that_differs_before_the_exchange_is_the_cause():
+    """The other rank differs in the same batch, in what the first one sent it."""
+    found = comparison(divergence("gradient"), divergence("batch", rank=1))
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+    assert find_cause(found).kind == "data"
+
+
+def test_of_what_ranks_compute_the_first_goes_first():
+    """An operation of the backward pass hands on what another rank's forward pass did."""
+    late = divergence("op", "(model)::aten.copy_.default", position=90)
+    found = comparison(late, divergence("op", "a::aten.mul.Tensor", rank=1, position=20), late)
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+
+
+def test_a_module_on_another_rank_does_not_go_before_what_was_given_to_it():
+    """What ranks exchange in the forward pass, as synchronised statistics do."""
+    given = divergence("input", "b", position=70)
+    found = comparison(given, divergence("output", "a", rank=1, position=50))
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+
+
+@pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
+def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
+    one, other = (SimpleNamespace(count=count) for count in counts)
+    rank = SimpleNamespace(divergence=None, only_expected=one, only_actual=other)
+    runs = SimpleNamespace(ranks=[rank], refusals=(), stack=())
+    assert find_cause(runs).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "cause"),
+    [
+        ("weights", "a", "weights"),
+        ("buffers", "a", "buffers"),
+        ("optimizers", "0.group.0", "optimizer settings"),
+        ("scalars", "val_loss", "logged value"),
+    ],
+)
+def test_the_end_of_an_epoch_whose_batches_agree(kind, name, cause):
+    found = comparison(divergence(kind, name, moment="epoch"))
+    assert find_cause(found, batches_seen=True).kind == cause
+
+
+def test_the_earliest_step_goes_first():
+    found = comparison(divergence("rng", step=5), divergence("scalar", rank=1, step=4))
+    assert [entry.rank for entry in first_divergences(found)] == [1]
+
+
+def test_runs_without_a_divergence_have_none():
+    assert first_divergences(comparison(None)) == ()
+    assert find_cause(comparison(None)).kind == "unknown"

@@ -1,0 +1,507 @@
+"""Two ledgers are compared: equal only when proven, otherwise the first divergence is named."""
+
+import random
+import tracemalloc
+
+import pytest
+
+from lightning_d9m.comparison import alignment
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.ledger.records import Digests, LoaderFacts
+
+
+def compare(one, other, **options):
+    """Compare two folders."""
+    return compare_ledgers(read_ledger(one), read_ledger(other), **options)
+
+
+def in_epoch(epoch, change):
+    """Return an edit of one epoch's digests."""
+    return lambda _, records: change(records[3 + epoch])
+
+
+def flip(record, group="weights", name="layers.2.weight"):
+    """Change one digest and its total."""
+    record["groups"][group][name] = "f" * 32
+    record["totals"][group] = "e" * 32
+
+
+class TestEqual:
+    """Runs that hold the same evidence."""
+
+    def test_two_runs(self, runs):
+        """The time of writing is no evidence."""
+        comparison = compare(runs.write(created="now"), runs.write(created="later"))
+        assert comparison.verdict == "equal"
+        assert comparison.equal
+        assert comparison.first is None
+        (rank,) = comparison.ranks
+        assert (rank.records, rank.digests, rank.epochs, rank.differing) == (7, 5, 3, 0)
+        assert rank.expected_complete
+        assert rank.actual_complete
+
+    def test_many_ranks(self, runs):
+        """Each is compared with its own."""
+        comparison = compare(runs.write(world_size=3), runs.write(world_size=3))
+        assert comparison.verdict == "equal"
+        assert [rank.rank for rank in comparison.ranks] == [0, 1, 2]
+
+    def test_an_error_in_other_words(self, runs):
+        """That a run failed is evidence, the words are not."""
+
+        def fail(words):
+            return lambda _, records: records[-1].update(status="failed", error=words)
+
+        one, other = (runs.write(edit=fail(words)) for words in ("0x7f01", "0x7f02"))
+        assert compare(one, other).verdict == "equal"
+
+    def test_the_order_of_fields_and_names_is_no_evidence(self, runs):
+        """Only the bytes differ."""
+
+        def turn(_, records):
+            weights = records[4]["groups"]["weights"]
+            records[4]["groups"]["weights"] = dict(reversed(weights.items()))
+
+        assert compare(runs.write(), runs.write(edit=turn)).verdict == "equal"
+
+    def test_no_digests_prove_nothing(self, runs):
+        """Two runs that were killed at once are not equal."""
+
+        def kill(_, records):
+            del records[2:]
+
+        comparison = compare(runs.write(edit=kill), runs.write(edit=kill))
+        assert comparison.verdict == "not comparable"
+        assert not comparison.equal
+
+    def test_progress_is_reported(self, runs, monkeypatch):
+        """Long work says how far it is."""
+        monkeypatch.setattr("lightning_d9m.comparison.ledgers._TICK", 0)
+        seen = []
+        compare(runs.write(world_size=2), runs.write(world_size=2), progress=seen.append)
+        assert seen == [*range(1, 8), *range(8, 15)]
+
+
+class TestDivergence:
+    """The first record that differs is named."""
+
+    def test_one_weight(self, runs):
+        """Moment, epoch, step, group, name, how many of how many."""
+        comparison = compare(runs.write(), runs.write(edit=in_epoch(1, flip)))
+        assert comparison.verdict == "different"
+        rank, first = comparison.first
+        assert rank == 0
+        assert (first.moment, first.epoch, first.step, first.group) == ("epoch", 1, 46, "weights")
+        assert first.names == ("layers.2.weight",)
+        assert (first.count, first.total) == (1, 12)
+        assert first.by_group == {"weights": (1, 4)}
+        assert first.expected == runs.digests("epoch", 1).groups["weights"]["layers.2.weight"]
+        assert first.actual == "f" * 32
+        assert comparison.ranks[0].differing == 1
+
+    def test_all_later_ones_are_counted(self, runs):
+        """The first is described, the others are counted."""
+
+        def drift(_, records):
+            for record in records[4:-1]:
+                flip(record)
+                flip(record, "optimizers", "0.exp_avg.layers.0.bias")
+
+        comparison = compare(runs.write(epochs=5), runs.write(epochs=5, edit=drift))
+        assert comparison.ranks[0].differing == 5
+        assert comparison.first[1].epoch == 1
+        assert comparison.first[1].by_group == {"weights": (1, 4), "optimizers": (1, 4)}
+        assert comparison.first[1].count == 2
+
+    def test_one_rank_only(self, runs):
+        """The rank is named."""
+
+        def drift(rank, records):
+            if rank == 2:
+                flip(records[5])
+
+        comparison = compare(runs.write(world_size=3), runs.write(world_size=3, edit=drift))
+        assert comparison.first[0] == 2
+        assert [rank.equal for rank in comparison.ranks] == [True, True, False]
+
+    def test_the_earliest_rank_comes_first(self, runs):
+        """By epoch and step, not by number."""
+
+        def drift(rank, records):
+            flip(records[5 - rank])
+
+        comparison = compare(runs.write(world_size=2), runs.write(world_size=2, edit=drift))
+        assert comparison.first[0] == 1
+
+    @pytest.mark.parametrize(
+        ("change", "group", "name", "values"),
+        [
+            (lambda r: flip(r, "optimizers", "0.exp_avg.layers.0.bias"), "optimizers", None, None),
+            (lambda r: flip(r, "schedulers", "0"), "schedulers", "0", None),
+            (
+                lambda r: r.update(loss="-0x0.0p+0"),
+                "loss",
+                "loss",
+                ("0x1.0000000000000p-2", "-0x0.0p+0"),
+            ),
+            (lambda r: r.update(loss=None), "loss", "loss", ("0x1.0000000000000p-2", "missing")),
+            (lambda r: r["scalars"].update(train_loss="nan"), "scalars", "train_loss", None),
+            (lambda r: r.update(step=47), "step", "global step", ("46", "47")),
+            (lambda r: r.update(rng="0"), "other fields", "rng", ("missing", "0")),
+            (lambda r: r["totals"].update(weights="f" * 32), "weights", "(total)", None),
+            (lambda r: r["groups"]["weights"].update(new="f" * 32), "weights", "new", None),
+            (lambda r: r["groups"].update(ema={"a": "f" * 32}), "ema", "a", None),
+        ],
+        ids=[
+            "optimizer",
+            "scheduler",
+            "loss",
+            "no loss",
+            "scalar",
+            "step",
+            "unknown field",
+            "total alone",
+            "new name",
+            "new group",
+        ],
+    )
+    def test_each_kind_of_evidence(self, runs, change, group, name, values):
+        """Nothing that is recorded goes unnoticed."""
+        comparison = compare(runs.write(), runs.write(edit=in_epoch(1, change)))
+        first = comparison.first[1]
+        assert first.group == group
+        assert name is None or first.names == (name,)
+        assert values is None or (first.expected, first.actual) == values
+        assert first.count == 1
+        assert first.count <= first.total
+
+    def test_names_that_only_one_has_are_missing_in_the_other(self, runs):
+        """The weights of another model would have been refused before."""
+
+        def drop(record):
+            del record["groups"]["weights"]["layers.0.weight"]
+
+        first = compare(runs.write(), runs.write(edit=in_epoch(0, drop))).first[1]
+        assert (first.names, first.actual) == (("layers.0.weight",), "missing")
+
+    def test_totals_are_held_against_totals(self, runs):
+        """Where one run recorded no names, its totals still tell."""
+
+        def leave_out(record):
+            record["groups"] = {}
+
+        def leave_out_and_drift(record):
+            leave_out(record)
+            record["totals"]["weights"] = "f" * 32
+
+        full = runs.write()
+        assert compare(full, runs.write(edit=in_epoch(1, leave_out))).verdict == "equal"
+        first = compare(full, runs.write(edit=in_epoch(1, leave_out_and_drift))).first[1]
+        assert (first.group, first.names) == ("weights", ("(total)",))
+
+    def test_names_are_listed_up_to_a_bound(self, runs):
+        """The rest is counted, in the order of the earlier run."""
+
+        def widen(value):
+            def change(record):
+                names = {f"w{number}": value for number in range(30, 0, -1)}
+                record["groups"]["weights"] = names
+
+            return in_epoch(0, change)
+
+        one, other = (runs.write(edit=widen(digit * 32)) for digit in "ab")
+        first = compare(one, other).first[1]
+        assert first.names == tuple(f"w{number}" for number in range(30, 20, -1))
+        assert first.count == 30
+
+    def test_the_end(self, runs):
+        """A run that failed is not equal to one that finished, whatever its weights."""
+        comparison = compare(
+            runs.write(), runs.write(edit=lambda _, records: records[-1].update(status="failed"))
+        )
+        assert comparison.verdict == "different"
+        assert comparison.first[1].names == ("status",)
+
+    def test_an_edited_ledger_is_an_error(self, runs):
+        """Not a difference: nothing can be said about its run."""
+        one, other = runs.write(), runs.write()
+        path = rank_path(other, 0)
+        path.write_bytes(path.read_bytes().replace(b'"step":46', b'"step":47'))
+        with pytest.raises(LedgerError, match="line 5 "):
+            compare(one, other)
+
+    def test_an_edit_with_a_valid_check_is_a_difference(self, runs):
+        """The forger has to forge the reference as well."""
+        assert compare(runs.write(), runs.write(edit=in_epoch(0, flip))).verdict == "different"
+
+
+class TestOneSided:
+    """Runs of different lengths are compared in what they have in common."""
+
+    def test_one_stopped_early(self, runs):
+        """Its final state is that of another epoch."""
+        (rank,) = compare(runs.write(epochs=5), runs.write(epochs=3)).ranks
+        assert rank.differing == 0
+        assert rank.epochs == 3
+        assert (rank.only_expected.count, rank.only_actual.count) == (3, 1)
+        assert rank.only_expected.first == "epoch 3 (step 92)"
+        assert rank.only_actual.first == "the final state (epoch 2, step 69)"
+        assert not rank.equal
+
+    @pytest.mark.parametrize("torn", [False, True])
+    def test_one_was_killed(self, runs, torn):
+        """In the middle of a record, or between two."""
+        one, other = runs.write(), runs.write()
+        path = rank_path(other, 0)
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:5]) + (lines[5][:-9] if torn else b""))
+        comparison = compare(one, other)
+        (rank,) = comparison.ranks
+        assert comparison.verdict == "different"
+        assert (rank.expected_complete, rank.actual_complete) == (True, False)
+        assert (rank.expected_truncated, rank.actual_truncated) == (False, torn)
+        assert (rank.only_expected.count, rank.only_expected.first) == (3, "epoch 2 (step 69)")
+
+    def test_a_record_in_the_middle(self, runs):
+        """The records after it still find their counterparts."""
+        (rank,) = compare(runs.write(edit=lambda _, records: records.pop(4)), runs.write()).ranks
+        assert (rank.only_expected.count, rank.only_actual.first) == (0, "epoch 1 (step 46)")
+        assert (rank.records, rank.differing) == (6, 0)
+
+    def test_ranks(self, runs):
+        """A rank whose file is missing in one is named."""
+        one, other = runs.write(world_size=3), runs.write(world_size=3)
+        rank_path(other, 1).unlink()
+        rank_path(one, 2).unlink()
+        comparison = compare(one, other)
+        assert comparison.verdict == "different"
+        assert comparison.ranks_only_expected == (1,)
+        assert comparison.ranks_only_actual == (2,)
+        assert [rank.rank for rank in comparison.ranks] == [0]
+
+    def test_no_rank_in_common(self, runs):
+        """There is nothing to compare."""
+        one, other = (rank_path(runs.write(world_size=2), rank) for rank in (0, 1))
+        comparison = compare(one, other)
+        assert (comparison.verdict, comparison.ranks) == ("not comparable", ())
+
+
+class TestNotComparable:
+    """Runs that differ by design are refused, with the reason."""
+
+    @pytest.mark.parametrize(
+        ("header", "field"),
+        [
+            ({"seed": 43}, "seed"),
+            ({"fit": 1}, "fit"),
+            ({"world_size": 2}, "world_size"),
+            ({"settings": {"per_sample_rng": True}}, "settings.per_sample_rng"),
+        ],
+    )
+    def test_by_their_headers(self, runs, header, field):
+        """No record is compared."""
+        comparison = compare(runs.write(), runs.write(**header))
+        assert comparison.verdict == "not comparable"
+        assert [entry.field for entry in comparison.refusals] == [field]
+        assert comparison.refusals[0].reason
+        assert comparison.ranks == ()
+
+    @pytest.mark.parametrize(
+        ("facts", "field", "expected", "actual"),
+        [
+            ({"parameters": 99}, "model", "(1234 parameters)", "(99 parameters)"),
+            ({"model": "0" * 32}, "model", " parameters)", "0" * 32),
+            ({"train": [LoaderFacts(99, 64, 23)]}, "dataset", "1437 samples", "99 samples"),
+            ({"train": []}, "dataset", "1437 samples", "no samples"),
+            ({"train": [LoaderFacts(None, 64, 23)]}, "dataset", "1437", "unknown samples"),
+            ({"train": [LoaderFacts(1437, 32, 23)]}, "batch_size", "64", "32 samples a batch"),
+            ({"train": [LoaderFacts(1437, 64, 9)]}, "batches", "23", "9 batches an epoch"),
+            ({"trainer": {"precision": "bf16"}}, "trainer.precision", "32-true", "bf16"),
+            ({"extra": {"plan": {"a": 1}}}, "plan.a", "missing", "1"),
+        ],
+    )
+    def test_by_their_facts(self, runs, facts, field, expected, actual):
+        """What each has is said."""
+
+        def change(_, records):
+            records[1] = runs.facts(**facts).as_record()
+
+        comparison = compare(runs.write(), runs.write(edit=change))
+        assert comparison.verdict == "not comparable"
+        first = comparison.refusals[0]
+        assert first.field == field
+        assert expected in str(first.expected)
+        assert actual in str(first.actual)
+
+    def test_what_differs_on_all_ranks_is_named_once(self, runs):
+        """With its ranks."""
+        one = runs.write(world_size=2)
+        other = runs.write(world_size=2, stack=runs.header().stack | {"device.driver": "570"})
+        (found,) = compare(one, other).stack
+        assert (found.field, found.expected, found.actual) == ("device.driver", "560.35.03", "570")
+        assert found.ranks == (0, 1)
+
+    def test_a_stack_or_a_harmless_setting_refuses_nothing(self, runs):
+        """They are listed; the bits decide."""
+        other = runs.write(stack={"torch.version": "2.14"}, settings={"threads": 2})
+        comparison = compare(runs.write(settings={"threads": None}), other)
+        assert comparison.verdict == "equal"
+        assert {entry.field for entry in comparison.stack} == {"torch.version", "device.driver"}
+        assert [entry.field for entry in comparison.settings] == ["threads"]
+
+
+class TestUnknownKinds:
+    """Records of kinds that a later version adds are compared all the same."""
+
+    @staticmethod
+    def probes(steps, names, *, skip=(), shuffle=None, change=()):
+        """Return an edit that adds probes before the end of the first epoch."""
+
+        def edit(_, records):
+            for step in reversed(steps):
+                block = [
+                    {
+                        "kind": "probe",
+                        "epoch": 0,
+                        "step": step,
+                        "name": name,
+                        "digest": ("f" if (step, name) in change else "0") * 32,
+                    }
+                    for name in names
+                    if (step, name) not in skip
+                ]
+                if shuffle is not None:
+                    random.Random(shuffle + step).shuffle(block)
+                records[3:3] = block
+
+        return edit
+
+    def test_equal(self, runs):
+        """Equal bytes are not even parsed."""
+        edit = self.probes(range(5), "abc")
+        comparison = compare(runs.write(edit=edit), runs.write(edit=edit))
+        assert (comparison.verdict, comparison.ranks[0].records) == ("equal", 22)
+
+    def test_another_order_within_a_step(self, runs):
+        """Threads may write them so."""
+        one = runs.write(edit=self.probes(range(20), "abcdefgh", shuffle=1))
+        other = runs.write(edit=self.probes(range(20), "abcdefgh", shuffle=1000))
+        assert compare(one, other).verdict == "equal"
+
+    def test_the_first_that_differs(self, runs):
+        """By name, in another order, with records that only one has."""
+        change = {(7, "c"), (9, "a")}
+        one = runs.write(edit=self.probes(range(5, 20), "abcde", shuffle=1))
+        other = runs.write(
+            edit=self.probes(range(12), "abcd", shuffle=99, change=change, skip={(6, "a")})
+        )
+        (rank,) = compare(one, other).ranks
+        assert (rank.first.kind, rank.first.step, rank.first.names) == ("probe", 7, ("digest",))
+        assert rank.differing == 2
+        # Steps 12-19 and the name "e" of steps 5-11, and (6, "a"); steps 0-4 of the other.
+        assert (rank.only_expected.count, rank.only_actual.count) == (8 * 5 + 7 + 1, 5 * 4)
+        assert rank.only_actual.first.startswith("probe epoch 0 step 0 name ")
+
+    def test_kinds_without_a_place(self, runs):
+        """They belong where they were written, in any order there."""
+
+        def notes(order):
+            def edit(_, records):
+                records[4:4] = [{"kind": "note", "name": name, "n": [1, 2]} for name in order]
+
+            return edit
+
+        assert compare(runs.write(edit=notes("ab")), runs.write(edit=notes("ba"))).equal
+        (rank,) = compare(runs.write(edit=notes("ab")), runs.write(edit=notes("b"))).ranks
+        assert (rank.only_expected.count, rank.only_expected.first) == (1, "note name a")
+
+    def test_the_same_key_several_times(self, runs):
+        """They pair in order."""
+
+        def calls(digits):
+            def edit(_, records):
+                records[3:3] = [
+                    {"kind": "call", "step": 1, "epoch": 0, "name": name, "x": digit}
+                    for name, digit in digits
+                ]
+
+            return edit
+
+        one = runs.write(edit=calls([("a", 1), ("a", 2), ("b", 0)]))
+        assert compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 2)]))).equal
+        (rank,) = compare(one, runs.write(edit=calls([("b", 0), ("a", 1), ("a", 3)]))).ranks
+        assert (rank.differing, rank.first.names, rank.first.expected) == (1, ("x",), "2")
+
+    def test_one_is_not_true_nor_the_text_1(self, runs):
+        """Types count."""
+
+        def value(x):
+            return lambda _, records: records.insert(3, {"kind": "v", "x": x})
+
+        folders = [runs.write(edit=value(x)) for x in (1, True, "1", 1.0, [1], {"0": 1}, None)]
+        for number, one in enumerate(folders):
+            for other in folders[number + 1 :]:
+                same = {folders.index(one), folders.index(other)} == {4, 5}
+                assert compare(one, other).equal == same
+
+    def test_a_name_that_is_no_text(self, runs):
+        """Nothing an untrusted file holds breaks the pairing."""
+
+        def odd(name):
+            return lambda _, records: records.insert(3, {"kind": "v", "name": name, "step": "x"})
+
+        one, other = runs.write(edit=odd(["a"])), runs.write(edit=odd({"b": 1}))
+        assert compare(one, other).ranks[0].only_actual.count == 1
+
+    def test_memory_is_bounded(self, runs, monkeypatch):
+        """A step with more records than are kept still ends with an answer."""
+        monkeypatch.setattr(alignment, "_KEPT_BYTES", 2000)
+        one = runs.write(edit=self.probes([0], [f"n{number}" for number in range(300)]))
+        other = runs.write(edit=self.probes([0], [f"n{number}" for number in range(299, -1, -1)]))
+        (rank,) = compare(one, other).ranks
+        assert rank.only_expected.count == rank.only_actual.count > 0
+        assert rank.differing == 0
+
+    def test_long_ledgers_are_streamed(self, runs, tmp_path):
+        """Fifty times the records, the same memory."""
+        peaks = []
+        for count in (100, 5000):
+            paths = []
+            for side in "ab":
+                path = tmp_path / f"{side}{count}.jsonl"
+                with LedgerWriter(path) as writer:
+                    for record in runs.records()[:3]:
+                        writer.write(record.as_record())
+                    for step in range(count):
+                        name = side if step % 2 else "both"
+                        writer.write({"kind": "probe", "epoch": 0, "step": step, "name": name})
+                paths.append(path)
+            tracemalloc.start()
+            (rank,) = compare(*paths).ranks
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+            assert rank.only_expected.count == count // 2
+        assert peaks[1] < peaks[0] + 200_000
+
+
+def test_a_moment_that_a_later_version_adds(runs):
+    """Digests of single steps are aligned by step."""
+
+    def steps(skip):
+        def edit(_, records):
+            records[3:3] = [
+                Digests(moment="step", epoch=0, step=step, totals={}, groups={}).as_record()
+                for step in range(10)
+                if step not in skip
+            ]
+
+        return edit
+
+    (rank,) = compare(runs.write(edit=steps({3})), runs.write(edit=steps({5}))).ranks
+    assert (rank.only_expected.first, rank.only_actual.first) == (
+        "step, epoch 0 (step 5)",
+        "step, epoch 0 (step 3)",
+    )
+    assert (rank.only_expected.count, rank.only_actual.count, rank.differing) == (1, 1, 0)

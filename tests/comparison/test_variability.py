@@ -1,0 +1,196 @@
+"""The metrics of variability: their formulas, and what they promise about bits and order."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.comparison import variability
+from lightning_d9m.comparison.variability import SpreadMeter, measure_variation
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+COMPLEX = (torch.complex64, torch.complex128)
+# Any bytes at all: every NaN, both zeros, subnormals.
+BYTES = st.binary(min_size=16, max_size=64).filter(lambda raw: len(raw) % 16 == 0)
+
+
+def tensor_of(raw, dtype):
+    """Return a tensor with these bytes; a bool has only two of them."""
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return (flat & 1).view(torch.bool) if dtype == torch.bool else flat.clone().view(dtype)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *WHOLE, *UNSIGNED, *COMPLEX], ids=str)
+@given(left=BYTES, right=BYTES)
+def test_each_metric_is_zero_exactly_when_all_bits_agree(dtype, left, right):
+    size = min(len(left), len(right))
+    expected, actual = (tensor_of(raw[:size], dtype) for raw in (left, right))
+    found = measure_variation(expected, actual)
+    same = bits(expected) == bits(actual)
+    assert (found.vc == 0) == same
+    assert (found.vermv == 0) == same
+    assert (found.ulps == 0) == same
+    assert found.vs is None or (found.vs == 0) == same
+
+
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=8), place=st.integers(0, 7))
+def test_one_flipped_bit_is_one_changed_element(values, place):
+    expected = torch.tensor(values)
+    actual = expected.clone()
+    actual.view(torch.int32)[place % len(values)] ^= 1
+    found = measure_variation(expected, actual)
+    assert found.vc == 1 / len(values)
+    assert found.ulps == 1
+    assert found.vermv > 0
+
+
+def test_zeros_of_both_signs_differ():
+    found = measure_variation(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert (found.vc, found.vermv, found.ulps) == (0.5, 0.5, 1)
+
+
+def test_a_nan_agrees_with_its_own_bits_only():
+    nan = torch.tensor([math.nan])
+    other = nan.clone()
+    other.view(torch.int32)[0] ^= 1
+    assert measure_variation(nan, nan.clone()).vc == 0
+    assert measure_variation(nan, other).vc == 1
+    assert measure_variation(nan, other).vermv == 1
+
+
+def test_the_formulas():
+    """Vermv is the mean of |A - B| / |A|, Vc the share that differs, and Vs is of one number."""
+    found = measure_variation(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1.0, 3.0, 3.0, 8]))
+    assert found.vermv == pytest.approx((0.5 + 0.25) / 4)
+    assert found.vc == 0.5
+    assert found.vs is None
+    assert measure_variation(torch.tensor(4.0), torch.tensor(5.0)).vs == 0.25
+    assert measure_variation(torch.tensor(4.0), torch.tensor(-4.0)).vs == 2
+
+
+def test_one_ulp_of_the_largest_mantissa_is_not_rounded_away():
+    """1 - B / A would be zero here, in float64."""
+    old = torch.tensor(math.nextafter(2.0, 0.0), dtype=torch.float64)
+    new = torch.nextafter(old, torch.tensor(0.0, dtype=torch.float64))
+    assert measure_variation(old, new).vs == pytest.approx(2**-53)
+
+
+def test_large_whole_numbers_are_told_apart():
+    found = measure_variation(torch.tensor([2**60]), torch.tensor([2**60 + 1]))
+    assert found.vermv == 2.0**-60
+    assert found.ulps == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ulps"),
+    [
+        (1.0, 1.0 + 2**-23, 1),
+        (1.0, 1.0 - 2**-24, 1),
+        (-1.0, -1.0 - 2**-23, 1),
+        (2.0**-149, -(2.0**-149), 3),
+        (3.4028234663852886e38, math.inf, 1),
+    ],
+)
+def test_ulps_count_representable_numbers(old, new, ulps):
+    assert measure_variation(torch.tensor([old]), torch.tensor([new])).ulps == ulps
+
+
+@pytest.mark.parametrize(("dtype", "low"), [(torch.int64, -(2**63)), (torch.float64, -1)])
+def test_a_distance_that_no_int64_holds_is_the_greatest(dtype, low):
+    ends = torch.tensor([low, 2**63 - 1]).view(dtype)
+    assert measure_variation(ends[:1], ends[1:]).ulps == 2**63 - 1
+
+
+def test_another_shape_or_dtype_is_changed_entirely():
+    whole = measure_variation(torch.zeros(3), torch.zeros(4))
+    assert (whole.vermv, whole.vc) == (1, 1)
+    assert measure_variation(torch.zeros(3), torch.zeros(3, dtype=torch.float64)).vc == 1
+
+
+def test_several_tensors_count_as_one_long_one():
+    expected = [torch.ones(3), torch.ones(1)]
+    actual = [torch.ones(3), torch.full((1,), 2.0)]
+    assert measure_variation(expected, actual).vc == 0.25
+
+
+def test_strides_and_conjugate_views_do_not_matter():
+    square = torch.arange(4.0).view(2, 2)
+    assert measure_variation(square.t(), square.t().contiguous()).vc == 0
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    assert measure_variation(numbers.conj(), numbers.conj().resolve_conj()).vc == 0
+
+
+def test_empty_outputs_agree():
+    assert measure_variation(torch.empty(0), torch.empty(0)).vc == 0
+
+
+def test_parts_add_up(monkeypatch):
+    """The size of the parts that bound the memory changes nothing that is counted."""
+    torch.manual_seed(0)
+    expected, actual = torch.randn(1000), torch.randn(1000)
+    whole = measure_variation(expected, actual)
+    monkeypatch.setattr(variability, "_CHUNK", 7)
+    parts = measure_variation(expected, actual)
+    assert (parts.vc, parts.ulps) == (whole.vc, whole.ulps)
+    assert parts.vermv == pytest.approx(whole.vermv, rel=1e-12)
+
+
+RUNS = st.lists(
+    st.lists(st.floats(width=32), min_size=3, max_size=3).map(torch.tensor), min_size=1, max_size=6
+)
+
+
+def spread_of(runs, reference=None):
+    meter = SpreadMeter(reference)
+    for run in runs:
+        meter.add(run)
+    return meter.spread()
+
+
+@given(runs=RUNS, order=st.randoms(use_true_random=False))
+def test_no_figure_depends_on_the_order_of_the_runs(runs, order):
+    reference = torch.tensor([1.0, -0.0, 3.0])
+    shuffled = order.sample(runs, len(runs))
+    assert spread_of(runs, reference) == spread_of(shuffled, reference)
+
+
+@given(runs=RUNS, order=st.randoms(use_true_random=False))
+def test_without_a_reference_distinct_and_varying_depend_on_no_order(runs, order):
+    one, other = spread_of(runs), spread_of(order.sample(runs, len(runs)))
+    assert (one.distinct, one.varying) == (other.distinct, other.varying)
+
+
+@given(runs=RUNS)
+def test_the_spread_is_zero_exactly_when_there_is_one_output(runs):
+    found = spread_of(runs)
+    distinct = {tuple(bits(run)) for run in runs}
+    assert found.runs == len(runs)
+    assert found.distinct == len(distinct)
+    for figure in (found.vermv, found.vc, found.vc_max, found.varying, found.ulps):
+        assert (figure == 0) == (len(distinct) == 1)
+
+
+def test_the_spread_keeps_a_copy_of_its_reference():
+    """A call may write into the tensor that it returned before."""
+    buffer, meter = torch.zeros(4), SpreadMeter()
+    meter.add(buffer)
+    meter.add(buffer.add_(1))
+    assert meter.spread().vc_max == 1
+
+
+def test_digests_are_kept_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(variability, "MOST_DISTINCT", 3)
+    assert spread_of([torch.tensor([float(n)]) for n in range(9)]).distinct == 3
+
+
+def test_scalars_have_a_vs():
+    assert spread_of([torch.tensor(4.0), torch.tensor(5.0)]).vs == 0.125
+    assert spread_of([torch.ones(2)]).vs is None

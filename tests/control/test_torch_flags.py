@@ -1,0 +1,78 @@
+"""torch's flags: any state is captured and restored, and what somebody switches off is found."""
+
+import sys
+
+import pytest
+import torch
+import torch._inductor.config  # noqa: F401 - `use_deterministic_algorithms` loads it, and switches it too
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m import SettingError
+from lightning_d9m.control import torch_flags
+from lightning_d9m.control.environment import INDUCTOR
+from lightning_d9m.control.torch_flags import (
+    algorithms_switched,
+    capture_flags,
+    restore_flags,
+    verify_flags,
+    wanted_flags,
+)
+
+NAMES = sorted(capture_flags())
+STATES = st.fixed_dictionaries({name: st.booleans() for name in NAMES}).map(
+    # torch has no warn_only without the mode itself.
+    lambda flags: (
+        flags
+        | {
+            "torch.deterministic_warn_only": flags["torch.deterministic_warn_only"]
+            and flags["torch.deterministic_algorithms"]
+        }
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def flags_restored():
+    before = capture_flags()
+    yield
+    restore_flags(before)
+
+
+@given(STATES, STATES)
+def test_any_state_is_captured_and_restored(state, disturbance):
+    restore_flags(state)
+    captured = capture_flags()
+    assert captured == state
+    restore_flags(disturbance)
+    restore_flags(captured)
+    assert capture_flags() == state
+
+
+@given(STATES, st.booleans())
+def test_any_state_is_switched_and_restored_also_on_error(state, fill):
+    restore_flags(state)
+    with pytest.raises(ZeroDivisionError), algorithms_switched(fill_uninitialized_memory=fill):
+        assert capture_flags() == wanted_flags(fill_uninitialized_memory=fill)
+        verify_flags(fill_uninitialized_memory=fill)
+        raise ZeroDivisionError
+    assert capture_flags() == state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_flag_that_somebody_switches_is_found(name):
+    with algorithms_switched(fill_uninitialized_memory=True):
+        flags = capture_flags()
+        restore_flags(flags | {name: not flags[name]})
+        with pytest.raises(SettingError, match=f"The flag {name} is {not flags[name]}"):
+            verify_flags(fill_uninitialized_memory=True)
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_a_compiler_that_is_not_loaded_counts_as_its_variable_says(monkeypatch, value):
+    monkeypatch.delitem(sys.modules, torch_flags._INDUCTOR)
+    if value is None:
+        monkeypatch.delenv(INDUCTOR, raising=False)
+    else:
+        monkeypatch.setenv(INDUCTOR, value)
+    assert capture_flags()["inductor.deterministic"] is (value == "1")

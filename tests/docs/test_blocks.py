@@ -1,0 +1,148 @@
+"""The pages' code runs as it stands, their commands are ours, and their links lead somewhere.
+
+Names that a block takes for granted (`train`, say) are defined in an invisible block of the page:
+``<!--- invisible-code-block: python``. Each page runs in an empty folder.
+
+Every block names its language. ``python`` is run; of ``sh`` the commands of ours are parsed, and
+others are not run: they start the reader's own programs; of ``yaml`` callbacks are built and hooks
+looked up; ``json`` is read as records. ``text`` is what a command has printed.
+"""
+
+import gc
+import json
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from sybil import Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+
+from lightning_d9m.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HOOKS = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
+CALLBACK = "{class_path: lightning_d9m.DeterminismCallback, init_args: {sed: 1}}"
+LANGUAGES = {"python", "sh", "yaml", "json", "text"}
+_FENCED = re.compile(r"^```(.*)\n(?:.*\n)*?```$", re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def read_command(example):
+    """Parse the lines of a shell block that are commands of ours; return what is wrong."""
+    text = example.parsed.replace("\\\n", " ")
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and "=" in words[0]:  # variables before the command
+            words.pop(0)
+        if words[:1] != ["d9m"] or len(words) == 1 or words[1].startswith("-"):
+            continue
+        try:
+            build_parser(words[1]).parse_args(words[1:])
+        except SystemExit as ended:
+            if ended.code:
+                return f"d9m does not take: {line}"
+    return None
+
+
+def read_yaml(example):
+    """Build the callbacks of LightningCLI's YAML; look up the hooks of pre-commit's."""
+    match yaml.safe_load(example.parsed):
+        case {"trainer": {"callbacks": callbacks}}:
+            for callback in callbacks:
+                module, _, name = callback["class_path"].rpartition(".")
+                getattr(import_module(module), name)(**callback["init_args"])
+        case {"repos": [{"hooks": hooks}]}:
+            assert {hook["id"] for hook in hooks} <= HOOKS
+        case other:
+            raise ValueError(other)
+
+
+def read_records(example):
+    """Read the records of a ledger, however they are broken into lines."""
+    rest = example.parsed.strip()
+    while rest:
+        record, end = json.JSONDecoder().raw_decode(rest)
+        assert record["kind"]
+        rest = rest[end:].strip()
+
+
+SYBIL = Sybil(
+    parsers=[
+        PythonCodeBlockParser(),
+        CodeBlockParser(language="sh", evaluator=read_command),
+        CodeBlockParser(language="yaml", evaluator=read_yaml),
+        CodeBlockParser(language="json", evaluator=read_records),
+    ]
+)
+
+
+def run_page(page):
+    for example in SYBIL.parse(page).examples():
+        example.evaluate()
+
+
+def ids(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice to small examples
+def test_every_block_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    run_page(page)
+    gc.collect()  # callbacks that a page makes and does not use
+
+
+def languages(page):
+    return set(_FENCED.findall(page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_block_says_what_it_is(page):
+    assert languages(page) <= LANGUAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_link_within_the_repository_leads_to_a_file(page):
+    links = [link.partition("#")[0] for link in _LINK.findall(page.read_text())]
+    local = [
+        link for link in links if link and "://" not in link and not link.startswith("mailto:")
+    ]
+    missing = [link for link in local if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_a_command_that_we_do_not_have_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nX=1 d9m compare a b\nd9m compare --sideways a b  # no\n```\n")
+    (example,) = SYBIL.parse(page).examples()
+    with pytest.raises(Exception, match="d9m does not take: d9m compare --sideways"):
+        example.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ("python\n1 / 0", ZeroDivisionError),
+        ("json\n{'kind'}", json.JSONDecodeError),
+        ("yaml\nrepos: [{hooks: [{id: d9m-scam}]}]", AssertionError),
+        (f"yaml\ntrainer: {{callbacks: [{CALLBACK}]}}", TypeError),
+    ],
+)
+def test_a_block_that_fails_is_found(block, error, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```{block}\n```\n")
+    (example,) = SYBIL.parse(page).examples()
+    with pytest.raises(error):
+        example.evaluate()
+
+
+def test_a_block_without_a_language_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nls\n```\n\n```\nd9m oops\n```\n")
+    assert languages(page) == {"sh", ""}

@@ -1,0 +1,458 @@
+"""Every message of the package has a test that names it; those that no other names are here.
+
+A message counts as named when a text in a test holds two or more successive words of it that stand
+in no other message.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_d9m.errors import D9mError
+from lightning_d9m.ledger.folder import LedgerWriter, read_ledger
+from lightning_d9m.ledger.records import Header
+
+TESTS = Path(__file__).parents[1]
+ROOM = "lightning_d9m."
+
+
+@dataclass
+class Ground:
+    """What a case may use: a folder, pytest's monkeypatch, and the module that raises."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    module: Any
+
+    def file(self, text="", name="file"):
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def refuse(self, owner, name, error):
+        def refusing(*_, **__):
+            raise error
+
+        self.patch.setattr(owner, name, refusing)
+
+    def ledger(self, fit, rank=0):
+        path = self.folder / fit / f"rank-{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        header = Header(
+            rank=rank, world_size=1, fit=0, seed=0, created="", package="", settings={}, stack={}
+        )
+        with LedgerWriter(path) as writer:
+            writer.write(header.as_record())
+        return path.parent
+
+
+FLASH = "FLASH_ATTENTION_DETERMINISTIC"
+NOTHING = OSError(5, "Input/output error")
+ABSENT = FileNotFoundError(2, "No such file or directory")
+
+
+def asks(function, **words):
+    """A case that checks the arguments of a command."""
+
+    def act(g):
+        given = {
+            "runs": 2,
+            "tries": 1,
+            "timeout": None,
+            "interrupt": False,
+            "threads": None,
+        } | words
+        call = getattr(g.module, function)
+        arguments = argparse.Namespace(**given)
+        return call(arguments, ["true"]) if call.__code__.co_argcount == 2 else call(arguments)
+
+    return act
+
+
+def use_full_folder(g):
+    g.patch.chdir(g.folder)
+    for number in range(1000):
+        (g.folder / "d9m-runs" / f"{number:03d}").mkdir(parents=True)
+    g.module.make_output(None)
+
+
+def repeat_what_fails(g):
+    g.refuse(g.module, "run_once", import_module(f"{ROOM}errors").CommandError("why"))
+    arguments = argparse.Namespace(runs=2, timeout=None)
+    g.module._repeat(["false"], g.folder, arguments)
+
+
+def find_unlike_runs(g):
+    found = iter([{"fit-000": 1}, {"fit-000": 1, "fit-001": 2}])
+    g.patch.setattr(g.module, "run_once", lambda *_, **__: None)
+    g.patch.setattr(g.module, "read_fits", lambda *_: next(found))
+    g.module.Runner(["true"], g.folder, None, {}, print).run_pair("whole run")
+
+
+def save_a_checkpoint_of_something_else(g):
+    path = g.folder / "model.ckpt"
+    torch.save([1], path)
+    g.module.load_checkpoint(path)
+
+
+def import_the_other_package(g):
+    g.patch.setattr(g.module, "import_module", lambda _: SimpleNamespace(Callback=Path))
+    g.module.make_callback("pytorch_lightning")
+
+
+def run_pip_that_fails(g):
+    failed = subprocess.CompletedProcess([], 1, "", "no")
+    g.patch.setattr(g.module.subprocess, "run", lambda *_, **__: failed)
+    g.module._pip("horovod")
+
+
+def name_a_pipe(g):
+    path = g.folder / "pipe"
+    os.mkfifo(path)
+    list(g.module.list_files([path], []))
+
+
+def write_nonsense(g):
+    with LedgerWriter(g.folder / "rank-0.jsonl") as writer:
+        writer.write({"kind": "digests"})
+
+
+def count_too_many_ranks(g):
+    g.patch.setattr(g.module, "MAX_RANKS", 0)
+    read_ledger(g.ledger("fit-000"))
+
+
+def name_two_ledgers(g):
+    g.ledger("fit-000"), g.ledger("fit-001")
+    read_ledger(g.folder)
+
+
+def set_variable(name, value, function, *words, **named):
+    def act(g):
+        g.patch.setenv(name, value)
+        return getattr(g.module, function)(*words, **named)
+
+    return act
+
+
+def reduce_a_sparse_gradient(g):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2).to_sparse()
+    buckets = SimpleNamespace(_sparse_as_dense=False)
+    g.module.GradientBuckets._densify(buckets, SimpleNamespace(name="weight", parameter=weight))
+
+
+def read_a_malformed_line(g):
+    path = g.ledger("fit-000") / "rank-0.jsonl"
+    header = path.read_bytes()
+    line, _ = g.module.seal_record(b'{"kind":"digests"}', json.loads(header)["check"].encode())
+    path.write_bytes(header + line)
+    with g.module.RankReader(path) as reader:
+        list(reader.records())
+
+
+def forget_the_flags(g):
+    g.patch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+    g.module.verify_flags(fill_uninitialized_memory=True)
+
+
+def normalise_one_value(g):
+    layer = torch.nn.BatchNorm1d(2)
+    g.module._forward(layer, lambda value: value.unsqueeze(0), torch.ones(1, 2))
+
+
+# The module that raises, what makes it raise, and words of the message.
+CASES = [
+    ("lightning.resume.checkpoint_io", save_a_checkpoint_of_something_else, "it holds no dict."),
+    (
+        "lightning.resume.checkpoint_io",
+        lambda g: g.module.load_checkpoint(g.folder),
+        "cannot be read:",
+    ),
+    (
+        "cli.audit_model",
+        lambda g: g.module._make_output(g.folder),
+        "exists already, and nothing is overwritten. Give a new one with --output, or remove it.",
+    ),
+    (
+        "cli.audit_model",
+        lambda g: g.module._make_output(g.file() / "below"),
+        "Give one that can be with --output.",
+    ),
+    ("cli.audit_model", asks("_check", runs=1), "One run has nothing to be compared with."),
+    ("cli.audit_model", asks("_check", timeout=0), "allowed: more than 0 seconds."),
+    (
+        "cli.audit_model",
+        lambda g: g.module._train(["true"], "with", g.folder, None),
+        "ended well but wrote no ledger.",
+    ),
+    ("cli.audit_ops", asks("_read_settings", runs=1), "nothing to be compared with."),
+    ("cli.audit_ops", asks("_read_settings", timeout=0), "allowed: more than 0 seconds."),
+    ("cli.audit_inference", asks("_check", runs=1, samples=9, batch_sizes=[]), "; allowed:"),
+    (
+        "horovod.build",
+        lambda g: g.module.find_tools(
+            g.module.Target(torch="", mpi=False, nccl=False), {"CXX": "no-compiler-of-this-name"}
+        ),
+        "is not on PATH: install it (Debian: `apt-get install",
+    ),
+    ("cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
+    (
+        "launch.subprocess_run",
+        lambda g: g.module._start(["true"], {}, g.folder / "none" / "log"),
+        "cannot be made:",
+    ),
+    ("cli.repeat", repeat_what_fails, "In "),
+    ("cli.repeat", lambda g: g.module.make_output(g.folder), "exists already, and nothing is"),
+    ("cli.repeat", use_full_folder, "d9m-runs holds 1000 repetitions already."),
+    (
+        "cli.repeat",
+        lambda g: (g.refuse(Path, "mkdir", ABSENT), g.module.make_output(g.folder / "new")),
+        "Give another with --output.",
+    ),
+    ("cli.repeat", lambda g: g.module.make_output(g.file() / "new"), "cannot be made:"),
+    ("cli.repeat", asks("_check", runs=1), "; allowed:"),
+    ("cli.repeat", asks("_check", timeout=0), "allowed: more than 0 seconds."),
+    (
+        "cli.repeat_interrupted",
+        lambda g: (g.file("x", g.module.SURVEY), g.module._read_survey(g.folder)),
+        "cannot be read:",
+    ),
+    (
+        "cli.repeat_interrupted",
+        lambda g: g.module._remove(g.folder / "none"),
+        "cannot be removed:",
+    ),
+    ("launch.run", lambda g: g.module.read_fits(g.folder, ["true"]), "wrote no ledger."),
+    (
+        "launch.run",
+        lambda g: g.module.make_run_folder(g.folder / "none", "run-001"),
+        "cannot be made:",
+    ),
+    (
+        "cli.report",
+        lambda g: (
+            path := g.file(),
+            g.refuse(Path, "open", NOTHING),
+            g.module._check_output(path, force=False),
+        ),
+        "cannot be read:",
+    ),
+    (
+        "cli.report",
+        lambda g: g.module._check_output(g.folder, force=False),
+        "name a file in a folder that exists (-o).",
+    ),
+    ("cli.report", lambda g: g.module._write(g.folder, ""), "cannot be written:"),
+    ("launch.run_pair", find_unlike_runs, "The two runs left other ledgers:"),
+    (
+        "cli.locate",
+        lambda g: g.module._check(argparse.Namespace(), []),
+        "d9m locate -- python train.py",
+    ),
+    ("cli.locate", asks("_check", timeout=0), "allowed: more than 0 seconds."),
+    (
+        "lightning.autoload.auto_callback",
+        import_the_other_package,
+        "was imported after a Trainer of",
+    ),
+    (
+        "lightning.callback",
+        lambda g: g.module._check_choice("on_drift", "ignore", ("raise", "warn")),
+        "; allowed:",
+    ),
+    (
+        "lightning.autoload.env_settings",
+        lambda g: g.module.read_value("LIGHTNING_D9M_SEED", "x", int),
+        "; allowed:",
+    ),
+    ("horovod.sync_batchnorm", normalise_one_value, "more than one value per channel"),
+    (
+        "horovod.gradient_buckets",
+        lambda g: g.module.check_options(op="max", bucket_bytes=0, compression=None),
+        "is not known: pass 'average' or 'sum'.",
+    ),
+    (
+        "horovod.gradient_buckets",
+        lambda g: g.module.check_options(op="sum", bucket_bytes=0, compression="zip"),
+        "is not known: pass 'fp16', 'bf16' or None.",
+    ),
+    (
+        "horovod.gradient_buckets",
+        lambda g: g.module.check_options(op="sum", bucket_bytes=-1, compression=None),
+        "is not allowed: pass a whole number, 0 or more.",
+    ),
+    (
+        "horovod.reductions",
+        lambda g: g.module._combine([torch.ones(1)] * 2, "median"),
+        "is not known: pass 'mean', 'sum', 'min', 'max' or 'product'.",
+    ),
+    (
+        "horovod.reductions",
+        lambda g: g.module.refuse_group("a group"),
+        "this strategy knows one group, all ranks. Pass None.",
+    ),
+    (
+        "horovod.environment",
+        set_variable("NCCL_ALGO", "NVLS", "switch_on", initialized=False, stall_seconds=1.0),
+        "which lets NCCL reduce by NVLS",
+    ),
+    (
+        "horovod.strategy",
+        lambda g: g.module.HorovodDeterministicStrategy(fusion="on"),
+        "is not known: pass 'static' or 'off'.",
+    ),
+    ("horovod.gradient_buckets", reduce_a_sparse_gradient, "is sparse ("),
+    (
+        "launch.interruption_points",
+        lambda g: g.module.parse_place("epoch:x"),
+        "with whole numbers, and +N",
+    ),
+    ("cli.scan", asks("run", rules=False, paths=[]), "needs a file or a folder to scan."),
+    ("cli.scan", asks("run", rules=False, paths=["x"], jobs=0), "allowed: 1 or more."),
+    ("cli.scan", lambda g: g.module.choose_version("new"), "is no version of torch."),
+    ("cli.scan", lambda g: g.module._expand(["D9X"]), "names no rule."),
+    ("control.torch_flags", forget_the_flags, "something switched it during the run"),
+    (
+        "audit.inference.fixed_batch",
+        lambda g: g.module.FixedShape(torch.nn.Identity(), 0),
+        "allowed: a whole number from 1.",
+    ),
+    ("control.settings", lambda g: g.module.Settings(seed=-1), "allowed: a whole number from"),
+    (
+        "control.environment",
+        set_variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "_choose_cublas"),
+        "deterministic products need one of",
+    ),
+    (
+        "control.environment",
+        set_variable("NCCL_ALGO", "NVLS", "_choose_nccl"),
+        "which lets NCCL reduce by NVLS",
+    ),
+    (
+        "control.environment",
+        set_variable(FLASH, "0", "_choose_switch", FLASH, "1"),
+        "which asks for nondeterministic kernels.",
+    ),
+    (
+        "probes.dumps",
+        lambda g: g.module.Dump(g.file(), 0).save((0, 0, 0), ("loss", "loss", 0), {}),
+        "cannot be written:",
+    ),
+    ("ledger.folder", name_two_ledgers, "Name one of them."),
+    ("ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
+    (
+        "ledger.folder",
+        lambda g: list(read_ledger(g.ledger("fit-000")).records(3)),
+        "has no file of rank",
+    ),
+    ("ledger.folder", write_nonsense, "is malformed:"),
+    ("ledger.folder", lambda g: LedgerWriter(g.folder), "cannot be made:"),
+    (
+        "ledger.folder",
+        lambda g: (g.refuse(Path, "iterdir", NOTHING), read_ledger(g.folder)),
+        "cannot be read:",
+    ),
+    ("ledger.reader", read_a_malformed_line, "or was edited; record the run again."),
+    ("ledger.reader", lambda g: g.module.RankReader(g.folder / "none"), "cannot be read:"),
+    (
+        "probes.settings",
+        lambda g: g.module._read("replay_every", "LIGHTNING_D9M_REPLAY_EVERY", "x"),
+        "; allowed:",
+    ),
+    (
+        "patches.catalog.catalog",
+        lambda g: g.module.find_op("no_such_op"),
+        "The catalogue has no op",
+    ),
+    (
+        "patches.catalog.torch_docs",
+        lambda g: g.module.read_documentation(""),
+        "in the form that is read",
+    ),
+    ("lint.files", lambda g: list(g.module.list_files([Path("no")], [])), "nothing to scan at"),
+    ("lint.files", name_a_pipe, "is neither a file nor a folder."),
+    ("lint.join", lambda g: g.module.read_records(g.folder), "holds no file *.jsonl."),
+    ("lint.join", lambda g: g.module.read_records(g.folder / "none"), "Give a ledger or an audit"),
+    ("lint.join", lambda g: g.module.read_records(g.file("{")), "is no JSON that can be read:"),
+]
+
+
+@pytest.mark.parametrize(
+    ("room", "act", "words"), CASES, ids=[f"{room}-{words}" for room, _, words in CASES]
+)
+def test_a_message(room, act, words, tmp_path, monkeypatch):
+    ground = Ground(tmp_path, monkeypatch, import_module(ROOM + room))
+    with pytest.raises(D9mError) as caught:
+        act(ground)
+    monkeypatch.undo()
+    assert words in str(caught.value)
+    assert caught.traceback[-1].frame.f_globals["__name__"] == ROOM + room
+
+
+def words_of(text):
+    """Return all pairs of successive words, without marks, on one side of what is filled in."""
+    parts = [re.findall(r"[\w=.\[\]-]*\w", part) for part in re.split(r"…|\.\*", text)]
+    return {pair for part in parts for pair in pairwise(part)}
+
+
+def read_texts():
+    """Yield the texts in the tests, docstrings left out."""
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr):
+                node.value = ast.Constant(None) if is_text(node.value) else node.value
+            if is_text(node):
+                yield re.sub(r"\\([^\w\s])", r"\1", node.value)
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def find_unnamed(messages, texts, cases):
+    """Return the messages of which no text holds words of their own, and that no case raises."""
+    pairs = {message: words_of(message) for _, message in messages}
+    count = Counter(pair for found in pairs.values() for pair in found)
+    named = {pair for text in texts for pair in words_of(text)}
+    return [
+        (module, message)
+        for module, message in messages
+        if not any(count[pair] == 1 and pair in named for pair in pairs[message])
+        and not any(ROOM + room == module and words in message for room, _, words in cases)
+    ]
+
+
+def read_messages():
+    spec = spec_from_file_location("write_errors", TESTS.parent / "docs" / "write_errors.py")
+    writer = module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    return list(
+        dict.fromkeys(entry for found in writer.read_messages().values() for entry in found)
+    )
+
+
+def test_every_message_is_named_in_a_test():
+    assert not find_unnamed(read_messages(), read_texts(), CASES)
+
+
+def test_a_message_without_a_test_is_found():
+    new = ("lightning_d9m.control.new", "The colour … is no number of stripes.")
+    cases = [("control.settings", None, "number of stripes.")]  # another module's does not count
+    assert find_unnamed([new], ["An odd thing happened."], cases) == [new]
+    assert not find_unnamed([new], ["number of stripes"], [])
+    assert not find_unnamed([new], [], [("control.new", None, "number of stripes.")])

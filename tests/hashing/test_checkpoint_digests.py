@@ -1,0 +1,65 @@
+"""A seal tells every change of a checkpoint's content, and names the tensor."""
+
+import io
+
+import pytest
+import torch
+
+from lightning_d9m.hashing.checkpoint_digests import check_seal, make_seal
+
+
+def content():
+    return {
+        "state_dict": {"a": torch.arange(4.0), "b": torch.arange(4.0) + 1, "none": None},
+        "states": [{"lr": 0.1, "text": "x", "step": torch.tensor(3)}, (1, True)],
+        "other": object(),
+    }
+
+
+@pytest.fixture
+def seal():
+    """Return a seal as a checkpoint gives it back."""
+    buffer = io.BytesIO()
+    torch.save(make_seal(content()), buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def test_equal_content_fits(seal):
+    assert not check_seal(content(), seal)
+    assert seal["tensors"].shape == (3, 16)
+
+
+def test_a_changed_tensor_is_named(seal):
+    changed = content()
+    changed["state_dict"]["a"].view(torch.int32)[2] ^= 1
+    assert check_seal(changed, seal).changed == ("state_dict.a",)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.double(), lambda t: t.reshape(2, 2)], ids=["dtype", "shape"]
+)
+def test_another_dtype_or_shape_is_a_change(seal, change):
+    changed = content()
+    changed["state_dict"]["b"] = change(changed["state_dict"]["b"])
+    assert check_seal(changed, seal).changed == ("state_dict.b",)
+
+
+def test_swapped_tensors_are_named(seal):
+    changed = content()
+    weights = changed["state_dict"]
+    weights["a"], weights["b"] = weights["b"], weights["a"]
+    assert check_seal(changed, seal).changed == ("state_dict.a", "state_dict.b")
+
+
+def test_missing_and_added_tensors_are_told(seal):
+    changed = content()
+    changed["state_dict"]["c"] = changed["state_dict"].pop("a")
+    damage = check_seal(changed, seal)
+    assert (damage.added, damage.missing, damage.changed) == (("state_dict.c",), 1, ())
+
+
+@pytest.mark.parametrize("value", [0.2, "0.1", None, -0.1])
+def test_another_number_is_told(seal, value):
+    changed = content()
+    changed["states"][0]["lr"] = value
+    assert check_seal(changed, seal).values

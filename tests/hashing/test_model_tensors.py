@@ -1,0 +1,165 @@
+"""What is remembered of a model's tensors is found out again as soon as it no longer holds."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.hashing.model_tensors import Roster, Standing
+from lightning_d9m.hashing.pending import DigestQueue
+
+
+def digest_standing(standing):
+    """Return the digests of tensors where they are said to lie."""
+    queue = DigestQueue()
+    located = standing.locate()
+    assert located is not None
+    queue.add_located(located)
+    return queue.fetch()
+
+
+def zero(weight):
+    with torch.no_grad():
+        weight.zero_()
+
+
+def point_elsewhere(weight):
+    weight.data = torch.ones_like(weight)
+
+
+def reshape(weight):
+    weight.data = weight.data.view(-1)
+
+
+def cast(weight):
+    weight.data = weight.data.double()
+
+
+def view_as_integers(weight):
+    weight.data = weight.data.view(torch.int32)
+
+
+@pytest.mark.parametrize("change", [zero, point_elsewhere, reshape, cast, view_as_integers])
+def test_digests_are_those_of_the_tensors_as_they_are(change):
+    weight = torch.randn(4, 4)
+    standing = Standing([("weight", weight), ("other", torch.arange(3))])
+    before = digest_standing(standing)
+    assert before == digest_many(standing.values())
+    change(weight)
+    after = digest_standing(standing)
+    assert after == digest_many(standing.values())
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
+def test_where_tensors_lie_is_found_out_once():
+    standing = Standing([("weight", torch.randn(4, 4))])
+    assert standing.locate() is standing.locate()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 4).t(),
+        torch.randn(4, dtype=torch.complex64),
+        torch.randn(4).to_sparse(),
+        nn.UninitializedParameter(),
+    ],
+    ids=["out of order", "complex", "sparse", "not initialized"],
+)
+def test_what_has_no_bytes_in_order_is_not_remembered(tensor):
+    assert Standing([("tensor", tensor)]).locate() is None
+
+
+def test_nothing_lies_anywhere():
+    assert Standing(()).locate() is None
+
+
+def test_memory_that_was_freed_is_an_error():
+    weight = torch.randn(4, 4)
+    standing = Standing([("weight", weight)])
+    standing.locate()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(DigestError, match="freed"):
+        standing.locate()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_roster_has_what_a_torchscript_module_has():
+    """Its tables are no dicts, so they cannot be watched."""
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    roster = Roster(model)
+    assert list(roster.parameters) == ["0.weight", "0.bias"]
+    assert list(roster.buffers) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    model[0].weight = nn.Parameter(torch.zeros(2))
+    assert torch.equal(roster.parameters["0.weight"], torch.zeros(2))
+
+
+def replace_parameter(model):
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def replace_directly(model):
+    model[0]._parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
+
+
+def rename(model):
+    model[0]._parameters["kernel"] = model[0]._parameters.pop("weight")
+
+
+def add_module(model):
+    model.append(nn.Linear(2, 2))
+
+
+def add_deep(model):
+    model[1].append(nn.Linear(2, 2))
+
+
+def remove(model):
+    model[0].bias = None
+
+
+def exchange(model):
+    model[0], model[1][0] = model[1][0], model[0]
+
+
+def replace_buffer(model):
+    model[1][1].running_mean = torch.ones(2)
+
+
+CHANGES = [
+    replace_parameter,
+    replace_directly,
+    rename,
+    add_module,
+    add_deep,
+    remove,
+    exchange,
+    replace_buffer,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_roster_has_what_the_model_has(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    roster = Roster(model, lambda _: True)
+    before = (roster.parameters, roster.buffers)
+    assert before[0] is roster.parameters
+    assert before[1] is roster.buffers
+    change(model)
+    for own, entries in (
+        (roster.parameters, model.named_parameters()),
+        (roster.buffers, model.named_buffers()),
+    ):
+        expected = dict(entries)
+        assert list(own) == list(expected)
+        assert all(own[name] is tensor for name, tensor in expected.items())
+    assert roster.names == {id(own): name for name, own in model.named_parameters()}
+
+
+def test_a_roster_selects_by_name_and_names_all():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    roster = Roster(model, lambda name: name.startswith("1."))
+    assert list(roster.parameters) == ["1.weight", "1.bias"]
+    assert len(roster.names) == 4

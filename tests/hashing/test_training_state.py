@@ -1,0 +1,176 @@
+"""What a snapshot holds, and that every part of a training's state takes part in it."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_d9m.hashing.model_tensors import Roster
+from lightning_d9m.hashing.training_state import describe_model, replicated_names, take_snapshot
+
+
+@pytest.fixture
+def training():
+    """A model, its optimizers and schedulers after one step."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizers = [
+        torch.optim.AdamW(model[0].parameters(), lr=0.1, amsgrad=True),
+        torch.optim.SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9),
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+    model(torch.randn(5, 4)).sum().backward()
+    for part in (*optimizers, *schedulers):
+        part.step()
+    return model, optimizers, schedulers
+
+
+def test_names_every_piece_of_state(training):
+    groups = take_snapshot(*training).groups
+    assert list(groups["weights"]) == [
+        "0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+    assert set(groups["buffers"]) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert {"0.exp_avg.0.weight", "0.step.0.bias", "1.momentum_buffer.2.bias"} <= set(
+        groups["optimizers"]
+    )
+    assert {"0.group.0", "1.group.0"} <= set(groups["optimizers"])
+    assert set(groups["schedulers"]) == {"0"}
+
+
+def test_is_the_same_for_the_same_state(training):
+    assert take_snapshot(*training) == take_snapshot(*training)
+
+
+def bit(tensor):
+    tensor.view(torch.int32).view(-1)[-1] ^= 1
+
+
+CHANGES = {
+    "a weight's lowest bit": (lambda m, o, s: bit(m[2].weight.data), "weights", ["2.weight"]),
+    "two swapped weights": (
+        lambda m, o, s: m[0].weight.data[0].copy_(m[0].weight.data[0].flip(0)),
+        "weights",
+        ["0.weight"],
+    ),
+    "a running mean": (lambda m, o, s: bit(m[1].running_mean), "buffers", ["1.running_mean"]),
+    "the optimizer's memory": (
+        lambda m, o, s: bit(o[0].state[m[0].bias]["exp_avg_sq"]),
+        "optimizers",
+        ["0.exp_avg_sq.0.bias"],
+    ),
+    "a learning rate": (
+        lambda m, o, s: o[1].param_groups[0].update(lr=0.1000001),
+        "optimizers",
+        ["1.group.0"],
+    ),
+    "a scheduler's counter": (lambda m, o, s: s[0].step(), "schedulers", ["0"]),
+}
+
+
+@pytest.mark.parametrize(("change", "group", "names"), CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_change_is_seen_under_its_name(training, change, group, names):
+    before = take_snapshot(*training)
+    change(*training)
+    after = take_snapshot(*training)
+    assert [n for n, d in after.groups[group].items() if d != before.groups[group][n]] == names
+    assert after.totals[group] != before.totals[group]
+
+
+def test_the_prefix_of_compile_is_stripped(training):
+    model = training[0]
+    compiled = torch.compile(model, backend="eager")
+    assert take_snapshot(compiled) == take_snapshot(model)
+    assert describe_model(compiled) == describe_model(model)
+
+
+def test_a_model_is_described_by_names_shapes_and_dtypes_not_by_values(training):
+    model = training[0]
+    description, parameters = describe_model(model)
+    assert parameters == 15 + 6 + 8
+    bit(model[0].weight.data)
+    assert describe_model(model)[0] == description
+    assert describe_model(model.double())[0] != description
+    assert describe_model(nn.Sequential(nn.Linear(4, 3)))[0] != description
+
+
+def test_only_replicated_parameters_are_compared_across_ranks(training):
+    class Placement:
+        def __init__(self, replicated):
+            self.replicated = replicated
+
+        def is_replicate(self):
+            return self.replicated
+
+    model = training[0]
+    model[0].weight.placements = (Placement(True), Placement(False))
+    model[0].bias.placements = (Placement(True),)
+    model[1].weight.ds_id = 3
+    assert replicated_names(model) == ["0.bias", "1.bias", "2.bias", "2.weight"]
+
+
+class Warmup:
+    """A schedule that is an object, and holds one whose bytes nobody has defined."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.owner = object()
+
+    def __call__(self, step):
+        return min(1.0, (step + 1) / self.steps)
+
+
+def test_a_scheduler_that_holds_any_object_is_digested_by_what_it_can_be():
+    def totals(steps):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, Warmup(steps))
+        return take_snapshot(model, [optimizer], [schedule]).totals["schedulers"]
+
+    assert totals(5) == totals(5) != totals(6)
+
+
+def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    before = take_snapshot(model).groups
+    description, parameters = describe_model(model)
+    assert parameters == 0
+    assert before == take_snapshot(model).groups
+    model(torch.ones(2, 4))
+    after = take_snapshot(model).groups
+    assert before["weights"].keys() == after["weights"].keys()
+    assert before["weights"]["0.weight"] != after["weights"]["0.weight"]
+    assert describe_model(model)[0] != description
+    assert describe_model(model)[1] == 15 + 6
+
+
+def test_where_tensors_lay_before_changes_no_digest():
+    """Across steps, a state that is loaded, memory that is taken anew, and a cast."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    roster = Roster(model)
+    seen = []
+
+    def check():
+        taken = take_snapshot(roster, [optimizer])
+        assert taken == take_snapshot(model, [optimizer])
+        seen.append(taken.totals)
+
+    check()
+    for _ in range(2):
+        model(torch.randn(2, 3)).square().sum().backward()
+        optimizer.step()
+        check()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + 1
+    optimizer.load_state_dict(state)
+    check()
+    model[0].weight.data = model[0].weight.data + 1
+    check()
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+    check()
+    model[0].double()
+    check()
+    model.append(nn.Linear(4, 2))
+    check()
+    assert len({str(totals) for totals in seen}) == len(seen)

@@ -1,0 +1,270 @@
+"""The digest of nested values: what counts, what does not, and what is refused."""
+
+import functools
+import math
+import random
+import threading
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from enum import Enum, Flag, IntEnum
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing.digest import digest, digest_value
+
+Point = namedtuple("Point", "x y")  # noqa: PYI024 - the plain form is what old code has
+Other = namedtuple("Other", "x y")  # noqa: PYI024 - another class of the same fields
+
+
+@dataclass
+class Record:
+    """A dataclass that holds anything."""
+
+    content: object
+
+
+class Color(Enum):
+    """Members with equal values elsewhere."""
+
+    RED = 1
+    BLUE = 2
+
+
+class Number(IntEnum):
+    """Members that are integers."""
+
+    ONE = 1
+
+
+class Bits(Flag):
+    """Members that combine."""
+
+    A = 1
+    B = 2
+
+
+def decay(epoch):
+    """Return a factor of the learning rate, as a LambdaLR's function."""
+    return 0.9**epoch
+
+
+class Decay:
+    """A callable with state, as LambdaLR keeps it."""
+
+    def __init__(self):
+        self.rate = 0.9
+
+    def __call__(self, epoch):
+        """Return a factor of the learning rate."""
+        return self.rate**epoch
+
+
+# No two of these are the same value.
+DISTINCT = [
+    None, False, True, 0, 1, -1, 2**70, -(2**70), 10**5000, 0.0, -0.0, 1.0, math.inf, math.nan,
+    5e-324, 0j, 1 + 0j, complex(0.0, -0.0), "", "1", "None", "ü", "\ud800", b"", b"1", Path("1"),
+    Path("a/b"), Color.RED, Color.BLUE, Number.ONE, Bits.A, Bits.A | Bits.B, [], (), {}, set(),
+    [[]], [()], ([],), [1, 2], [2, 1], (1, 2), [[1], 2], [[1, 2]], {1, 2}, {1: 2}, {2: 1},
+    {"1": 2}, {1: {}}, {(1, 2): 3}, {frozenset({1}): 3}, Point(1, 2), Other(1, 2), Record(1),
+    Record([1]), torch.float32, torch.float64, torch.device("cpu"), torch.device("cuda", 1),
+    torch.strided, torch.channels_last, decay, Decay, int, len, functools.partial(decay, 1),
+    functools.partial(decay, 2), functools.partial(len, 1), torch.ones(1), torch.ones(1).double(),
+    torch.ones(2), [torch.ones(1)], torch.Generator().manual_seed(1),
+    torch.Generator().manual_seed(2), np.ones(1), np.ones(1, np.float32), np.ones((1, 1)),
+    np.ones(1, ">f8"), np.float64(1), np.float32(1), np.int64(1), np.True_, np.datetime64(1, "s"),
+    np.datetime64(1, "ms"), np.array("1"),
+]  # fmt: skip
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def inductor_folder(monkeypatch, tmp_path):
+    """Set what torch would set, and leave set, when the first optimizer is made."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def test_different_values_have_different_digests():
+    digests = [digest_value(value) for value in DISTINCT]
+    assert len(set(digests)) == len(DISTINCT)
+    assert [digest_value(value) for value in DISTINCT] == digests
+
+
+@settings(max_examples=100, deadline=None)
+@given(NESTED, NESTED)
+def test_values_differ_exactly_if_their_text_does(one, other):
+    def show(value):
+        if isinstance(value, dict):
+            return f"{{{sorted((repr(key), show(item)) for key, item in value.items())}}}"
+        if isinstance(value, list | tuple):
+            return f"{type(value).__name__}{[show(item) for item in value]}"
+        return value.hex() if isinstance(value, float) else repr(value)
+
+    if "nan" not in show(one) + show(other):  # whose bits the text does not show
+        assert (digest_value(one) == digest_value(other)) is (show(one) == show(other))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text() | st.integers() | st.booleans(), st.integers()), st.randoms())
+def test_order_of_keys_does_not_count(entries, generator):
+    items = list(entries.items())
+    generator.shuffle(items)
+    assert digest_value(dict(items)) == digest_value(entries)
+    assert digest_value({key for key, _ in items}) == digest_value(frozenset(entries))
+
+
+def test_class_of_a_mapping_does_not_count():
+    plain = {"b": 1, "a": 2}
+    same = [OrderedDict(plain), defaultdict(int, plain), Counter(plain), MappingProxyType(plain)]
+    assert {digest_value(value) for value in same} == {digest_value(plain)}
+    assert digest_value(bytearray(b"1")) == digest_value(b"1") == digest_value(memoryview(b"1"))
+    assert digest_value(torch.Size([1, 2])) == digest_value((1, 2))
+
+
+def test_nan_payloads_and_nan_keys_count():
+    quiet, odd = (
+        np.array([0x7FF8000000000000, 0x7FF8000000000001], np.uint64).view(np.float64).tolist()
+    )
+    assert digest_value(quiet) != digest_value(odd)
+    assert digest_value({quiet: 1, odd: 2}) != digest_value({quiet: 1, odd: 3})
+    twice = {float("nan"): 1, float("nan"): 2}
+    assert len(twice) == 2
+    assert digest_value(twice) != digest_value({float("nan"): 1})
+
+
+def test_arrays_count_in_row_major_order():
+    array = np.arange(6).reshape(2, 3)
+    assert digest_value(np.asfortranarray(array)) == digest_value(array)
+    assert digest_value(array.T) != digest_value(array)
+
+
+def test_tensor_counts_by_its_digest():
+    weight = torch.randn(3, 3)
+    state = {"weight": weight, "step": 1}
+    before = digest_value(state)
+    assert digest_value({"step": 1, "weight": torch.nn.Parameter(weight.clone())}) == before
+    weight[1, 1] += 1
+    assert digest_value(state) != before
+    assert digest_value(weight) != digest(weight)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_optimizer_states_have_digests(optimizer):
+    def train(value):
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.ones_(model.weight)
+        steps = optimizer(model.parameters(), lr=0.1)
+        for _ in range(2):
+            steps.zero_grad()
+            model(torch.full((1, 2), value)).sum().backward()
+            steps.step()
+        return steps.state_dict()
+
+    assert digest_value(train(1.0)) == digest_value(train(1.0))
+    if optimizer is not torch.optim.SGD:
+        assert digest_value(train(1.0)) != digest_value(train(2.0))
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [decay]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, Decay()),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2]),
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "PolynomialLR": lr_scheduler.PolynomialLR,
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, cycle_momentum=False, scale_fn=decay),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=9, cycle_momentum=False),
+    "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.LambdaLR(o, Decay())]
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [1]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_states_of_every_scheduler_have_digests(name):
+    def run(steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = SCHEDULERS[name](optimizer)
+        digests = [digest_value(scheduler.state_dict())]
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
+            digests.append(digest_value(scheduler.state_dict()))
+        return digests
+
+    digests = run(3)
+    assert run(3) == digests
+    assert len(set(digests)) == 4
+
+
+def test_no_scheduler_of_torch_is_forgotten():
+    found = {
+        name
+        for name, value in vars(lr_scheduler).items()
+        if isinstance(value, type) and issubclass(value, lr_scheduler.LRScheduler)
+    }
+    assert found - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
+
+
+def test_value_that_holds_itself_is_refused():
+    loop = {"a": [1]}
+    loop["a"].append(loop)
+    with pytest.raises(DigestError, match=r"value\['a'\]\[1\] is value itself: a value that holds"):
+        digest_value(loop)
+    shared = [1]
+    assert digest_value([shared, shared]) == digest_value([[1], [1]])
+
+
+def test_deeply_nested_value_is_refused():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(DigestError, match="nested this deeply"):
+        digest_value(deep)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [threading.Lock()]}, r"value\['a'\]\[0\] is of type _thread\.lock, whose bytes"),
+        (
+            Record(object()),
+            r"value\.content is of type builtins\.object, whose bytes are not defined",
+        ),
+        ({Point(1, object()): 1}, r"a key of value\.y is of type builtins\.object"),
+        (iter([1]), r"value is of type builtins\.list_iterator, .* Pass its state as numbers"),
+        (random.Random(1), r"value is of type random\.Random"),
+        ({torch.ones(1): 1}, r"A key of value holds a tensor.* Use its name as the key"),
+        (np.array([object()]), r"value is a NumPy \w+ of dtype object"),
+        (np.zeros(1, "i4,f4"), r"value is a NumPy \w+ of dtype \[\('f0'.* Pass its fields"),
+        (np.ma.masked_array([1], [True]), r"value is a NumPy MaskedArray of dtype int64"),
+        (np.longdouble(1), r"value is a NumPy \w+ of dtype (float128|longdouble)"),
+    ],
+)
+def test_what_has_no_defined_bytes_is_refused(value, message):
+    with pytest.raises(DigestError, match=message):
+        digest_value(value)

@@ -1,0 +1,143 @@
+"""The digest on a CUDA device: equal to the CPU's, without bringing the data back."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from lightning_d9m.hashing import digest as digest_module
+from lightning_d9m.hashing.digest import digest, digest_many, digest_value
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf"),
+]
+
+CHUNK = 131072
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+DTYPES = sorted(
+    {v for v in vars(torch).values() if isinstance(v, torch.dtype)} - QUANTIZED, key=str
+)
+SIZES = [0, 1, 15, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1025, 300 * CHUNK + 7]
+
+
+@pytest.fixture(scope="module")
+def noise():
+    """Return 20 MB of random bytes, on the CPU and on the device."""
+    data = torch.randint(256, (301 * CHUNK,), dtype=torch.uint8)
+    return data, data.cuda()
+
+
+def test_kernel_is_in_use():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert digest_module._load_kernel(torch.device("cuda", 0)) is not None
+
+
+@pytest.mark.parametrize("begin", [0, 1, 2, 4, 8, 15])
+def test_every_size_and_alignment_agrees_with_the_cpu(noise, begin):
+    here, there = ([data[begin : begin + size] for size in SIZES] for data in noise)
+    assert digest_many(there) == digest_many(here)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_agrees_with_the_cpu(noise, dtype):
+    here, there = (data[: 4096 * dtype.itemsize].view(dtype).reshape(64, 64) for data in noise)
+    assert digest(there) == digest(here)
+    assert digest(there.t()) == digest(here.t())
+    assert digest(there[3:, 5]) == digest(here[3:, 5])
+
+
+def test_other_layouts_agree_with_the_cpu():
+    numbers = torch.randn(8, 3, 4, 4, dtype=torch.complex64)
+    tensors = [
+        numbers.conj(),
+        numbers.conj().imag,
+        numbers.real.to(memory_format=torch.channels_last),
+        torch.randn(5, 1).expand(5, 7),
+        torch.eye(30).to_sparse(),
+        torch.randn(()),
+        torch.nn.Parameter(torch.randn(3)),
+    ]
+    assert digest_many([tensor.cuda() for tensor in tensors]) == digest_many(tensors)
+    both = [tensors[5], tensors[5].cuda(), tensors[4].cuda(), tensors[4]]
+    assert digest_value(both[:2]) == digest_value(both[1::-1])
+    assert digest_many(both)[:2] == [digest(tensors[5])] * 2
+
+
+def test_one_flipped_bit_is_seen(noise):
+    there = noise[1].clone()
+    before = digest(there)
+    for position in (0, 1024 * 63 + 1023, CHUNK, 300 * CHUNK + 17, 301 * CHUNK - 1):
+        there[position] ^= 0x10
+        assert digest(there) != before
+        there[position] ^= 0x10
+    assert digest(there) == before
+
+
+def test_tensors_beyond_two_gigabytes_agree_with_the_cpu():
+    size = 2**32 + 3 * CHUNK + 5
+    if torch.cuda.mem_get_info()[0] < 2 * size:
+        pytest.skip("needs 9 GB of free device memory")
+    there = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    for position in (2**31 - 1, 2**31, 2**32 - 1, 2**32, size - 1):
+        there[position] = position % 251 + 1
+    assert digest(there) == digest(there.cpu())
+    assert digest(there[3:]) == digest(there[3:].cpu())
+
+
+def test_data_stay_on_the_device(noise, tmp_path):
+    _, there = noise
+    digest(there)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        digest(there)
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    copies = [event["args"]["bytes"] for event in events if "Memcpy DtoH" in event.get("name", "")]
+    assert copies == [301 * 8]
+
+
+def test_many_tensors_cost_one_synchronisation():
+    tensors = [torch.randn(1000, device="cuda") for _ in range(1000)]
+    digest_many(tensors[:1])
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            there = digest_many(tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    assert sum("synchronizing CUDA operation" in str(found.message) for found in caught) == 1
+    assert there == digest_many([tensor.cpu() for tensor in tensors])
+
+
+def test_current_stream_is_used():
+    tensor = torch.zeros(1_000_000, device="cuda")
+    digest(tensor)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        tensor.fill_(1)
+        late = digest(tensor)
+    assert late == digest(torch.ones(1_000_000))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_every_device_is_used_and_none_is_left_selected():
+    tensors = [torch.randn(100_000) for _ in range(4)]
+    there = [tensor.cuda(index % 2) for index, tensor in enumerate(tensors)]
+    with torch.cuda.device(0):
+        assert digest_many(there) == digest_many(tensors)
+        assert torch.cuda.current_device() == 0
+
+
+def test_without_the_kernel_the_digest_is_the_same(noise, monkeypatch):
+    here, there = noise
+    monkeypatch.setattr(digest_module, "_load_kernel", lambda device: None)
+    assert digest(there) == digest(here)

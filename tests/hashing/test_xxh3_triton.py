@@ -1,0 +1,181 @@
+"""The CUDA kernel, proven without a GPU: interpreted bit for bit, and compiled for real ones.
+
+The kernel is run by Triton's interpreter on tensors of the CPU, in a process of its own, because
+Triton reads TRITON_INTERPRET once, on import.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_d9m.hashing import digest as digest_module
+
+pytest.importorskip("triton", reason="the kernel is written in Triton, which Linux alone has")
+
+PREAMBLE = """
+import json, sys, traceback
+import numpy as np, torch
+from lightning_d9m.hashing import digest as digest_module
+from lightning_d9m.hashing import xxh3_cpu as chunks_cpu
+from lightning_d9m.hashing import xxh3_cuda as chunks_cuda
+from lightning_d9m.hashing import xxh3_triton as chunks_kernel
+CPU = torch.device("cpu")
+data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 700_000, np.uint8))
+base = data.data_ptr()
+assert base % 16 == 0
+def cut(size):
+    chunks_cpu.CHUNK_BYTES = chunks_cuda.CHUNK_BYTES = size
+    return size
+def check(spans):
+    memory = [(base + begin, size) for begin, size in spans]
+    actual = chunks_cuda.fetch_leaves(chunks_cuda.start_hashing(memory, CPU), memory)
+    expected = chunks_cpu.hash_chunks(memory)
+    differ = [span for span, a, e in zip(spans, actual, expected, strict=True) if a != e]
+    assert not differ, differ
+failures = {}
+for name, script in json.loads(sys.argv[1]).items():
+    # The same code on shorter chunks, where the definition's do not matter: interpreting is slow.
+    CHUNK = cut(131072 if name.startswith("the definition") else 8192)
+    try:
+        exec(script)
+    except BaseException:
+        failures[name] = traceback.format_exc()
+print(json.dumps(failures))
+"""
+
+SCRIPTS = {
+    "sizes around every boundary": """
+sizes = [0, 1, 7, 8, 15, 16, 17, 1023, 1024, 1025, 2048, 4095, CHUNK - 1, CHUNK, CHUNK + 1]
+check([(begin, size) for begin in (0, 3) for size in sizes] + [(16, 3 * CHUNK + 1025)])
+""",
+    "every alignment": """
+check([(begin, size) for begin in range(16) for size in (1, 9, 1024, 3000)])
+""",
+    "many tensors in one launch": """
+sizes = [(n * n * 7) % 1500 for n in range(70)] + [CHUNK + 5, 0, 1, 2 * CHUNK, 1]
+check([(16 * n, size) for n, size in enumerate(sizes)])
+check([])
+check([(0, 0)])
+""",
+    "offsets beyond 32 bits": """
+# A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
+before, size = 2_600_000_000 // CHUNK, CHUNK + 100
+rows = [-before, base - before * CHUNK, before * CHUNK + size]
+table = torch.cat((torch.from_numpy(chunks_cuda._CONSTANTS), torch.tensor(rows)))
+leaves = torch.empty(2, dtype=torch.int64)
+chunks_kernel.hash_chunks[(2,)](table, leaves, 1, CHUNK=CHUNK, num_warps=1)
+assert [leaves.numpy().tobytes()] == chunks_cpu.hash_chunks([(base, size)])
+""",
+    "digests of every dtype and layout": """
+import warnings; warnings.filterwarnings("ignore", "ComplexHalf")
+dtypes = {v for v in vars(torch).values() if isinstance(v, torch.dtype) and "q" not in str(v)}
+tensors = [data[: 12 * dtype.itemsize].view(dtype).reshape(3, 4) for dtype in dtypes]
+tensors += [tensor.t() for tensor in tensors]
+tensors += [data[3:14], data[:0], data[5], torch.eye(9).to_sparse(), torch.randn(1).expand(5)]
+tensors += [torch.randn(3, dtype=torch.complex64).conj(), torch.randn(4)[1:]]
+expected = digest_module.digest_many(tensors)
+def start(data, device):
+    memory = [digest_module.locate(tensor) for tensor in data]
+    leaves = chunks_cuda.start_hashing(memory, device)
+    return lambda: chunks_cuda.fetch_leaves(leaves, memory)
+ours, digest_module._start_hashing = digest_module._start_hashing, start
+actual = digest_module.digest_many(tensors)
+digest_module._start_hashing = ours
+assert actual == expected
+""",
+    "the definition's chunks": """
+check([(0, CHUNK - 1), (0, CHUNK), (5, CHUNK + 1)])
+""",
+    "the definition's check before first use": """
+assert chunks_cuda.check_kernel(CPU)
+assert not chunks_cuda.check_kernel(torch.device("cuda"))
+chunks_cuda._CONSTANTS[200] ^= 1
+assert not chunks_cuda.check_kernel(CPU)
+chunks_cuda._CONSTANTS[200] ^= 1
+""",
+}
+
+COMPILED = """
+import re, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from lightning_d9m.hashing.xxh3_triton import hash_chunks
+source = ASTSource(
+    hash_chunks,
+    {"table": "*i64", "leaves": "*i64", "count": "i32", "CHUNK": "constexpr"},
+    {"CHUNK": 131072},
+)
+target = GPUTarget("cuda", int(sys.argv[1]), 32)
+compiled = compile(source, target, {"num_warps": 1, "enable_fp_fusion": False})
+text = compiled.asm["ptx"]
+print("wide", len(re.findall(r"@%p\\d+ ld\\.global\\.v2\\.b64", text)))
+print("shared", compiled.metadata.shared, "local", len(re.findall(r"[ls][dt]\\.local", text)))
+"""
+
+
+@pytest.fixture(scope="module")
+def failures():
+    """Run all scripts in one process, and return what went wrong in which."""
+    return json.loads(_run(PREAMBLE, json.dumps(SCRIPTS), TRITON_INTERPRET="1"))
+
+
+def _run(script, *arguments, **variables):
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_interpreted_kernel_agrees_with_the_cpu(failures, name):
+    assert name not in failures, failures[name]
+
+
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_kernel_compiles_to_wide_loads_and_registers_alone(capability, tmp_path):
+    printed = _run(COMPILED, capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    # Four blocks on their way, each two loads of 16 bytes a thread; no shared memory, no spills.
+    assert printed == "wide 8\nshared 0 local 0\n"
+
+
+def _break(monkeypatch, check):
+    chunks_cuda = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
+    monkeypatch.setattr(chunks_cuda, "check_kernel", check)
+    monkeypatch.setattr(digest_module, "_load_kernel", digest_module._load_kernel.__wrapped__)
+
+
+def test_kernel_that_disagrees_is_not_used(monkeypatch):
+    _break(monkeypatch, lambda device: False)
+    with pytest.warns(
+        UserWarning, match=r"on cuda:0 \(it does not give there .*Digests are the same"
+    ):
+        assert digest_module._load_kernel(torch.device("cuda", 0)) is None
+
+
+def test_kernel_without_a_compiler_is_not_used(monkeypatch):
+    def fail(device):
+        raise RuntimeError("Failed to find C compiler.")
+
+    _break(monkeypatch, fail)
+    with pytest.warns(
+        UserWarning, match=r"\(RuntimeError: Failed to find C compiler\.\)\. Digests"
+    ):
+        assert digest_module._load_kernel(torch.device("cuda", 0)) is None
+
+
+def test_triton_is_not_loaded_for_the_cpu():
+    script = (
+        "import sys, torch\nfrom lightning_d9m.hashing.digest import digest, digest_value\n"
+        "digest(torch.ones(3)); digest_value([torch.ones(3)])\n"
+        "print([name for name in sys.modules if name.startswith(('triton', 'lightning.'))])"
+    )
+    assert _run(script) == "[]\n"

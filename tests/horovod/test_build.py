@@ -1,0 +1,137 @@
+"""`d9m install-horovod` without building: what it finds, refuses, sets and reports."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_d9m.cli import install_horovod
+from lightning_d9m.errors import CommandError
+from lightning_d9m.horovod import build
+from lightning_d9m.horovod.build import Target, build_environment, build_wheel, find_tools
+
+TARGET = Target(torch="2.13.0+cpu", mpi=False, nccl=False)
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """Return a function that makes a PATH with the programs named and nothing else."""
+
+    def make(*names, cmake="3.25.1"):
+        for name in names:
+            program = tmp_path / name
+            program.write_text(f"#!/bin/sh\necho cmake version {cmake}\n")
+            program.chmod(0o755)
+        return {"PATH": str(tmp_path)}
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def no_tools_beside_python(monkeypatch, tmp_path):
+    """Keep a cmake that pip put beside the interpreter out of the search."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "package"), [("c++", "g++"), ("make", "make"), ("cmake", "cmake")]
+)
+def test_a_missing_tool_is_named_with_its_debian_package(tools, missing, package):
+    environment = tools(*{"c++", "make", "cmake"} - {missing})
+    with pytest.raises(CommandError, match=f"apt-get install {package.replace('+', '[+]')}"):
+        find_tools(TARGET, environment)
+
+
+def test_missing_headers_are_named_with_their_debian_package(tools, monkeypatch, tmp_path):
+    monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(CommandError, match="apt-get install python3-dev"):
+        find_tools(TARGET, tools("c++", "make", "cmake"))
+
+
+def test_mpi_and_nccl_need_their_compilers(tools):
+    environment = tools("c++", "make", "cmake")
+    with pytest.raises(CommandError, match="libopenmpi-dev"):
+        find_tools(Target(torch="2", mpi=True, nccl=False), environment)
+    with pytest.raises(CommandError, match=r"NCCL operations need the CUDA compiler.*--gpu none"):
+        find_tools(Target(torch="2", mpi=False, nccl=True), environment)
+
+
+def test_an_old_cmake_is_refused(tools):
+    with pytest.raises(CommandError, match="pip install cmake"):
+        find_tools(TARGET, tools("c++", "make", "cmake", cmake="3.10.2"))
+
+
+def test_the_users_compiler_is_wrapped(tools, tmp_path):
+    """CXX may hold arguments; the standard comes last, so that it wins."""
+    environment = tools("ccache", "make", "cmake") | {"CXX": "ccache g++", "MAKEFLAGS": "-j1"}
+    found = find_tools(TARGET, environment)
+    assert found.compiler == ("ccache", "g++")
+    built = build_environment(TARGET, found, tmp_path, environment)
+    wrapper = Path(built["CXX"])
+    assert wrapper.read_text().endswith('exec ccache g++ "$@" -std=c++20\n')
+    assert os.access(wrapper, os.X_OK)
+    assert built["MAKEFLAGS"] == "-j1"
+    assert built["HOROVOD_WITHOUT_MPI"] == "1"
+
+
+def test_the_cache_key_names_all_that_a_wheel_depends_on():
+    others = [
+        Target(torch="2.13.0+cu130", mpi=False, nccl=False),
+        Target(torch="2.13.0+cpu", mpi=True, nccl=False),
+        Target(torch="2.13.0+cpu", mpi=False, nccl=True),
+    ]
+    assert len({target.key for target in (TARGET, *others)}) == 4
+    assert "torch2.13.0+cpu" in TARGET.key
+    assert "recipe1" in TARGET.key
+
+
+def test_the_cache_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert install_horovod.default_cache() == tmp_path / "lightning_d9m" / "wheels"
+
+
+def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    failure = "echo compiling error.cc.o\necho 'a.cc:3: error: no such thing'\nexit 1\n"
+    program.write_text(f"#!/bin/sh\n{failure}")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    log = tmp_path / "build.log"
+    with pytest.raises(CommandError, match=r"build.log and its first error is: a.cc:3: error"):
+        build_wheel(tmp_path, log, {}, lambda *_: None)
+    assert "compiling" in log.read_text()
+
+
+def test_the_last_line_of_a_log_skips_blank_ones(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("one\n  two  \n\n\n")
+    assert build.last_line(log) == "two"
+    log.write_text("")
+    assert build.last_line(log) == ""
+
+
+def test_arguments_have_defaults():
+    parser = argparse.ArgumentParser()
+    install_horovod.add_arguments(parser)
+    arguments = parser.parse_args([])
+    assert (arguments.mpi, arguments.gpu, arguments.rebuild, arguments.json) == (
+        False,
+        "auto",
+        False,
+        False,
+    )
+
+
+def test_nccl_on_a_cpu_torch_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(CommandError, match="--gpu nccl needs a CUDA build"):
+        install_horovod._find_target(mpi=False, gpu="nccl")
+
+
+def test_importing_the_command_loads_no_torch():
+    code = "import sys, lightning_d9m.cli.install_horovod; sys.exit('torch' in sys.modules)"
+    real = Path(sys.prefix) / "bin" / "python"
+    assert subprocess.run([str(real), "-c", code], check=False).returncode == 0

@@ -1,0 +1,238 @@
+"""The variables, the layout and the options, without processes."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
+from lightning_d9m.horovod import environment as settings
+from lightning_d9m.horovod import malloc, sync_batchnorm
+from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, Layout, read_layout
+from lightning_d9m.horovod.environment import PINNED, check_ranks, describe_rank, switch_on
+from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    """Start without any of the variables, in a process that has not started Horovod."""
+    for name in list(os.environ):
+        if name.startswith(("HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(settings, "_switched_on", None)
+
+
+def test_variables_are_set_and_restored():
+    switched = switch_on(initialized=False, stall_seconds=60)
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+    assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    switched.restore()
+    assert not [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]
+
+
+@pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "50")])
+def test_horovod_rests_longer_where_torch_moves_the_tensors(monkeypatch, transport, expected):
+    """Its cycle is left alone where CUDA is there, and where a user chose."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with_transport = {"initialized": False, "stall_seconds": 60, "transport": transport}
+    switched = switch_on(**with_transport)
+    assert os.environ["HOROVOD_CYCLE_TIME"] == expected
+    switched.restore()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    switch_on(**with_transport).restore()
+    assert "HOROVOD_CYCLE_TIME" not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    switched = switch_on(**with_transport)
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
+    switched.restore()
+
+
+def test_a_users_choice_of_nccl_stays(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    switched = switch_on(initialized=False, stall_seconds=60)
+    assert os.environ["NCCL_ALGO"] == "Tree"
+    switched.restore()
+    assert os.environ["NCCL_ALGO"] == "Tree"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "67108864"),
+        ("HOROVOD_AUTOTUNE", "1"),
+        ("HOROVOD_ELASTIC", "1"),
+        ("NCCL_ALGO", "NVLS"),
+    ],
+)
+def test_contradicting_variables_are_refused_by_name(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=name):
+        switch_on(initialized=False, stall_seconds=60)
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_DISABLE_GROUP_FUSION"])
+def test_horovod_that_started_without_a_variable_is_too_late(monkeypatch, name):
+    for other, value in PINNED.items():
+        if other != name:
+            monkeypatch.setenv(other, value)
+    with pytest.raises(TooLateError, match=name):
+        switch_on(initialized=True, stall_seconds=60)
+
+
+def test_horovod_that_we_started_serves_a_second_run():
+    """The variables are restored after the first run, yet Horovod has read them."""
+    switch_on(initialized=False, stall_seconds=60).restore()
+    switch_on(initialized=True, stall_seconds=60).restore()
+
+
+def test_horovod_that_the_user_started_with_the_variables_serves(monkeypatch):
+    for name, value in PINNED.items():
+        monkeypatch.setenv(name, value)
+    switch_on(initialized=True, stall_seconds=60).restore()
+
+
+def test_ranks_that_differ_are_named_with_the_field():
+    here = describe_rank({"op": "average"})
+    check_ranks([here, dict(here)])
+    there = here | {"strategy.op": "sum"}
+    with pytest.raises(StackDifferenceError, match=r"Rank 2 .*\n  strategy.op") as caught:
+        check_ranks([here, here, there])
+    assert caught.value.differences == (("strategy.op", "average", "sum"),)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Layout(0, 1, 0, 0)),
+        (
+            {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"},
+            Layout(3, 4, 1, 0),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            },
+            Layout(5, 8, 1, 0),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Layout(1, 2, 0, 0)),
+    ],
+)
+def test_layout_is_read_from_the_launcher(variables, expected):
+    assert read_layout(variables) == expected
+
+
+def test_environment_follows_horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    environment = HorovodEnvironment()
+    assert environment.detect()
+    assert (environment.global_rank(), environment.world_size()) == (1, 2)
+    places = {"rank": 3, "size": 4, "local_rank": 1, "cross_rank": 1}
+    environment.adopt(SimpleNamespace(**{n: lambda v=v: v for n, v in places.items()}))
+    assert environment.global_rank() == 3
+    assert environment.node_rank() == 1
+    assert environment.creates_processes_externally
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fusion": "dynamic"},
+        {"op": "max"},
+        {"compression": "int8"},
+        {"bucket_bytes": -1},
+    ],
+)
+def test_strategy_refuses_unknown_options(options):
+    with pytest.raises(SettingError, match=next(iter(options))):
+        HorovodDeterministicStrategy(**options)
+
+
+def test_strategy_refuses_an_unknown_transport():
+    with pytest.raises(SettingError, match=r"='mpi' is not known: pass 'torch', 'horovod'"):
+        HorovodDeterministicStrategy(transport="mpi")
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "local_rank", "expected"),
+    [
+        (4, 1, 2, "cuda:2"),  # devices=1 for each process: the one of its number
+        (1, 1, 2, "cuda:0"),  # the launcher shows each process its own
+        (4, 2, 1, "cuda:3"),  # devices=[2, 3]
+    ],
+)
+def test_root_device_is_that_of_the_local_rank(monkeypatch, visible, devices, local_rank, expected):
+    monkeypatch.setenv("HOROVOD_RANK", str(local_rank))
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    chosen = (
+        [torch.device("cuda", 0)] if devices == 1 else [torch.device("cuda", i) for i in (2, 3)]
+    )
+    strategy = HorovodDeterministicStrategy(parallel_devices=chosen)
+    assert str(strategy.root_device) == expected
+
+
+def test_gradients_on_a_cpu_are_summed_by_torch_and_on_cuda_by_horovod(monkeypatch):
+    """Unless one chooses; torch's groups are on the CPU only."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cuda = {"parallel_devices": [torch.device("cuda", 0)]}
+    assert HorovodDeterministicStrategy().transport == "torch"
+    assert HorovodDeterministicStrategy(transport="horovod").transport == "horovod"
+    assert HorovodDeterministicStrategy(**cuda).transport == "horovod"
+    with pytest.raises(SettingError, match=r"transport='torch' sums on the CPU.*cuda:0"):
+        _ = HorovodDeterministicStrategy(transport="torch", **cuda).transport
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")],
+)
+def test_a_users_choice_of_allocation_stays(monkeypatch, name, value):
+    """Else the thresholds of glibc's malloc are raised, where there is one."""
+    for variable in ("GLIBC_TUNABLES", *malloc._VARIABLES):
+        monkeypatch.delenv(variable, raising=False)
+    calls = []
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call) or 1)
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: library)
+    assert malloc.keep_freed_memory()
+    assert calls == [(-1, 2**28), (-3, 2**25)]
+    monkeypatch.setenv(name, value)
+    assert not malloc.keep_freed_memory()
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert not malloc.keep_freed_memory()
+    assert len(calls) == 2
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "2")
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    strategy = HorovodDeterministicStrategy(parallel_devices=[torch.device("cuda", 0)])
+    with pytest.raises(SettingError, match="only 2 CUDA devices"):
+        _ = strategy.root_device
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_over_one_rank_is_torchs_own(momentum):
+    """Values, gradients and running statistics agree up to rounding; forward is put back."""
+    torch.manual_seed(0)
+    own = nn.BatchNorm2d(3, momentum=momentum).double()
+    ours = nn.BatchNorm2d(3, momentum=momentum).double()
+    sync_batchnorm.synchronize(ours, lambda tensor: tensor[None])
+    for _ in range(2):
+        x = torch.randn(4, 3, 2, 2, dtype=torch.double, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        (own(x) ** 3).sum().backward()
+        (ours(y) ** 3).sum().backward()
+        torch.testing.assert_close(y.grad, x.grad)
+    for name, value in own.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)
+    sync_batchnorm.unsynchronize(ours)
+    assert "forward" not in vars(ours)

@@ -1,0 +1,80 @@
+"""Places at which a fit is interrupted: read from a variable, and chosen for what a fit has."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.launch.interruption_points import EpochShape, Place, choose_places, parse_place
+
+whole = st.integers(0, 10**6)
+places = st.one_of(
+    st.builds(Place, st.sampled_from(["epoch", "validated"]), whole, st.just(0), whole),
+    st.builds(Place, st.sampled_from(["batch", "validation"]), whole, st.integers(1, 99), whole),
+)
+
+
+@given(places)
+def test_a_place_is_read_as_it_was_written(place):
+    assert parse_place(str(place)) == place
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "step:17", "batch:1", "epoch:1:2", "batch:1:-2", "batch:1:2+", "batch:x:1", "Epoch:1"],
+)
+def test_what_is_no_place_is_named(text):
+    with pytest.raises(SettingError) as caught:
+        parse_place(text)
+    assert str(caught.value).startswith(f"The variable LIGHTNING_D9M_INTERRUPT is {text!r}; allow")
+
+
+def shapes(epochs, batches, *, accumulated=1, validation=0):
+    """Return the shapes of epochs that are all alike."""
+    return [EpochShape(epoch, batches, accumulated, validation) for epoch in range(epochs)]
+
+
+def chosen(*arguments, **words):
+    return [str(place) for place, _ in choose_places(shapes(*arguments, **words))]
+
+
+def test_one_place_of_each_kind_near_the_middle():
+    assert chosen(10, 23, accumulated=4, validation=6) == [
+        "epoch:4",
+        "batch:5:8+16",
+        "batch:5:11",
+        "validation:5:3",
+        "validated:5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "accumulated", "validation", "expected"),
+    [
+        (0, 5, 1, 0, []),
+        (1, 1, 1, 0, []),
+        (1, 2, 1, 0, ["batch:0:1"]),
+        (2, 1, 1, 0, ["epoch:0"]),
+        (1, 2, 2, 0, ["batch:0:1"]),
+        (1, 2, 8, 0, ["batch:0:1"]),
+        (1, 1, 1, 1, ["validation:0:1", "validated:0"]),
+    ],
+)
+def test_a_fit_that_has_few_places(epochs, batches, accumulated, validation, expected):
+    assert chosen(epochs, batches, accumulated=accumulated, validation=validation) == expected
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
+def test_every_place_is_within_the_fit(epochs, batches, accumulated, validation):
+    all_shapes = shapes(epochs, batches, accumulated=accumulated, validation=validation)
+    for place, _ in choose_places(all_shapes):
+        assert place.epoch < epochs
+        assert place.number < batches or place.kind != "batch"
+        assert place.number <= validation or place.kind != "validation"
+        # What is trained after the checkpoint is within the fit too, and no more than an epoch.
+        assert place.number + place.later <= (epochs - place.epoch) * batches
+
+
+def test_an_epoch_without_validation_is_passed_over():
+    epochs = [EpochShape(0, 4, 1, 2), EpochShape(1, 4, 1, 0), EpochShape(2, 4, 1, 0)]
+    assert str(choose_places(epochs)[-1][0]) == "validated:0"

@@ -1,0 +1,67 @@
+"""The progress of ``d9m repeat`` counts epochs as they are recorded."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.launch import progress as run_progress
+from lightning_d9m.launch.progress import EpochCounter, RunProgress
+
+EPOCH = b'{"kind":"digests","moment":"epoch","epoch":3}\n'
+OTHER = b'{"kind":"digests","moment":"final"}\n'
+
+
+@given(
+    st.lists(st.sampled_from([EPOCH, OTHER, OTHER * 40])),
+    st.lists(st.integers(1, 200)),
+    st.integers(20, 400),
+)
+def test_counts_what_is_appended_in_pieces_of_any_size(tmp_path_factory, lines, cuts, block):
+    folder = tmp_path_factory.mktemp("run")
+    path = folder / "fit-000" / "rank-0.jsonl"
+    path.parent.mkdir()
+    text = b"".join(lines)
+    counter, before = EpochCounter(folder), run_progress._BLOCK
+    run_progress._BLOCK = block
+    try:
+        with path.open("wb", buffering=0) as ledger:
+            for cut in [*cuts, len(text)]:
+                piece, text = text[:cut], text[cut:]
+                ledger.write(piece)
+                assert counter.count() == path.read_bytes().count(b'"moment":"epoch"')
+    finally:
+        run_progress._BLOCK = before
+
+
+def test_reads_only_what_was_appended(tmp_path, monkeypatch):
+    path = tmp_path / "fit-000" / "rank-0.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(EPOCH + OTHER * 10_000)
+    counter = EpochCounter(tmp_path)
+    assert counter.count() == 1
+    size, sought = path.stat().st_size, []
+    original = Path.open
+
+    def opened(self, *arguments):
+        stream = original(self, *arguments)
+        sought.append(stream)
+        return stream
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(run_progress, "_BLOCK", 64)
+    with path.open("ab") as ledger:
+        ledger.write(EPOCH)
+    assert counter.count() == 2
+    assert min(counter._offsets.values()) > size - 64
+    assert len(sought) == 2
+
+
+def test_several_fits_are_added_up_and_one_epoch_is_no_epochs(tmp_path, capsys):
+    for number in range(2):
+        path = tmp_path / f"fit-{number:03d}" / "rank-0.jsonl"
+        path.parent.mkdir()
+        path.write_bytes(EPOCH)
+    with RunProgress("run 1 of 2", tmp_path) as progress:
+        progress.tick(1.0)
+    assert capsys.readouterr().err == "run 1 of 2: started\nrun 1 of 2: done, 2 epochs\n"

@@ -1,0 +1,218 @@
+"""Watching the user's command: failures are named, and no process is left behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lightning_d9m.errors import CommandError
+from lightning_d9m.launch import process_tree, subprocess_run
+from lightning_d9m.launch.subprocess_run import run_watched
+
+pytestmark = pytest.mark.alone  # what is started has begun before its time is over
+PAUSE = "import signal; signal.pause()"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+# Starts `child` in some way, notes its id in a file once it runs, and goes on.
+START = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import os; os.write(1, b'.'); " + {child!r}],
+                         stdout=subprocess.PIPE, start_new_session={apart})
+child.stdout.read(1)
+open({pid!r}, "w").write(str(child.pid))
+"""
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux lets a process adopt orphans"
+)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """Wait no whole seconds for processes that do not end."""
+    monkeypatch.setattr(subprocess_run, "_SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(subprocess_run, "_GRACE_SECONDS", 0.2)
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """Return a function that runs Python code as a watched command."""
+
+    def run(code, *, timeout=60.0, program=(sys.executable, "-c")):
+        log = tmp_path / "output.log"
+        run_watched(
+            [*program, code], environment=os.environ, log=log, timeout=timeout, tick=ticks.append
+        )
+        return log.read_text()
+
+    ticks: list[float] = []
+    run.ticks = ticks
+    return run
+
+
+def test_output_goes_to_the_log(watch):
+    code = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
+    assert watch(code) == "out\nerr\n"
+
+
+def test_a_failure_shows_the_end_of_the_output(watch):
+    with pytest.raises(CommandError, match=r"exit status 3[\s\S]*\| last words") as caught:
+        watch("print('first\\n' * 50); print('last words'); raise SystemExit(3)")
+    assert str(caught.value).count("|") == 20
+
+
+def test_a_silent_failure_says_so(watch):
+    with pytest.raises(CommandError, match="It printed nothing"):
+        watch("raise SystemExit(1)")
+
+
+def test_a_signal_is_named(watch):
+    with pytest.raises(CommandError, match="signal SIGKILL"):
+        watch("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+
+
+def test_a_signal_without_a_name_is_numbered(watch):
+    with pytest.raises(CommandError, match="signal 40"):
+        watch("import os; os.kill(os.getpid(), 40)")
+
+
+def test_a_missing_program_is_named(watch):
+    with pytest.raises(CommandError, match="does not start: No such file"):
+        watch("", program=("no-such-program",))
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
+@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, child, apart):
+    pid = tmp_path / "pid"
+    with pytest.raises(CommandError, match="still running after 3 s"):
+        watch(START.format(child=child, apart=apart, pid=str(pid)) + PAUSE, timeout=3.0)
+    assert watch.ticks
+    assert gone(int(pid.read_text()))
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
+@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+def test_a_child_that_outlives_the_command_is_ended_and_named(
+    watch, tmp_path, capsys, child, apart
+):
+    pid = tmp_path / "pid"
+    watch(START.format(child=child, apart=apart, pid=str(pid)))
+    assert gone(int(pid.read_text()))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("d9m: the command left 1 process running, ended now: python")
+
+
+def test_nothing_is_said_of_a_command_that_leaves_nothing(watch, capsys):
+    watch("print('done')")
+    assert not capsys.readouterr().err
+
+
+def test_other_children_of_this_process_are_left_alone(watch):
+    with subprocess.Popen([sys.executable, "-c", PAUSE]) as other:
+        watch("print('done')")
+        assert other.poll() is None
+        other.kill()
+
+
+def test_only_the_group_is_ended_where_orphans_cannot_be_adopted(watch, tmp_path, monkeypatch):
+    monkeypatch.setattr(process_tree, "_exchange_subreaper", lambda _: None)
+    pid = tmp_path / "pid"
+    watch(START.format(child=STUBBORN, apart=False, pid=str(pid)))
+    assert gone(int(pid.read_text()))
+
+
+@linux
+def test_adoption_ends_with_the_command(watch):
+    watch("print('done')")
+    assert process_tree._exchange_subreaper(0) == 0
+
+
+# Watches a command as `d9m` does, in a process that can be signalled.
+WATCHER = """
+import os, signal, sys
+from pathlib import Path
+from lightning_d9m.adapters import process
+# Whoever runs the tests in the background may have them ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+process._GRACE_SECONDS = 0.2
+process.run_watched([sys.executable, "-c", {code!r}], environment=os.environ,
+                    log=Path({log!r}), timeout=None, tick=lambda _: None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("child", [PAUSE, STUBBORN])
+def test_a_signal_ends_the_command_first(tmp_path, number, child):
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    code = START.format(child=child, apart=sys.platform.startswith("linux"), pid=str(fifo)) + child
+    watcher = WATCHER.format(code=code, log=str(tmp_path / "log"))
+    with subprocess.Popen([sys.executable, "-c", watcher], stderr=subprocess.PIPE) as watching:
+        pid = int(fifo.read_text())
+        watching.send_signal(number)
+        try:
+            _, err = watching.communicate(timeout=60)
+        finally:
+            watching.kill()
+    assert watching.returncode == -number
+    assert f"{number.name} came; the command was ended.".encode() in err
+    assert gone(pid)
+
+
+def test_what_is_ignored_stays_ignored_and_handlers_are_restored(watch):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); print('done')"
+        assert watch(code) == "done\n"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+
+def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
+    code = (
+        r"print('\r'.join(f'{n}%' for n in range(100)), '\x1b[31mred\x1b[0m', sep='\n');"
+        "print('long' * 5000); raise SystemExit(1)"
+    )
+    with pytest.raises(CommandError) as caught:
+        watch(code)
+    first, second, third = str(caught.value).splitlines()[-3:]
+    assert (first, second) == ("  | 99%", "  | red")
+    assert third.endswith("long ...")
+    assert len(third) < 220
+
+
+def test_much_output_is_not_read_whole(watch):
+    with pytest.raises(CommandError, match="last words") as caught:
+        watch("print('x' * 100 * 2**20); print('last words'); raise SystemExit(1)")
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_log_that_cannot_be_made_is_named(tmp_path):
+    with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
+        run_watched(
+            ["true"],
+            environment=os.environ,
+            log=tmp_path / "none" / "log",
+            timeout=None,
+            tick=lambda _: None,
+        )
+
+
+def gone(pid):
+    """Return whether a process ends within 10 s (a killed one takes a moment)."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 10)[0])
+    finally:
+        os.close(handle)

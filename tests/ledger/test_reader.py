@@ -1,0 +1,457 @@
+"""Reading ledgers: whatever is not an unedited ledger gets one clear error."""
+
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger import reader as rank_file
+from lightning_d9m.ledger.encoding import encode_record
+from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.ledger.reader import CHAIN_START, seal_record
+from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, Opaque, RunFacts
+
+
+def seal(lines):
+    """Return a file with a valid chain over JSON texts that need not be records."""
+    data, check = b"", CHAIN_START
+    for body in lines:
+        line, check = seal_record(body, check)
+        data += line
+    return data
+
+
+def read(path, rank=0):
+    """Read a ledger to its end."""
+    return list(read_ledger(path).records(rank))
+
+
+class TestFinding:
+    """``read_ledger`` takes a fit folder, a folder with one, or a file."""
+
+    def test_by_any_of_its_names(self, runs, tmp_path):
+        """All lead to the same records."""
+        folder = runs.write()
+        (tmp_path / "above").mkdir()
+        folder = folder.rename(tmp_path / "above" / "fit-000")
+        for path in (tmp_path, tmp_path / "above", folder, str(folder / "rank-0.jsonl")):
+            assert read(path) == runs.records()[1:]
+        assert read_ledger(tmp_path).path == folder
+
+    def test_a_file_under_another_name(self, runs, tmp_path):
+        """A copy may be called anything; its header knows its rank."""
+        path = tmp_path / "reference.jsonl"
+        rank_path(runs.write(world_size=3), 2).rename(path)
+        assert list(read_ledger(path).files) == [2]
+
+    def test_all_ranks(self, runs):
+        """In order of ranks, not of names."""
+        ledger = read_ledger(runs.write(epochs=1, world_size=11))
+        assert list(ledger.files) == list(range(11))
+        assert ledger.headers[10].rank == 10
+
+    def test_ranks_whose_files_are_elsewhere(self, runs):
+        """Machines without a common disk keep their own ranks."""
+        folder = runs.write(world_size=3)
+        rank_path(folder, 0).unlink()
+        ledger = read_ledger(folder)
+        assert list(ledger.files) == [1, 2]
+        with pytest.raises(LedgerError, match=r"has no file of rank 0; it has rank 1, 2\."):
+            ledger.open(0)
+
+    def test_several_fits_are_listed(self, runs, tmp_path):
+        """Which one is meant is for the user to say."""
+        for _ in range(5):
+            runs.write(epochs=1)
+        with pytest.raises(
+            LedgerError, match=r"holds 5 ledgers: .*/fit-000, .*, \.\.\.\. Name one"
+        ):
+            read_ledger(tmp_path)
+
+    def test_the_ledger_that_is_being_written_does_not_count(self, runs, tmp_path):
+        """A reference may be named by the folder that the new ledger goes to."""
+        older, newer = runs.write(), runs.write()
+        assert read_ledger(tmp_path, ignoring=newer).path == older
+
+    def test_a_folder_that_moves_in_a_circle(self, tmp_path):
+        """Symbolic links are followed, not for ever."""
+        (tmp_path / "a").symlink_to(tmp_path / "b")
+        (tmp_path / "b").symlink_to(tmp_path / "a")
+        with pytest.raises(LedgerError, match="Its symbolic links lead in a circle"):
+            read_ledger(tmp_path / "a")
+
+    def test_a_link_to_its_own_folder(self, runs, tmp_path):
+        """The search is two levels deep, whatever links there are."""
+        folder = runs.write()
+        (tmp_path / "self").symlink_to(tmp_path)
+        assert read_ledger(tmp_path).path == folder
+
+    def test_not_there(self, tmp_path):
+        """The name is repeated."""
+        with pytest.raises(LedgerError, match=r"no ledger at .*/gone: No such file or directory\."):
+            read_ledger(tmp_path / "gone")
+        with pytest.raises(LedgerError, match="embedded null"):
+            read_ledger("a\0b")
+
+    @pytest.mark.parametrize("inside", [None, "fit-000", "notes.txt"])
+    def test_a_folder_without_a_ledger(self, tmp_path, inside):
+        """Also one whose fit folder is empty: its run was ended before it wrote."""
+        if inside:
+            (tmp_path / inside).mkdir()
+        with pytest.raises(LedgerError, match="holds no ledger: there is no file"):
+            read_ledger(tmp_path)
+
+    def test_what_never_ends_is_not_opened(self, tmp_path):
+        """A pipe would block, a device would never end."""
+        os.mkfifo(tmp_path / "pipe")
+        for path in (tmp_path / "pipe", "/dev/zero"):
+            with pytest.raises(LedgerError, match="is no regular file"):
+                read_ledger(path)
+
+    def test_a_renamed_rank(self, runs):
+        """Rank 1 must not be taken for rank 0."""
+        folder = runs.write(world_size=2)
+        rank_path(folder, 1).rename(rank_path(folder, 0))
+        with pytest.raises(LedgerError, match=r"was written by rank 1, not by rank 0\. It was ren"):
+            read_ledger(folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"seed": 43}, r"their seed differs \(42 and 43\)"),
+            ({"fit": 1}, r"their fit differs \(0 and 1\)"),
+            ({"world_size": 3}, r"their world_size differs \(2 and 3\)"),
+        ],
+    )
+    def test_ranks_of_different_runs(self, runs, changes, message):
+        """A stray file is found by its header."""
+
+        def stray(rank, records):
+            if rank == 1:
+                records[0].update(changes)
+
+        folder = runs.write(world_size=2, edit=stray)
+        with pytest.raises(LedgerError, match=message):
+            read_ledger(folder)
+
+
+class TestNotALedger:
+    """Files that are something else."""
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (b"", "is empty: the run was ended before it wrote its first record"),
+            (b'{"kind":"header","sch', "ends within its first record: the run was killed while"),
+            (b"hello\n", "is not a ledger: it begins with 'hello"),
+            (b"\x80\x04\x95pickle\x00\xff\xfe", "is not a ledger: it begins with"),
+            (b"\x00" * 100, "is not a ledger: it begins with"),
+            (b"[]\n", "is not a ledger"),
+            (b"{}\n", "is not a ledger"),
+            (b'{"kind":"header",' + b"x" * 2**20, "first line of more than 1048576 bytes"),
+            (seal([b'{"kind":"end","status":"failed"}']), "is not a ledger: it begins with"),
+            (seal([b'{"kind":"header","schema":1}']), "first record whose field 'world_size' is m"),
+            (seal([b'{"kind":"header","kind":"end"}']), "field 'kind' occurs twice"),
+            (seal([b'{"kind":"header",nonsense}']), "is not JSON: "),
+            (b'{"kind":"header","\xff":1}' + b"\n" * 30, "is not a ledger"),
+        ],
+    )
+    def test_is_said_to_be_none(self, tmp_path, data, message):
+        """With the beginning of what is there."""
+        path = tmp_path / "rank-0.jsonl"
+        path.write_bytes(data)
+        with pytest.raises(LedgerError, match=message) as caught:
+            read_ledger(tmp_path)
+        assert str(path) in str(caught.value)
+        assert str(caught.value).isprintable()
+
+    @pytest.mark.parametrize("schema", [2, 2**40])
+    @pytest.mark.parametrize("unknown_form", [False, True])
+    def test_a_newer_schema(self, runs, tmp_path, schema, unknown_form):
+        """The version that can read it is named, also when its header has another form."""
+        record = runs.header(schema=schema, package="7.0.0").as_record()
+        if unknown_form:
+            del record["world_size"]
+        (tmp_path / "rank-0.jsonl").write_bytes(
+            seal([json.dumps(record, separators=(",", ":")).encode()])
+        )
+        with pytest.raises(LedgerError) as caught:
+            read_ledger(tmp_path)
+        assert f"has schema {schema}; the lightning_d9m that is installed reads schema 1. " in str(
+            caught.value
+        )
+        assert "It was written by lightning_d9m '7.0.0': install that version" in str(caught.value)
+
+
+class TestChain:
+    """A record that was changed, removed, added or moved is named."""
+
+    def test_any_byte(self, runs):
+        """Each byte of a file, changed by one bit, is noticed."""
+        path = rank_path(runs.write(edit=lambda _, records: records.__delitem__(slice(2, -1))), 0)
+        data = path.read_bytes()
+        for place in range(len(data)):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+            try:
+                with read_ledger(path).open(0) as reader:
+                    for _ in reader.records():
+                        pass
+            except LedgerError:
+                continue
+            # Without its newline, the last line counts as torn.
+            assert place == len(data) - 1
+            assert reader.truncated
+
+    def test_an_edited_digest_is_named(self, runs):
+        """Line, kind, moment, epoch and step."""
+        path = rank_path(runs.write(), 0)
+        lines = path.read_bytes().splitlines(keepends=True)
+        lines[4] = lines[4].replace(b'"layers.0.bias":"', b'"layers.0.bias":"0', 1)
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(LedgerError, match="line 5 does not fit its check"):
+            read(path)
+        lines = path.read_bytes().splitlines(keepends=True)
+        lines[4] = lines[4].replace(b'bias":"0', b'bias":"', 1).replace(b'"step":46', b'"step":47')
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(LedgerError) as caught:
+            read(path)
+        assert f"{path}, line 5 (digests, 'epoch', epoch 1, step 47) does not fit" in str(
+            caught.value
+        )
+        assert "was edited, or a record before it was removed, added or moved" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("change", "line"),
+        [
+            (lambda lines: lines.pop(2), 3),
+            (lambda lines: lines.insert(3, lines[3]), 5),
+            (lambda lines: lines.insert(3, lines.pop(4)), 4),
+            (lambda lines: lines.pop(0), 1),
+            (lambda lines: lines.insert(2, b"\n"), 3),
+            (lambda lines: lines.insert(2, b"{}\n"), 3),
+            (lambda lines: lines.__setitem__(-1, lines[-1].replace(b"finish", b"fail")), 8),
+            (lambda lines: lines.__setitem__(2, lines[2].replace(b"\n", b"\r\n")), 3),
+        ],
+        ids=["removed", "doubled", "swapped", "no header", "blank", "added", "last", "crlf"],
+    )
+    def test_a_changed_order(self, runs, change, line):
+        """The first record that does not fit is the one that is named."""
+        path = rank_path(runs.write(), 0)
+        lines = path.read_bytes().splitlines(keepends=True)
+        change(lines)
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(LedgerError, match=rf"line {line}\b|is not a ledger"):
+            read(path)
+
+    def test_records_of_another_run(self, runs):
+        """A tail from elsewhere does not fit, though each of its lines was genuine."""
+        paths = [rank_path(runs.write(seed=seed), 0) for seed in (1, 2)]
+        one, other = (path.read_bytes().splitlines(keepends=True) for path in paths)
+        paths[0].write_bytes(b"".join(one[:4] + other[4:]))
+        with pytest.raises(LedgerError, match=r"line 5 \(digests"):
+            read(paths[0])
+
+    def test_it_is_no_signature(self, runs):
+        """Who computes the chain anew is believed: docs/ledger.md says so."""
+
+        def forge(_, records):
+            records[-2]["groups"]["weights"]["layers.0.bias"] = "0" * 32
+
+        assert read(runs.write(edit=forge))[-2].groups["weights"]["layers.0.bias"] == "0" * 32
+
+
+def replace(**changes):
+    """Return an edit of the last digests."""
+    return lambda records: records[-2].update(changes)
+
+
+class TestUntrusted:
+    """A record with a valid check and a wrong value: file, line and field are named."""
+
+    @pytest.mark.parametrize(
+        ("edit", "line", "message"),
+        [
+            (replace(epoch=-1), 7, "field 'epoch' must be a whole number from 0 .* is -1"),
+            (replace(epoch=True), 7, "field 'epoch' must be a whole number .* is True"),
+            (replace(epoch=1.0), 7, "field 'epoch' must be a whole number .* is 1.0"),
+            (replace(step=2**63), 7, "field 'step' must be a whole number from 0 to 92233"),
+            (replace(moment=7), 7, "field 'moment' must be a text of at most 4096 characters"),
+            (replace(moment="x" * 5000), 7, "field 'moment' must be a text of at most 4096"),
+            (replace(totals=None), 7, "field 'totals' must be an object, and is None"),
+            (replace(totals={"weights": "00"}), 7, "'totals.weights' must be 32 lowercase hex"),
+            (replace(groups=[]), 7, r"field 'groups' must be an object, and is \[\]"),
+            (replace(groups={"weights": 1}), 7, "field 'groups.weights' must be an object"),
+            (replace(groups={"g": {"n": "A" * 32}}), 7, "'groups.g.n' must be 32 lowercase hex"),
+            (replace(groups={"g": {"n" * 5000: "0" * 32}}), 7, "must have names of at most 4096"),
+            (replace(loss="0.5"), 7, r"field 'loss' must be a text that float.hex\(\) gives"),
+            (replace(loss="0x1p99999"), 7, r"field 'loss' must be a text that float.hex\(\)"),
+            (replace(loss=0.5), 7, r"field 'loss' must be a text .* is 0\.5"),
+            (replace(scalars={"a": "1"}), 7, "field 'scalars.a' must be a text that float.hex"),
+            (replace(red="\x1b[31m", epoch="\x1b[31m"), 7, r"and is '\\x1b\[31m'"),
+            (lambda records: records[-2].pop("step"), 7, "field 'step' is missing"),
+            (lambda records: records[-1].update(status="fine"), 8, "'status' must be 'finished'"),
+            (lambda records: records[-1].update(error=[1]), 8, "field 'error' must be a text"),
+            (lambda records: records[1].update(train={}), 2, "field 'train' must be a list"),
+            (lambda records: records[1].update(train=[1]), 2, "field 'train.0' must be an object"),
+            (
+                lambda records: records[1].update(train=[{"samples": "x"}]),
+                2,
+                "field 'train.0.samples' must be a whole number",
+            ),
+            (lambda records: records[1].update(trainer=[1]), 2, "field 'trainer' must be an obj"),
+            (
+                lambda records: records[1].update(trainer={"a": [1]}),
+                2,
+                "field 'trainer.a' must be a short text, a finite number",
+            ),
+            (lambda records: records.insert(2, records[0]), 3, "field 'kind' is 'header' a sec"),
+        ],
+    )
+    def test_a_wrong_value(self, runs, tmp_path, edit, line, message):
+        """The writer refuses it; a forged file with it is refused by the reader."""
+        records = [record.as_record() for record in runs.records()]
+        edit(records)
+        path = tmp_path / "rank-0.jsonl"
+        path.write_bytes(
+            seal([json.dumps(r, separators=(",", ":"), allow_nan=False).encode() for r in records])
+        )
+        with pytest.raises(LedgerError, match=rf"rank-0.jsonl, line {line}: .*{message}") as caught:
+            read(path)
+        assert str(caught.value).isprintable()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"world_size": 0}, "'world_size' must be a whole number from 1 to 65536"),
+            ({"world_size": 10**9}, "'world_size' must be a whole number from 1 to 65536"),
+            ({"rank": 1}, "field 'rank' must be a whole number from 0 to 0, and is 1"),
+            ({"settings": {"a": []}}, "field 'settings.a' must be a short text"),
+            ({"stack": {"a": "x" * 5000}}, "field 'stack.a' must be a short text"),
+            ({"stack": None}, "field 'stack' must be an object"),
+            ({"schema": "1"}, "field 'schema' must be a whole number"),
+            ({"schema": 0}, "field 'schema' must be a whole number from 1"),
+            ({"created": {}}, "field 'created' must be a text"),
+        ],
+    )
+    def test_a_wrong_header(self, runs, tmp_path, changes, message):
+        """It is not taken for a ledger."""
+        record = runs.header().as_record() | changes
+        (tmp_path / "rank-0.jsonl").write_bytes(
+            seal([json.dumps(record, separators=(",", ":")).encode()])
+        )
+        with pytest.raises(LedgerError, match=message):
+            read_ledger(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            (b'{"kind":"probe","x":NaN}', "field 'NaN' is not JSON"),
+            (b'{"kind":"probe","x":-Infinity}', "field '-Infinity' is not JSON"),
+            (b'{"kind":"probe","x":1,"x":2}', "field 'x' occurs twice"),
+            (b'{"kind":"probe","x":1,"x" :2}', "field 'x' occurs twice"),
+            (b'{"kind":"probe","x":1,"x":":"}', "field 'x' occurs twice"),
+            (b'{"kind":"probe","x":{"y":1,"y":1}}', "field 'y' occurs twice"),
+            (b'{"kind":"probe","check":"0"}', "field 'check' occurs twice"),
+            (b'{"kind":"probe","x":"\xff"}', "is not UTF-8: invalid start byte at byte 21"),
+            (b'{"kind":"probe","x":' + b"[" * 17 + b"]" * 17 + b"}", "'x' nests deeper than 16"),
+            (b'{"kind":"probe","x":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "nests deeper than 16"),
+            (b'{"kind":"probe","x":[' + b"0," * 10**6 + b"0]}", "holds more than 1000000 values"),
+            (b'{"kind":"probe","x":' + b"9" * 5000 + b"}", "a number of thousands of digits"),
+            (b'{"kind":7}', "field 'kind' must be a short text, and is 7"),
+            (b'{"x":7}', "field 'kind' is missing"),
+            (b"[1]", "field 'kind' is missing: the record is .*, not an object|is not JSON"),
+            (b"nonsense", "is not JSON: "),
+        ],
+    )
+    def test_a_body_that_is_no_record(self, runs, tmp_path, body, message):
+        """JSON that is malformed, too deep, too long or of another kind."""
+        path = tmp_path / "rank-0.jsonl"
+        path.write_bytes(seal([encode_record(runs.header().as_record()), body]))
+        with pytest.raises(LedgerError, match=message) as caught:
+            read(path)
+        assert "line 2" in str(caught.value)
+
+    def test_a_line_beyond_the_bound(self, runs, tmp_path, monkeypatch):
+        """Memory is bounded: the line is not read to its end."""
+        monkeypatch.setattr(rank_file, "MAX_LINE", 2000)
+        path = tmp_path / "rank-0.jsonl"
+        path.write_bytes(
+            seal([encode_record(runs.header().as_record()), b'{"kind":"' + b"x" * 3000 + b'"}'])
+        )
+        with pytest.raises(LedgerError, match="line 2 is longer than 2000 bytes"):
+            read(path)
+
+
+names = st.text(max_size=20)
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | names
+scalars |= st.floats(allow_nan=False, allow_infinity=False)
+digests = st.binary(min_size=16, max_size=16).map(bytes.hex)
+counts = st.integers(0, 2**63 - 1)
+hex_floats = st.floats().map(float.hex)
+unknown = st.dictionaries(
+    names.map(lambda name: f"later {name}"),
+    st.recursive(
+        scalars, lambda inner: st.lists(inner) | st.dictionaries(names, inner), max_leaves=5
+    ),
+    max_size=2,
+)
+records = st.one_of(
+    st.builds(
+        RunFacts,
+        model=names,
+        parameters=counts,
+        train=st.lists(st.builds(LoaderFacts, *[st.none() | counts] * 3), max_size=3).map(tuple),
+        trainer=st.dictionaries(names, scalars),
+        extra=unknown,
+    ),
+    st.builds(
+        Digests,
+        moment=names,
+        epoch=counts,
+        step=counts,
+        totals=st.dictionaries(names, digests),
+        groups=st.dictionaries(names, st.dictionaries(names, digests)),
+        loss=st.none() | hex_floats,
+        scalars=st.dictionaries(names, hex_floats),
+        extra=unknown,
+    ),
+    st.builds(
+        End,
+        status=st.sampled_from(["finished", "failed"]),
+        error=st.none() | names,
+        extra=unknown,
+    ),
+    st.builds(Opaque, names.map(lambda name: f"kind {name}"), unknown),
+)
+headers = st.integers(1, 65_536).flatmap(
+    lambda world_size: st.builds(
+        Header,
+        rank=st.integers(0, world_size - 1),
+        world_size=st.just(world_size),
+        fit=counts,
+        seed=counts,
+        created=names,
+        settings=st.dictionaries(names, scalars),
+        stack=st.dictionaries(names, scalars),
+        package=names,
+        extra=unknown,
+    )
+)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(header=headers, body=st.lists(records, max_size=6))
+def test_any_records_come_back_as_they_were(tmp_path, header, body):
+    """Names may be any text, unknown fields and kinds are kept."""
+    path = tmp_path / "any.jsonl"
+    path.unlink(missing_ok=True)
+    with LedgerWriter(path) as writer:
+        writer.write(header.as_record())
+        for record in body:
+            writer.write(record.as_record())
+    ledger = read_ledger(path)
+    assert ledger.header == header
+    assert list(ledger.records(header.rank)) == body

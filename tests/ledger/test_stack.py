@@ -1,0 +1,237 @@
+"""The stack: what it records, what it leaves out, and how a difference is named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.errors import SettingError, StackDifferenceError
+from lightning_d9m.ledger import stack as stack_module
+from lightning_d9m.ledger.stack import (
+    INFORMATIONAL,
+    capture_stack,
+    check_stack,
+    stack_differences,
+)
+
+ONE = {"torch.version": "2.13.0", "device.driver": "560.35.03", "cpu.count": 8, "torch.cuda": None}
+
+
+class TestCapture:
+    """``capture_stack`` describes this process."""
+
+    def test_it_is_flat_and_json(self):
+        """As a header takes it."""
+        stack = capture_stack()
+        assert json.loads(json.dumps(stack, allow_nan=False)) == stack
+        assert all(isinstance(value, str | int | float | None) for value in stack.values())
+
+    def test_twice_is_the_same(self):
+        """Nothing in it changes by itself: a run equals itself."""
+        assert capture_stack() == capture_stack()
+
+    def test_what_it_knows(self):
+        """Versions, threads, processor, build."""
+        stack = capture_stack()
+        assert stack["torch.version"] == torch.__version__
+        assert stack["torch.git"] == torch.version.git_version
+        assert stack["threads.intraop"] == torch.get_num_threads()
+        assert stack["torch.cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+        assert stack["package.numpy"]
+        assert stack["python.version"] == ".".join(str(part) for part in sys.version_info[:3])
+        assert {"cpu.model", "cpu.machine", "os.release", "package.lightning-d9m"} <= set(stack)
+        assert "package.apex" not in stack
+
+    @pytest.mark.parametrize(
+        "field", ["threads.intraop", "flag.default_dtype", "flag.cudnn.benchmark"]
+    )
+    def test_what_changes_bits_shows(self, monkeypatch, field):
+        """Two threads are another stack than one, float64 another than float32."""
+        before = capture_stack()
+        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        try:
+            torch.set_num_threads(threads + 1)
+            torch.set_default_dtype(torch.float64)
+            monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+            after = capture_stack()
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_default_dtype(dtype)
+        assert field in {name for name, _, _ in stack_differences(before, after)}
+
+    def test_precision_set_the_newer_way(self):
+        """The older names raise then; the stack does not."""
+        before = torch.backends.fp32_precision
+        try:
+            torch.backends.fp32_precision = "tf32"
+            assert capture_stack()["flag.precision"] == "tf32"
+        finally:
+            torch.backends.fp32_precision = before
+
+    def test_variables_that_matter(self, monkeypatch):
+        """By name, cut to a bound; what is not set has no field."""
+        monkeypatch.setenv("NCCL_ALGO", "Ring")
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0" * 1000)
+        monkeypatch.delenv("MKL_CBWR", raising=False)
+        stack = capture_stack()
+        assert stack["variable.NCCL_ALGO"] == "Ring"
+        assert stack["variable.PYTHONHASHSEED"] == "0"
+        assert stack["variable.HOROVOD_FUSION_THRESHOLD"] == "0" * 256
+        assert "variable.MKL_CBWR" not in stack
+
+    def test_paths_addresses_and_keys_stay_out(self, monkeypatch):
+        """A ledger is passed around."""
+        for name in (
+            "_HOROVOD_SECRET_KEY",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+            "NCCL_TOPO_FILE",
+            "NCCL_SOCKET_IFNAME",
+            "TORCH_HOME",
+            "WANDB_API_KEY",
+        ):
+            monkeypatch.setenv(name, "secret-of-mine")
+        assert "secret-of-mine" not in json.dumps(capture_stack())
+
+    def test_what_only_the_caller_knows(self):
+        """Its names win."""
+        stack = capture_stack({"world.size": 4, "torch.version": "mine", "long": "x" * 999})
+        assert (stack["world.size"], stack["torch.version"]) == (4, "mine")
+        assert stack["long"] == "x" * 256
+
+    def test_cuda_is_left_alone_without_devices(self):
+        """Asking must not initialise it."""
+        code = (
+            "import torch; from lightning_d9m.ledger.stack import capture_stack\n"
+            "capture_stack(); print(torch.cuda.is_initialized())"
+        )
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+        )
+        assert done.stdout == "False\n"
+
+    @pytest.mark.parametrize(
+        ("text", "version"),
+        [
+            (
+                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
+                "535.104.05",
+            ),
+            (
+                "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release\n",
+                "560.35.03",
+            ),
+            ("something else", None),
+        ],
+    )
+    def test_driver(self, monkeypatch, tmp_path, text, version):
+        """From the file that the kernel module shows, in both its forms."""
+        file = tmp_path / "version"
+        file.write_text(text)
+        monkeypatch.setattr(stack_module, "Path", lambda _: file)
+        assert stack_module._read_driver() == version
+
+    @pytest.mark.parametrize(
+        ("text", "model"),
+        [
+            ("processor\t: 0\nmodel name\t: AMD EPYC 9654\n", "AMD EPYC 9654"),
+            ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "0x41 0xd0c"),
+        ],
+    )
+    def test_processor(self, monkeypatch, tmp_path, text, model):
+        """An Arm processor has numbers in place of a name."""
+        file = tmp_path / "cpuinfo"
+        file.write_text(text)
+        monkeypatch.setattr(stack_module, "Path", lambda _: file)
+        assert stack_module._read_cpu_model() == model
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.text()
+tables = st.dictionaries(st.sampled_from([*ONE, *INFORMATIONAL, "a", "b"]), scalars)
+
+
+class TestDifferences:
+    """``stack_differences`` names fields."""
+
+    def test_changed_and_missing(self):
+        """A field that one lacks says so."""
+        other = {"torch.version": "2.13.1", "device.driver": "560.35.03", "new": 1}
+        assert stack_differences(ONE, other) == [
+            ("new", "missing", 1),
+            ("torch.cuda", None, "missing"),
+            ("torch.version", "2.13.0", "2.13.1"),
+        ]
+
+    @pytest.mark.parametrize("field", sorted(INFORMATIONAL))
+    def test_informational_fields_are_not_compared(self, field):
+        """Each of them has a reason."""
+        assert stack_differences({field: 1}, {}) == []
+        assert INFORMATIONAL[field]
+
+    def test_informational_fields_exist(self):
+        """A misspelt one would be compared after all."""
+        known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
+        assert set(INFORMATIONAL) <= known
+
+    @given(tables, tables)
+    def test_none_means_equal(self, one, other):
+        """Whatever the fields: nothing is reported just when those that count are the same."""
+        kept = [
+            {
+                name: (type(value), value)
+                for name, value in table.items()
+                if name not in INFORMATIONAL
+            }
+            for table in (one, other)
+        ]
+        assert (stack_differences(one, other) == []) == (kept[0] == kept[1])
+
+
+class TestPolicy:
+    """``check_stack`` raises, warns or ignores."""
+
+    OTHER = ONE | {"device.driver": "570.00"}
+
+    def test_raise(self):
+        """Field by field, aligned, with what to do; the facts are attributes."""
+        with pytest.raises(StackDifferenceError) as caught:
+            check_stack(ONE, self.OTHER, "raise")
+        assert str(caught.value) == (
+            "The stack differs from the reference's in 1 field, so another result would be no "
+            "nondeterminism of this program:\n"
+            "  device.driver\n"
+            "    expected: 560.35.03\n"
+            "    actual:   570.00\n"
+            "Run on the stack of the reference, or record a new reference on this one; with the "
+            "policy 'warn' the run goes on regardless."
+        )
+        assert caught.value.differences == (("device.driver", "560.35.03", "570.00"),)
+
+    def test_warn_and_ignore(self):
+        """The caller warns, in its own way."""
+        message = check_stack(ONE, self.OTHER | {"x": 1}, "warn")
+        assert message is not None
+        assert "in 2 fields" in message
+        assert check_stack(ONE, self.OTHER, "ignore") is None
+        assert check_stack(ONE, dict(ONE), "raise") is None
+
+    def test_another_word(self):
+        """The allowed ones are listed, even when nothing differs."""
+        with pytest.raises(SettingError, match=r"is 'loud'; allowed are 'raise', 'warn' and 'ig"):
+            check_stack(ONE, ONE, "loud")
+
+    def test_untrusted_values_are_shown_harmlessly(self):
+        """A reference may hold anything."""
+        message = check_stack({"a\x1b[2J": "\x1b[31m"}, {}, "warn")
+        assert message is not None
+        assert "\x1b" not in message

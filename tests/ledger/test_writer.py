@@ -1,0 +1,395 @@
+"""Writing ledgers: folders that are never shared, records that survive what ends the process."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.encoding import encode_record
+from lightning_d9m.ledger.folder import (
+    LedgerWriter,
+    create_ledger_folder,
+    list_fits,
+    rank_path,
+    read_ledger,
+)
+from lightning_d9m.ledger.records import Digests, End
+
+
+def write_interrupted(writer, record, written, monkeypatch):
+    """Write a record, with Ctrl-C when so many bytes of it (None: all) are in the file."""
+    real = os.write
+
+    def interrupted(fd, data):
+        real(fd, data[:written])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(record)
+
+
+WRITE_FOR_EVER = """
+import sys
+from pathlib import Path
+from lightning_d9m.ledger.folder import LedgerWriter
+from lightning_d9m.ledger.records import Header
+header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
+with LedgerWriter(Path(sys.argv[1])) as writer:
+    writer.write(header.as_record())
+    for step in range(10**9):
+        writer.write({"kind": "probe", "step": step, "padding": "x" * (step % 5000)})
+        print(step, flush=True)
+"""
+
+FILL_UP = """
+import resource, sys
+from pathlib import Path
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import LedgerWriter
+from lightning_d9m.ledger.records import Header
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
+with LedgerWriter(Path(sys.argv[1])) as writer:
+    writer.write(header.as_record())
+    for step in range(1000):
+        try:
+            writer.write({"kind": "probe", "step": step, "padding": "x" * 300})
+        except LedgerError as error:
+            print(step, error)
+            break
+"""
+
+
+def read_all(path):
+    """Return a reader that has been read to its end, and the records."""
+    with read_ledger(path).open(0) as reader:
+        return reader, list(reader.records())
+
+
+class TestFolder:
+    """``create_ledger_folder`` never takes an older folder."""
+
+    def test_numbers_follow_each_other(self, tmp_path):
+        """The parent is made where it is missing."""
+        made = [create_ledger_folder(tmp_path / "logs" / "d9m").name for _ in range(3)]
+        assert made == ["fit-000", "fit-001", "fit-002"]
+
+    def test_a_gap_is_not_filled(self, tmp_path):
+        """What was deleted keeps its number: the newest folder has the highest."""
+        (tmp_path / "fit-007").mkdir()
+        (tmp_path / "fit-1000").mkdir()
+        (tmp_path / "fit-x").mkdir()
+        assert create_ledger_folder(tmp_path).name == "fit-1001"
+        assert [path.name for path in list_fits(tmp_path)] == ["fit-007", "fit-1000", "fit-1001"]
+
+    def test_processes_that_ask_at_once_get_folders_of_their_own(self, tmp_path):
+        """Sixteen ask at the same time."""
+        with ThreadPoolExecutor(16) as pool:
+            made = list(pool.map(lambda _: create_ledger_folder(tmp_path), range(16)))
+        assert len(set(made)) == 16
+
+    def test_a_folder_that_another_made_first_is_left_alone(self, tmp_path, monkeypatch):
+        """Between the look and the making another process may come."""
+        (tmp_path / "fit-000").mkdir()
+        monkeypatch.setattr(type(tmp_path), "iterdir", lambda _: iter(()))
+        assert create_ledger_folder(tmp_path).name == "fit-001"
+
+    def test_a_file_in_the_way_is_named(self, tmp_path):
+        """The error says what to do."""
+        (tmp_path / "log").write_text("")
+        with pytest.raises(LedgerError, match=r"No ledger can be made in .*/log/d9m: Not a dir"):
+            create_ledger_folder(tmp_path / "log" / "d9m")
+
+
+class TestWriter:
+    """``LedgerWriter`` appends whole records, or nothing."""
+
+    def test_each_record_is_one_write(self, runs, tmp_path, monkeypatch):
+        """Whoever kills the process between two calls finds whole lines only."""
+        written = []
+        real = os.write
+        monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or real(fd, data))
+        with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
+            for record in runs.records():
+                writer.write(record.as_record())
+        assert len(written) == len(runs.records())
+        assert all(data.endswith(b'"}\n') and data.count(b"\n") == 1 for data in written)
+
+    def test_what_was_written_is_read(self, runs):
+        """The outcome is the summary that ``d9m repeat`` prints."""
+        ledger = read_ledger(runs.write(epochs=2))
+        assert ledger.header == runs.header()
+        assert list(ledger.records(0)) == runs.records(epochs=2)[1:]
+        outcome = ledger.outcome(0)
+        assert outcome.records == 7
+        assert outcome.final == outcome.last == runs.digests("final", 1)
+        assert outcome.end == End(status="finished")
+        assert not outcome.truncated
+
+    def test_each_line_is_json(self, runs):
+        """Any JSON parser reads a ledger; the check is the last field."""
+        for line in rank_path(runs.write(), 0).read_text().splitlines():
+            assert list(json.loads(line))[-1] == "check"
+
+    def test_an_older_file_is_never_overwritten(self, runs):
+        """Not even an empty one."""
+        path = rank_path(runs.write(), 0)
+        before = path.read_bytes()
+        with pytest.raises(LedgerError, match=r"cannot be made: File exists\. Nothing was overw"):
+            LedgerWriter(path)
+        assert path.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            ("missing/rank-0.jsonl", "No such file or directory"),
+            ("file/rank-0.jsonl", "Not a directory"),
+            ("x" * 300, "File name too long. Choose a shorter path"),
+            ("null\0byte", "embedded null"),
+            ("/proc/rank-0.jsonl", "cannot be made"),
+        ],
+    )
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, path, message):
+        """Path, cause and advice."""
+        (tmp_path / "file").write_text("")
+        with pytest.raises(LedgerError, match=message):
+            LedgerWriter(tmp_path / path)
+
+    def test_a_malformed_record_is_not_written(self, runs, tmp_path):
+        """What would not be readable is refused when it is written; the ledger goes on."""
+        path = tmp_path / "rank-0.jsonl"
+        with LedgerWriter(path) as writer:
+            writer.write(runs.header().as_record())
+            with pytest.raises(LedgerError, match=r"'digests' .* field 'loss' must be a text that"):
+                writer.write(runs.digests("epoch", 0, loss="0.5").as_record())
+            with pytest.raises(LedgerError, match="cannot be written as JSON"):
+                writer.write({"kind": "probe", "value": float("nan")})
+            with pytest.raises(LedgerError, match="cannot be written as JSON"):
+                writer.write({"kind": "probe", "value": object()})
+            for depth in (17, 10**5):
+                nested: list[object] = []
+                for _ in range(depth):
+                    nested = [nested]
+                with pytest.raises(LedgerError, match="nests deeper than 16 levels"):
+                    writer.write({"kind": "probe", "value": nested})
+            writer.write(runs.facts().as_record())
+        assert len(read_all(path)[1]) == 1
+
+    def test_a_header_beyond_its_bound_is_refused(self, runs, tmp_path):
+        """The reader would not take it either."""
+        stack = {f"field.{number}": "x" * 4000 for number in range(300)}
+        with (
+            LedgerWriter(tmp_path / "rank-0.jsonl") as writer,
+            pytest.raises(LedgerError, match=r"exceeds the 1048576 that are allowed"),
+        ):
+            writer.write(runs.header(stack=stack).as_record())
+
+    def test_a_closed_writer_takes_nothing(self, runs, tmp_path):
+        """A second close does nothing."""
+        writer = LedgerWriter(tmp_path / "rank-0.jsonl")
+        writer.close()
+        writer.close()
+        with pytest.raises(LedgerError, match="is closed; no record can be added"):
+            writer.write(runs.header().as_record())
+
+    def test_a_disk_that_loses_data_is_reported_on_close(self, tmp_path, monkeypatch):
+        """Some file systems say so only then."""
+
+        def fail(_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        writer = LedgerWriter(tmp_path / "rank-0.jsonl")
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(LedgerError, match=r"was not kept: Input/output error\. Check the"):
+            writer.close()
+
+
+class TestFailures:
+    """Whatever ends a run leaves a ledger that reads."""
+
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+    def test_a_full_disk_leaves_whole_records(self, runs, tmp_path, monkeypatch, code):
+        """Half of a record fits; it is taken back, and no later record hides the gap."""
+        path = tmp_path / "rank-0.jsonl"
+        real = os.write
+        writer = LedgerWriter(path)
+        writer.write(runs.header().as_record())
+        size = path.stat().st_size
+        answers = iter([lambda fd, data: real(fd, data[: len(data) // 2]), OSError(code, "")])
+
+        def write(fd, data):
+            answer = next(answers)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer(fd, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            with pytest.raises(LedgerError) as caught:
+                writer.write(runs.facts().as_record())
+        assert str(path) in str(caught.value)
+        assert os.strerror(code) in str(caught.value)
+        assert f"the first {size} bytes stay readable" in str(caught.value)
+        assert path.stat().st_size == size
+        with pytest.raises(LedgerError, match="Records of this run are missing from here on"):
+            writer.write(End(status="finished").as_record())
+        writer.close()
+        assert read_ledger(path).outcome(0).records == 1
+
+    def test_a_write_that_comes_in_two_parts_is_whole(self, runs, tmp_path, monkeypatch):
+        """The kernel may take less than all, and the rest with the next call."""
+        real = os.write
+        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
+        with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
+            writer.write(runs.header().as_record())
+        assert read_ledger(tmp_path / "rank-0.jsonl").header == runs.header()
+
+    def test_a_file_that_may_not_grow(self, tmp_path):
+        """A real limit of the kernel's, in a process of its own."""
+        path = tmp_path / "rank-0.jsonl"
+        done = subprocess.run(
+            [sys.executable, "-c", FILL_UP, str(path)], capture_output=True, text=True, check=True
+        )
+        step, message = done.stdout.split(" ", 1)
+        assert "File too large. Raise the limit on the size of a file" in message
+        reader, records = read_all(path)
+        assert [record.fields["step"] for record in records] == list(range(int(step)))
+        assert not reader.truncated
+
+    @pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
+    def test_ctrl_c_in_the_middle_of_a_write(self, runs, tmp_path, monkeypatch, written):
+        """Whether the record got through is read off the file; the chain stays whole."""
+        path = tmp_path / "rank-0.jsonl"
+        with LedgerWriter(path) as writer:
+            writer.write(runs.header().as_record())
+            write_interrupted(writer, runs.facts().as_record(), written, monkeypatch)
+            writer.write(End(status="failed", error="KeyboardInterrupt").as_record())
+        reader, records = read_all(path)
+        assert len(records) == (2 if written is None else 1)
+        assert reader.complete
+
+    def test_a_deleted_file_is_noticed(self, runs, tmp_path):
+        """Otherwise the ledger would be written into nothing."""
+        path = tmp_path / "rank-0.jsonl"
+        with LedgerWriter(path) as writer:
+            writer.write(runs.header().as_record())
+            path.unlink()
+            with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
+                writer.write(runs.facts().as_record())
+
+    def test_a_second_writer_is_noticed(self, runs, tmp_path):
+        """Two programs must not write one file."""
+        path = tmp_path / "rank-0.jsonl"
+        with LedgerWriter(path) as writer:
+            writer.write(runs.header().as_record())
+            path.write_bytes(path.read_bytes() + b"junk")
+            with pytest.raises(LedgerError, match="another program has changed the file"):
+                writer.write(runs.facts().as_record())
+
+    def test_kill_loses_at_most_the_last_record(self, tmp_path):
+        """SIGKILL at random moments: all that was acknowledged reads, in order, without a gap."""
+        choice = random.Random(7)
+        for number in range(12):
+            path = tmp_path / f"rank-{number}.jsonl"
+            process = subprocess.Popen(
+                [sys.executable, "-c", WRITE_FOR_EVER, str(path)], stdout=subprocess.PIPE
+            )
+            with process:
+                for _ in range(choice.randrange(1, 400)):
+                    acknowledged = int(process.stdout.readline())
+                process.send_signal(signal.SIGKILL)
+                rest = process.stdout.read().split(b"\n")[:-1]
+            acknowledged = int(rest[-1]) if rest else acknowledged
+            reader, records = read_all(path)
+            steps = [record.fields["step"] for record in records]
+            assert steps == list(range(len(steps)))
+            assert len(steps) - 1 in (acknowledged, acknowledged + 1)
+            assert not reader.complete
+
+    def test_cut_anywhere(self, runs):
+        """Each prefix of a ledger reads as its whole lines; a torn line is reported."""
+        path = rank_path(runs.write(edit=lambda _, records: records.__delitem__(slice(2, -1))), 0)
+        data = path.read_bytes()
+        header = data.index(b"\n") + 1
+        for size in range(header, len(data)):
+            path.write_bytes(data[:size])
+            reader, records = read_all(path)
+            assert len(records) == data[:size].count(b"\n") - 1
+            assert reader.truncated == (not data[:size].endswith(b"\n"))
+            assert not reader.complete
+
+    @pytest.mark.parametrize("end", [True, False])
+    def test_the_outcome_of_a_killed_run(self, runs, end):
+        """It has no final digests, and no end."""
+
+        def kill(_, records):
+            del records[4 if not end else -1 :]
+
+        outcome = read_ledger(runs.write(edit=kill)).outcome(0)
+        assert outcome.end is None
+        assert isinstance(outcome.last, Digests)
+        assert (outcome.final is None) == (not end)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": True},
+        {"step": 1.0},
+        {"step": -1},
+        {"epoch": "0"},
+        {"digests": "F" * 32},
+        {"digests": "f" * 31},
+        {"digests": b"f" * 32},
+        {"digests": ""},
+    ],
+)
+def test_probes_are_checked_when_they_are_written(tmp_path, change):
+    """They are written by a short way of their own, which lets nothing through."""
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
+        writer.write(record)
+        with pytest.raises(LedgerError, match=f"field '{next(iter(change))}' must be"):
+            writer.write(record | change)
+
+
+def test_a_file_that_is_gone_is_noticed_by_the_next_record_that_is_no_probes(runs, tmp_path):
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    path = tmp_path / "rank-0.jsonl"
+    with LedgerWriter(path) as writer:
+        writer.write(runs.header().as_record())
+        path.unlink()
+        writer.write(record)
+        with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
+            writer.write(runs.facts().as_record())
+
+
+@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
+def test_ctrl_c_before_a_record_of_probes(runs, tmp_path, monkeypatch, written):
+    """They do not look at the file, unless the write before was interrupted."""
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
+    path = tmp_path / "rank-0.jsonl"
+    with LedgerWriter(path) as writer:
+        writer.write(runs.header().as_record())
+        writer.write(layout)
+        write_interrupted(writer, record, written, monkeypatch)
+        writer.write(record | {"step": 2})
+    _, records = read_all(path)
+    assert [own.step for own in records[1:]] == ([1, 2] if written is None else [2])
+
+
+def test_probes_are_written_as_any_record_is():
+    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
+    assert encode_record(record) == json.dumps(record, separators=(",", ":")).encode()
+    turned = dict(reversed(record.items()))
+    assert encode_record(turned) == json.dumps(turned, separators=(",", ":")).encode()

@@ -1,0 +1,111 @@
+"""Ledgers for the tests: small runs that are written as the callback would write them."""
+
+from hashlib import blake2b
+
+import pytest
+
+from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
+
+NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
+
+
+def _digest(*parts):
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def make_header(**changes):
+    """Return a header with some fields changed."""
+    fields = {
+        "rank": 0,
+        "world_size": 1,
+        "fit": 0,
+        "seed": 42,
+        "created": "2026-01-01T00:00:00+00:00",
+        "settings": {"seed": 42, "per_sample_rng": False, "threads": None},
+        "stack": {"torch.version": "2.13.0", "device.driver": "560.35.03", "cpu.count": 8},
+        "package": "0.1.0",
+    }
+    return Header(**(fields | changes))
+
+
+def make_facts(**changes):
+    """Return the facts of a run with some fields changed."""
+    fields = {
+        "model": _digest("model"),
+        "parameters": 1234,
+        "train": (LoaderFacts(1437, 64, 23),),
+        "trainer": {"precision": "32-true", "accumulate_grad_batches": 1},
+    }
+    return RunFacts(**(fields | changes))
+
+
+def make_digests(moment, epoch, **changes):
+    """Return digests that depend on the epoch, with some fields changed."""
+    groups = {
+        "weights": {name: _digest(name, epoch) for name in NAMES},
+        "buffers": {},
+        "optimizers": {f"0.exp_avg.{name}": _digest("m", name, epoch) for name in NAMES},
+        "schedulers": {"0": _digest("scheduler", epoch)},
+    }
+    fields = {
+        "moment": moment,
+        "epoch": epoch,
+        "step": 0 if moment == "initial" else 23 * (epoch + 1),
+        "groups": groups,
+        "totals": {group: _digest(entries) for group, entries in groups.items()},
+        "loss": None if moment == "initial" else (1.0 / (epoch + 3)).hex(),
+        "scalars": {} if moment == "initial" else {"train_loss": (1.0 / (epoch + 3)).hex()},
+    }
+    return Digests(**(fields | changes))
+
+
+def make_records(epochs=3, *, status="finished", **header):
+    """Return the typed records of one rank of a run."""
+    last = epochs - 1
+    return [
+        make_header(**header),
+        make_facts(),
+        make_digests("initial", 0),
+        *(make_digests("epoch", epoch) for epoch in range(epochs)),
+        make_digests("final", last),
+        End(status=status),
+    ]
+
+
+class Runs:
+    """Writes runs below a folder."""
+
+    header = staticmethod(make_header)
+    facts = staticmethod(make_facts)
+    digests = staticmethod(make_digests)
+    records = staticmethod(make_records)
+
+    def __init__(self, parent):
+        self.parent = parent
+
+    def write(self, epochs=3, *, edit=None, world_size=1, **header):
+        """Write a run and return its folder.
+
+        Args:
+            epochs: Number of epochs.
+            edit: Function of (rank, list of records as dicts) that changes the list in place.
+            world_size: Number of ranks.
+            header: Fields of the header that are changed.
+        """
+        folder = create_ledger_folder(self.parent)
+        for rank in range(world_size):
+            typed = make_records(epochs, rank=rank, world_size=world_size, **header)
+            records = [record.as_record() for record in typed]
+            if edit is not None:
+                edit(rank, records)
+            with LedgerWriter(rank_path(folder, rank)) as writer:
+                for record in records:
+                    writer.write(record)
+        return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Write small runs into the test's own folder."""
+    return Runs(tmp_path)

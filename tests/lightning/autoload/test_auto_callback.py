@@ -1,0 +1,110 @@
+"""The callback that is added gives way to the program's own; what cannot be had is refused."""
+
+import importlib
+
+import pytest
+import torch
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, SettingError, TooLateError
+from lightning_d9m.control.session import enable
+from lightning_d9m.lightning.autoload import auto_callback, entry_points
+from lightning_d9m.lightning.autoload.auto_callback import AddedCallback, make_callback
+from lightning_d9m.lightning.packages import PACKAGES
+from lightning_d9m.lightning.trainer_session import resolve_seed
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Ask for determinism, and count as started."""
+    monkeypatch.setenv("LIGHTNING_D9M", "1")
+    monkeypatch.setattr(
+        entry_points, "_State", type("_State", (entry_points._State,), {"started": True})
+    )
+    auto_callback._report_unused.cache_clear()
+    return monkeypatch
+
+
+def train(package, callbacks, folder):
+    words = QUIET | {"max_epochs": 1, "default_root_dir": folder, "callbacks": callbacks}
+    trainer = importlib.import_module(package).Trainer(**words)
+    trainer.fit(make_model(package), make_loader(), make_loader(shuffle=False))
+    return [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
+
+
+@pytest.mark.usefixtures("asked", "unseeded")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_added_to_both_packages(package, tmp_path):
+    (callback,) = train(package, [], tmp_path)
+    assert isinstance(callback, AddedCallback)
+    assert (tmp_path / "d9m/fit-000/rank-0.jsonl").exists()
+
+
+@pytest.mark.usefixtures("asked", "unseeded")
+def test_the_programs_own_callback_wins(tmp_path):
+    own = DeterminismCallback(seed=3)
+    assert train("lightning.pytorch", [own], tmp_path) == [own]
+    assert len(list((tmp_path / "d9m").iterdir())) == 1
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, tmp_path):
+    asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
+    asked.setenv("LIGHTNING_D9M_THREADS", "1")
+    with pytest.warns(UserWarning, match="Without effect are therefore: LIGHTNING_D9M_ON_DRIFT"):
+        train("lightning.pytorch", [DeterminismCallback()], tmp_path)
+
+
+def test_variables_reach_the_callback(asked):
+    asked.setenv("LIGHTNING_D9M_SEED", "11")
+    asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
+    callback = make_callback("lightning.pytorch")
+    assert callback._settings.seed == 11
+    assert callback._testimony._policy.on_drift == "warn"
+    callback._early.restore()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("LIGHTNING_D9M", "maybe", "The variable LIGHTNING_D9M is 'maybe'; allowed: 1 or 0."),
+        ("LIGHTNING_D9M_SEED", "-1", r"seed is -1; .*settings are those of LIGHTNING_D9M_SEED\.\)"),
+        ("LIGHTNING_D9M_ON_DRIFT", "shrug", "is 'shrug'; allowed: raise or warn"),
+        ("LIGHTNING_D9M_SEDE", "1", "Did you mean LIGHTNING_D9M_SEED?"),
+    ],
+)
+def test_a_bad_variable_refuses_the_trainer(asked, variable, value, message):
+    asked.setenv(variable, value)
+    with pytest.raises(SettingError, match=message):
+        entry_points.make_lightning_callbacks()
+
+
+def test_a_door_that_stayed_shut_refuses_the_trainer(monkeypatch):
+    """``TORCH_DEVICE_BACKEND_AUTOLOAD=0``: nothing was seeded before the model was built."""
+    monkeypatch.setenv("LIGHTNING_D9M", "1")
+    monkeypatch.setattr(
+        entry_points, "_State", type("_State", (entry_points._State,), {"started": False})
+    )
+    with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
+        entry_points.make_pytorch_lightning_callbacks()
+
+
+@pytest.mark.parametrize("value", ["", "0", "off"])
+def test_nothing_is_added_when_nothing_is_asked(monkeypatch, value):
+    monkeypatch.setenv("LIGHTNING_D9M", value)
+    assert entry_points.make_lightning_callbacks() == []
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatch):
+    """Two runs with other seeds must not draw the same order of samples."""
+    with enable(seed=0) as session:
+        monkeypatch.setenv("PL_GLOBAL_SEED", "42")
+        assert resolve_seed(None) == 0
+        entry_points._State.session, entry_points._State.default_seed = session, True
+        assert resolve_seed(None) == 42
+        assert resolve_seed(7) == 7
+        entry_points._State.default_seed = False
+        assert resolve_seed(None) == 0
+    assert not torch.are_deterministic_algorithms_enabled()
+    del asked

@@ -1,0 +1,63 @@
+"""Fixtures of the adapters' tests: fits as runs of their own would do them."""
+
+import gc
+import importlib
+from collections.abc import Iterator
+
+import pytest
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback
+from lightning_d9m.control import session
+from lightning_d9m.ledger.folder import read_ledger
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_frozen() -> Iterator[None]:
+    """Spare the collector what is imported: to look through it takes it a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def forgotten_callbacks_collected() -> Iterator[None]:
+    """Collect them within the test that forgot them, not in a later one."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """Let each fit count as the first of its process, as it would in a run of its own."""
+    start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
+    start()
+    return start
+
+
+@pytest.fixture
+def fit(tmp_path, new_process):
+    """Return a function that trains as a run of its own would, and returns its ledger."""
+
+    def train(
+        *, package="lightning.pytorch", loader=None, model=None, again=False, validate=True, **words
+    ):
+        trainer_words = {k[8:]: words.pop(k) for k in list(words) if k.startswith("trainer_")}
+        if not again:
+            new_process()
+        before = set(tmp_path.glob("**/fit-*"))
+        callback = DeterminismCallback(**({"seed": 3, "ledger_dir": tmp_path} | words))
+        callbacks = [callback, *trainer_words.pop("callbacks", [])]
+        trainer = importlib.import_module(package).Trainer(
+            **({"max_epochs": 2, "default_root_dir": tmp_path} | QUIET | trainer_words),
+            callbacks=callbacks,
+        )
+        train.trainer = trainer
+        model = make_model(package) if model is None else model
+        validation = [make_loader(shuffle=False)] if validate else []
+        trainer.fit(model, make_loader() if loader is None else loader, *validation)
+        (folder,) = set(tmp_path.glob("**/fit-*")) - before
+        return read_ledger(folder)
+
+    return train

@@ -1,0 +1,488 @@
+"""Probes in a fit: they see everything in order, change nothing, and leave nothing behind."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from trainings import make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, probe
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.digest import digest, digest_value
+from lightning_d9m.lightning.probing.module_hooks import hook_model
+from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
+from lightning_d9m.probes.settings import KINDS, ProbeSettings
+
+
+def read_probes(ledger, rank=0):
+    """Return, for each batch, its places with their digests, in order."""
+    layouts, batches = {}, {}
+    for line in ledger.files[rank].read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "layout":
+            layouts[record["id"]] = [tuple(place) for place in record["places"]]
+        if record["kind"] == "probes":
+            text = record["digests"]
+            digests = [text[i : i + 32] for i in range(0, len(text), 32)]
+            entries = zip(layouts[record["layout"]], digests, strict=True)
+            batches.setdefault((record["epoch"], record["batch"]), []).extend(entries)
+    return batches
+
+
+def places_of(ledger, *kinds):
+    """Return the places of the first batch, of some kinds."""
+    first = next(iter(read_probes(ledger).values()))
+    return [place for place, _ in first if not kinds or place[0] in kinds]
+
+
+def final(ledger):
+    return ledger.outcome(0).final
+
+
+def count_hooks(model):
+    tensors = [p._post_accumulate_grad_hooks for p in model.parameters()]
+    modules = [
+        hooks
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+    ]
+    return sum(len(hooks) for hooks in [*tensors, *modules] if hooks)
+
+
+def test_every_kind_is_met_in_order_and_not_a_bit_changes(fit):
+    def step(self, batch, batch_idx):
+        images, classes = batch
+        hidden = probe.monitor(self.layers(images), "logits")
+        loss = nn.functional.cross_entropy(hidden, classes)
+        self.log("train_loss", loss)
+        return loss
+
+    plain = fit(model=make_model(training_step=step))
+    probed = fit(model=make_model(training_step=step), probes="all")
+    assert final(probed) == final(plain)
+    places = places_of(probed)
+    kinds = [kind for kind, _, _ in places]
+    assert set(kinds) == set(KINDS)
+    first = {kind: kinds.index(kind) for kind in KINDS}
+    order = ("rng", "weight", "buffer", "optimizer", "batch", "input", "op", "output", "monitor")
+    late = ("loss", "grad_output", "local_gradient", "gradient", "scalar")
+    assert [*order, *late] == sorted(first, key=first.__getitem__)
+    assert len(read_probes(probed)) == 12
+    assert ("op", "layers.0::aten.addmm.default", 0) in places
+    assert ("op", "layers.0::aten.mm.default", 0) in places  # of the backward pass
+    assert ("gradient", "layers.0.weight", 0) in places
+    assert ("scalar", "train_loss", 0) in places
+    assert not any("aten.view" in name or "aten.empty" in name for _, name, _ in places)
+
+
+def test_records_come_in_the_order_of_what_they_tell(fit):
+    """However fast the batches were: those of an epoch precede its digests."""
+    ledger = fit(probes=["loss"], trainer_max_epochs=2)
+    kinds = [json.loads(line)["kind"] for line in ledger.files[0].read_text().splitlines()]
+    batches = kinds.count("probes") // 2
+    assert kinds == [
+        *("header", "run", "digests", "layout"),
+        *["probes"] * batches,
+        *("digests", "evaluation"),
+        *["probes"] * batches,
+        *("digests", "evaluation", "digests", "end"),
+    ]
+
+
+def test_two_runs_have_the_same_probes(fit):
+    assert read_probes(fit(probes="all")) == read_probes(fit(probes="all"))
+
+
+def test_digests_are_those_of_the_values(fit):
+    seen = {}
+
+    def step(self, batch, batch_idx):
+        seen.setdefault("batch", batch[0].clone())
+        seen.setdefault("weight", self.layers[0].weight.detach().clone())
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        seen.setdefault("loss", loss.detach().clone())
+        return loss
+
+    ledger = fit(model=make_model(training_step=step), probes=["batch", "weight", "loss"])
+    first = dict(read_probes(ledger)[0, 0])
+    assert first["batch", "batch:0", 0] == digest(seen["batch"])
+    assert first["weight", "layers.0.weight", 0] == digest(seen["weight"])
+    assert first["loss", "loss", 0] == digest(seen["loss"])
+
+
+def test_values_are_taken_before_they_are_overwritten(fit):
+    model = make_model()
+    model.layers[2] = nn.ReLU(inplace=True)
+    ledger = fit(model=model, probes="output")
+    (first, *_) = read_probes(ledger).values()
+    digests = dict(first)
+    assert digests["output", "layers.1", 0] != digests["output", "layers.2", 0]
+
+
+def test_modules_and_steps_are_selected(fit):
+    ledger = fit(probes=["output", "weight"], probe_modules="layers.0", probe_steps="2:4")
+    assert places_of(ledger) == [
+        ("weight", "layers.0.weight", 0),
+        ("weight", "layers.0.bias", 0),
+        ("output", "layers.0", 0),
+    ]
+    assert list(read_probes(ledger)) == [(0, 2), (0, 3)]
+
+
+def test_variables_steer_the_callback_of_the_program(fit, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_PROBES", "loss")
+    monkeypatch.setenv("LIGHTNING_D9M_PROBE_STEPS", "1:2")
+    ledger = fit(probes="weight")
+    assert {batch: [p for p, _ in entries] for batch, entries in read_probes(ledger).items()} == {
+        (0, 1): [("loss", "loss", 0)]
+    }
+    assert ledger.header.settings["probes"] == "loss"
+    monkeypatch.setenv("LIGHTNING_D9M_PROBES", "lost")
+    with pytest.raises(SettingError, match="Did you mean 'loss'"):
+        fit()
+
+
+def test_nothing_stays_behind_after_the_end_or_an_error(fit):
+    def fail(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise RuntimeError("stop")
+        return self.layers(batch[0]).sum()
+
+    for model in (make_model(), make_model(training_step=fail)):
+        try:
+            fit(model=model, probes="all", replay_every=1)
+        except RuntimeError as error:
+            assert str(error) == "stop"  # noqa: PT017 - one of the two fails
+        assert count_hooks(model) == 0
+        assert "training_step" not in vars(model)
+        strategy = fit.trainer.strategy
+        assert not {"training_step", "backward"} & set(vars(strategy))
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        assert probe.monitor(1, "nobody listens") == 1
+
+
+def test_no_hooks_are_on_while_no_batch_is_probed(fit):
+    counts = []
+
+    def step(self, batch, batch_idx):
+        counts.append(count_hooks(self))
+        return self.layers(batch[0]).sum()
+
+    fit(model=make_model(training_step=step), probes="output", probe_steps="2:3")
+    assert [count > 0 for count in counts[:5]] == [False, False, True, False, False]
+
+
+def test_a_shared_module_is_called_twice_under_its_first_name(fit):
+    model = make_model()
+    shared = nn.Linear(32, 32)
+    model.layers = nn.Sequential(nn.Linear(64, 32), shared, nn.ReLU(), shared, nn.Linear(32, 10))
+    places = places_of(fit(model=model, probes=["output", "local_gradient"]), "output")
+    assert [p for p in places if p[1] == "layers.1"] == [
+        ("output", "layers.1", 0),
+        ("output", "layers.1", 1),
+    ]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_module_is_seen_again_when_it_runs_again(fit, reentrant):
+    def step(self, batch, batch_idx):
+        images = batch[0].requires_grad_()
+        hidden = checkpoint(self.layers, images, use_reentrant=reentrant)
+        return nn.functional.cross_entropy(hidden, batch[1])
+
+    plain = fit(model=make_model(training_step=step))
+    probed = fit(model=make_model(training_step=step), probes="all")
+    assert final(probed) == final(plain)
+    places = places_of(probed)
+    assert ("output", "layers.0", 1) in places
+    assert ("op", "layers.0::aten.addmm.default", 1) in places
+
+
+def test_a_forward_pass_without_gradients_is_seen(fit):
+    def step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.layers[0](batch[0])
+        return self.layers(batch[0]).sum()
+
+    ledger = fit(model=make_model(training_step=step), probes=["output", "grad_output"])
+    places = places_of(ledger)
+    assert ("output", "layers.0", 1) in places
+    assert ("grad_output", "layers.0", 0) in places
+    assert ("grad_output", "layers.0", 1) not in places
+
+
+def test_gradients_are_met_beside_hooks_of_the_program():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    met = []
+    listener = SimpleNamespace(add=lambda kind, name, _: met.append((kind, name)))
+    with hook_model(model, ProbeSettings(), frozenset({"grad_output"}), listener):
+        output = model(torch.ones(1, 2))
+        output.register_hook(lambda _: met.append("own"))
+        output.register_hook(lambda _: met.append("removed")).remove()
+        output.sum().backward()
+    ours = [("grad_output", name) for name in ("1", "(model)", "0")]
+    assert met == [*ours[:2], "own", ours[2]]
+
+
+def test_a_local_gradient_is_taken_before_a_strategy_sends_it_away():
+    def send(weight):
+        weight.grad.zero_()
+
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.register_post_accumulate_grad_hook(send)
+    met = []
+    listener = SimpleNamespace(add=lambda kind, name, value: met.append(value.clone()))
+    with hook_model(model, ProbeSettings(), frozenset({"local_gradient"}), listener):
+        model(torch.ones(1, 2)).sum().backward()
+    assert [gradient.tolist() for gradient in met] == [[[1.0, 1.0]]]
+
+
+def test_a_parameter_that_a_module_returns_keeps_no_hook(fit):
+    class Returned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(10))
+
+        def forward(self):
+            return self.weight
+
+    def step(self, batch, batch_idx):
+        assert not self.returned.weight._backward_hooks
+        return nn.functional.cross_entropy(self.layers(batch[0]) * self.returned(), batch[1])
+
+    model = make_model(training_step=step)
+    model.returned = Returned()
+    places = places_of(fit(model=model, probes=["output", "grad_output", "gradient"]))
+    assert ("output", "returned", 0) in places
+    assert ("grad_output", "returned", 0) not in places
+    assert ("gradient", "returned.weight", 0) in places
+
+
+def test_two_optimizers_by_hand(fit):
+    def step(self, batch, batch_idx):
+        for optimizer, layer in zip(
+            self.optimizers(), (self.layers[0], self.layers[4]), strict=True
+        ):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+            assert layer.weight.grad is not None
+
+    def optimizers(self):
+        layers = (self.layers[0], self.layers[4])
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+
+    def make():
+        model = make_model(training_step=step, configure_optimizers=optimizers)
+        model.automatic_optimization = False
+        return model
+
+    plain, probed = fit(model=make()), fit(model=make(), probes="all")
+    assert final(probed) == final(plain)
+    assert [name for _, name, _ in places_of(probed, "gradient")] == [
+        "layers.0.weight",
+        "layers.0.bias",
+        "layers.4.weight",
+        "layers.4.bias",
+    ]
+    assert len(places_of(probed, "loss")) == 2
+
+
+def test_accumulated_batches_have_gradients_when_the_optimizer_steps(fit):
+    plain = fit(trainer_accumulate_grad_batches=2)
+    probed = fit(trainer_accumulate_grad_batches=2, probes="all")
+    assert final(probed) == final(plain)
+    batches = list(read_probes(probed).values())
+    have = [any(place[0] == "gradient" for place, _ in batch) for batch in batches[:4]]
+    assert have == [False, True, False, True]
+
+
+def test_outputs_and_arguments_of_any_kind(fit):
+    class Odd(nn.Module):
+        def forward(self, x, *, scale, note=None):
+            return {"x": x * scale, "note": note, "nothing": None, "parts": (x, [x.sum()])}
+
+    def step(self, batch, batch_idx):
+        out = self.odd(batch[0], scale=2, note="text")
+        return self.layers(out["x"]).sum()
+
+    model = make_model(training_step=step)
+    model.odd = Odd()
+    ledger = fit(model=model, probes="all", probe_modules="odd")
+    names = [f"{kind} {name}" for kind, name, _ in places_of(ledger, "input", "output")]
+    assert names == [
+        "input odd:0",
+        "input odd:scale",
+        "input odd:note",
+        "output odd:x",
+        "output odd:note",
+        "output odd:nothing",
+        "output odd:parts.0",
+        "output odd:parts.1.0",
+    ]
+    (first, *_) = read_probes(ledger).values()
+    assert dict(first)["output", "odd:note", 0] == digest_value("text")
+
+
+def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
+    compiled = []
+
+    def count(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    def make(**words):
+        torch._dynamo.reset()
+        compiled.clear()
+        model = make_model()
+        model.layers[0] = torch.compile(model.layers[0], backend=count)
+        ledger = fit(model=model, **words)
+        return ledger, len(compiled)
+
+    plain, graphs = make()
+    probed, probed_graphs = make(probes="all")
+    assert final(probed) == final(plain)
+    assert graphs == probed_graphs > 0
+    names = [name for _, name, _ in places_of(probed, "output")]
+    assert names.count("layers.0") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_torchscript_module_is_probed_from_outside(fit):
+    def make():
+        model = make_model()
+        model.layers = torch.jit.script(model.layers)
+        return model
+
+    plain = fit(model=make())
+    probed = fit(model=make(), probes="all")
+    assert final(probed) == final(plain)
+    places = places_of(probed)
+    assert any(kind == "op" and name.startswith("layers::") for kind, name, _ in places)
+    for kind in ("input", "output", "grad_output"):
+        assert (kind, "layers", 0) in places
+    for kind in ("weight", "local_gradient", "gradient"):
+        assert (kind, "layers.0.weight", 0) in places
+    assert ("buffer", "layers.1.running_mean", 0) in places
+
+
+def test_a_flipped_bit_of_a_weight_shows_at_its_step_and_name(fit):
+    def start(self, batch, batch_idx):
+        if self.faulty and self.global_step == 3:
+            with torch.no_grad():
+                self.layers[4].bias.view(torch.int32)[2] ^= 1 << 20
+
+    def make(*, faulty):
+        model = make_model(on_train_batch_start=start)
+        model.faulty = faulty
+        return model
+
+    expected = read_probes(fit(model=make(faulty=False), probes="all"))
+    actual = read_probes(fit(model=make(faulty=True), probes="all", on_drift="warn"))
+    different = [
+        (batch, place)
+        for batch, entries in expected.items()
+        for (place, value), (_, other) in zip(entries, actual[batch], strict=True)
+        if value != other
+    ]
+    # Lightning calls callbacks first: the weight was read before the module's own hook wrote it.
+    assert different[0][0] == (0, 3)
+    assert different[0][1][:2] == ("op", "layers.4::aten.addmm.default")
+
+
+def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+    ledger = fit(probes="op", probe_steps="1:2")
+    places = [place for place, _ in read_probes(ledger)[0, 1]]
+    (folder,) = (tmp_path / "dump" / "rank-0").iterdir()
+    # An operation with several outputs has a place for each of them.
+    assert len(read_index(folder)) == len({(re.sub(r":\d$", "", n), c) for _, n, c in places})
+    for name in ("layers.0::aten.addmm.default", "layers.4::aten.mm.default"):
+        (file,) = find_dumps(tmp_path / "dump", step=1, place=("op", name, 0))
+        dumped = read_dump(file)
+        assert torch.equal(replay_op(dumped), dumped["outputs"][0])
+        assert "trainings.py" in dumped["source"]
+        assert "in training_step: loss = " in dumped["source"]
+
+
+def test_a_dropped_out_value_is_replayed_from_its_generator(fit, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+    fit(probes="op", probe_modules="layers.3", probe_steps="0:1")
+    place = ("op", "layers.3::aten.bernoulli_.float", 0)
+    (file,) = find_dumps(tmp_path / "dump", step=0, place=place)
+    dumped = read_dump(file)
+    assert torch.equal(replay_op(dumped), dumped["outputs"][0])
+    assert 0 < dumped["outputs"][0].sum() < dumped["outputs"][0].numel()
+
+
+def test_values_at_other_places_are_dumped(fit, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+    ledger = fit(probes=["output", "gradient"], probe_steps="0:1")
+    for place, expected in read_probes(ledger)[0, 0]:
+        (file,) = find_dumps(tmp_path / "dump", step=0, place=place)
+        assert digest(read_dump(file)["value"]) == expected
+
+
+def test_both_of_lightnings_packages(fit):
+    ledger = fit(package="pytorch_lightning", model=make_model("pytorch_lightning"), probes="all")
+    assert {kind for kind, _, _ in places_of(ledger)} == set(KINDS) - {"monitor"}
+
+
+def test_a_wrong_kind_is_refused_at_once():
+    with pytest.raises(SettingError, match="The kinds are rng"):
+        DeterminismCallback(probes="everything")
+
+
+def test_a_loader_of_dicts_names_its_leaves(fit):
+    def step(self, batch, batch_idx):
+        return self.layers(batch["image"] if isinstance(batch, dict) else batch[0]).sum()
+
+    def collate(samples):
+        images = torch.stack([image for image, _ in samples])
+        return {"image": images, "names": ["a"] * len(samples), "more": [images, None]}
+
+    ledger = fit(
+        model=make_model(training_step=step),
+        loader=make_loader(collate_fn=collate),
+        probes="batch",
+    )
+    names = [name for _, name, _ in places_of(ledger)]
+    assert names == ["batch:image", "batch:names", "batch:more.0", "batch:more.1"]
+
+
+def test_the_scale_of_the_loss_is_a_state_of_the_optimizer(fit):
+    def end(self, outputs, batch, batch_idx):
+        if self.faulty and batch_idx == 2:
+            self.trainer.precision_plugin.scaler.update(2.0**15)
+
+    ledgers = []
+    for faulty in (False, True):
+        model = make_model(on_train_batch_end=end)
+        model.faulty = faulty
+        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+        ledgers.append(fit(model=model, probes="all", trainer_plugins=[precision]))
+    found = compare_ledgers(*ledgers).ranks[0].divergence
+    assert (found.step, found.kind, found.name) == (3, "optimizer", "scaler.scale")
+
+
+def test_a_pattern_that_fits_nothing_is_named(fit):
+    with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
+        ledger = fit(probes=["output"], probe_modules=["encodr.*", "layers.0"])
+    assert places_of(ledger) == [("output", "layers.0", 0)]
+
+
+def test_a_rank_that_is_not_there_is_refused(fit):
+    with pytest.raises(SettingError, match="probe_ranks has 1, 7, and this training has 1 rank;"):
+        fit(probes=["output"], probe_ranks=[0, 1, 7])
+
+
+def test_a_pattern_may_fit_a_buffer_or_the_whole_model(fit, recwarn):
+    fit(probes=["output", "buffer"], probe_modules=["(model)", "layers.1.running_mean"])
+    assert not [found for found in recwarn if "probe_modules" in str(found.message)]

@@ -1,0 +1,74 @@
+"""Probes of a fit on a CUDA device: what the CPU would say, and nothing waits for the device."""
+
+import warnings
+
+import pytest
+import torch
+from trainings import make_model
+
+from lightning_d9m.hashing.digest import digest, digest_many
+from lightning_d9m.probes.trace import Moment, Probes
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def count_waits(work):
+    """Return how often the host waited for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(found.message) for found in caught)
+
+
+def test_two_runs_have_the_same_probes_and_those_of_a_run_without(fit):
+    first, second = (fit(trainer_accelerator="cuda", probes="all") for _ in range(2))
+    assert first.files[0].read_text().count('"kind":"probes"') >= 12
+    lines = [run.files[0].read_text().splitlines()[2:] for run in (first, second)]
+    contents = [[line.rpartition(',"check"')[0] for line in own] for own in lines]
+    assert contents[0] == contents[1]
+    plain = fit(trainer_accelerator="cuda")
+    assert plain.outcome(0).final == first.outcome(0).final
+
+
+def test_what_is_met_is_digested_as_on_the_cpu_before_it_is_overwritten():
+    records = []
+    probes = Probes(records.append)
+    values = [torch.randn(n, device="cuda") for n in (1, 100, 5000, 100_000)]
+    expected = [digest(value.cpu()) for value in values]
+    probes.begin(Moment(0, 0, 0))
+    for number, value in enumerate(values):
+        probes.add("output", str(number), value)
+        value.zero_()
+    probes.close()
+    assert records[1]["digests"] == "".join(expected)
+
+
+def test_no_probe_of_a_batch_waits_for_the_device():
+    records = []
+    probes = Probes(records.append)
+    model = make_model().cuda()
+    weights = dict(model.named_parameters())
+    digest_many([*weights.values()])  # the kernel is compiled and checked here
+    values = [torch.randn(1000, device="cuda") for _ in range(20)]
+
+    def probe():
+        for batch in range(2):
+            probes.begin(Moment(0, batch, batch))
+            probes.add_tensors("weight", weights)
+            for number, value in enumerate(values):
+                probes.add("output", str(number), value)
+            probes.end()
+
+    probe()  # memory is allocated
+    assert count_waits(probe) == 0
+    probes.close()
+    assert len(records) == 5
+    assert len({record["digests"] for record in records[1:]}) == 1

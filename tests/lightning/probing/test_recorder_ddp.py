@@ -1,0 +1,61 @@
+"""Two processes with DDP on Gloo: gradients before and after the ranks exchange them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from two_ranks import train_on_two_ranks
+
+from lightning_d9m.ledger.folder import read_ledger
+
+SCRIPT = Path(__file__).parents[1] / "ddp_probing.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Train in two processes once for all tests."""
+    folder = tmp_path_factory.mktemp("ddp")
+    train_on_two_ranks(SCRIPT, folder)
+    return folder
+
+
+def first_batch(folder, rank):
+    """Return digest by place of a rank's first batch."""
+    file = folder / "probed" / "fit-000" / f"rank-{rank}.jsonl"
+    layouts, places = {}, {}
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "layout":
+            layouts[record["id"]] = [tuple(place) for place in record["places"]]
+        if record["kind"] == "probes" and (record["epoch"], record["batch"]) == (0, 0):
+            text = record["digests"]
+            digests = [text[i : i + 32] for i in range(0, len(text), 32)]
+            places |= dict(zip(layouts[record["layout"]], digests, strict=True))
+    return places
+
+
+def test_probes_and_replays_change_no_bit(folder):
+    plain, probed = (read_ledger(folder / name / "fit-000") for name in ("plain", "probed"))
+    for rank in (0, 1):
+        assert plain.outcome(rank).final == probed.outcome(rank).final
+
+
+def test_local_gradients_differ_and_reduced_ones_do_not(folder):
+    ranks = [first_batch(folder, rank) for rank in (0, 1)]
+    kinds = ("local_gradient", "gradient")
+    local, reduced = ([own[kind, "layers.0.weight", 0] for own in ranks] for kind in kinds)
+    assert local[0] != local[1]
+    assert reduced[0] == reduced[1]
+    assert reduced[0] not in local
+
+
+def test_a_fault_on_one_rank_stops_both(folder):
+    found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    assert (found[1]["step"], found[1]["group"], found[1]["names"]) == (2, "output", ["layers.0"])
+    assert "Rank 1 failed" in found[0]["message"]
+
+
+def test_only_the_ranks_that_are_named_record(folder):
+    """One that ends with an error has written what it met before."""
+    files = [folder / "faulty" / "fit-000" / f"rank-{rank}.jsonl" for rank in (0, 1)]
+    assert [file.read_text().count('"kind":"probes"') for file in files] == [0, 3]

@@ -1,0 +1,272 @@
+"""Checkpoints as users save, copy, damage and load them."""
+
+from functools import partial
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from resuming import Fits, agree, evidence, stream
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import D9mError, DeterminismCallback
+from lightning_d9m.errors import CheckpointError, InexactResumeError
+from lightning_d9m.ledger.resumed_runs import find_breaks
+from lightning_d9m.lightning.resume.checkpoint_io import KEY
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    return Fits(tmp_path, new_process)
+
+
+def test_a_checkpoint_loads_without_pickled_objects_and_adds_little(fits):
+    fits.interrupt()
+    checkpoint = torch.load(fits.checkpoint, weights_only=True)
+    added = fits.folder / "added.pt"
+    torch.save(checkpoint[KEY], added)
+    assert added.stat().st_size < 100 * 1024
+
+
+WORKERS = [partial(make_loader, num_workers=2, persistent_workers=keep) for keep in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [[WORKERS[0], WORKERS[1], make_loader], [make_loader, make_loader, WORKERS[1]]],
+    ids=["none at last", "none at first"],
+)
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_run_is_resumed_with_another_number_of_workers(fits, loaders, per_sample):
+    words = {"words": {"per_sample_rng": per_sample}}
+    straight = fits.fit(loader=loaders[0], **words)
+    fits.interrupt(loader=loaders[1], **words)
+    agree(straight, fits.resume(loader=loaders[2], **words))
+
+
+def test_a_run_is_resumed_twice(fits):
+    straight = fits.fit()
+    fits.interrupt(at={"epoch": 0, "batch": 3})
+    first = fits.checkpoint.rename(fits.folder / "first.ckpt")
+    fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
+    last = fits.resume()
+    breaks = find_breaks(last / "rank-0.jsonl")
+    assert [(b.epoch, b.batch, b.problem) for b in breaks] == [(0, 3, None), (1, 4, None)]
+    assert evidence(last) == evidence(straight)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+def test_checkpoints_of_lightnings_own_are_resumed(fits):
+    """Two in one step, one of them the last, while the run goes on and is killed later."""
+
+    def savers():
+        words = {
+            "dirpath": fits.folder / "saved",
+            "save_top_k": -1,
+            "enable_version_counter": False,
+        }
+        return [
+            ModelCheckpoint(**words, filename="steps-{step}", every_n_train_steps=2),
+            ModelCheckpoint(**words, filename="epochs-{epoch}", save_last=True),
+        ]
+
+    words = {"enable_checkpointing": True, "callbacks": savers}
+    straight = fits.fit(**words)
+    names = sorted(path.name for path in (fits.folder / "saved").glob("*.ckpt"))
+    assert {"last.ckpt", "steps-step=6.ckpt", "epochs-epoch=1.ckpt"} <= set(names)
+    for name in ("steps-step=4.ckpt", "steps-step=12.ckpt", "epochs-epoch=1.ckpt"):
+        agree(straight, fits.fit(**words, resume=fits.folder / "saved" / name))
+
+
+def test_training_that_had_ended_goes_on(fits):
+    straight = fits.fit(max_epochs=3)
+    fits.fit(max_epochs=2)
+    fits.trainer.save_checkpoint(fits.checkpoint)
+    agree(straight, fits.resume(max_epochs=3))
+
+
+def test_a_checkpoint_is_loaded_for_a_test_alone(fits):
+    fits.interrupt()
+    callback = DeterminismCallback(seed=9, ledger_dir=fits.folder)
+    trainer = L.Trainer(**QUIET, callbacks=[callback], default_root_dir=fits.folder)
+    trainer.test(make_model(), make_loader(shuffle=False), ckpt_path=fits.checkpoint)
+    trainer.save_checkpoint(fits.folder / "tested.ckpt")
+    assert KEY not in torch.load(fits.folder / "tested.ckpt", weights_only=True)
+
+
+def test_a_run_without_the_callback_reads_it_too(fits):
+    fits.interrupt(at={"hook": "on_train_epoch_end"})
+    trainer = L.Trainer(**QUIET, max_epochs=3, default_root_dir=fits.folder)
+    trainer.fit(make_model(), make_loader(), make_loader(shuffle=False), ckpt_path=fits.checkpoint)
+    assert trainer.current_epoch == 3
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+def test_a_checkpoint_of_an_exception_is_resumed(fits):
+    """Lightning saves it when our callback has given everything back."""
+
+    class Ended(L.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 8:
+                trainer._signal_connector.received_sigterm = True
+
+    saver = ModelCheckpoint(fits.folder / "saved", save_on_exception=True, filename="ended")
+    straight = fits.fit()
+    with pytest.raises(SIGTERMException):
+        fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
+    agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+def test_a_checkpoint_of_half_a_batch_is_refused(fits):
+    """It is saved where a training step fails, or is interrupted by Ctrl-C."""
+
+    def step(self, batch, batch_idx):
+        if self.trainer.global_step == 8:
+            raise ZeroDivisionError
+        return self.layers(batch[0]).square().mean()
+
+    saver = ModelCheckpoint(fits.folder / "saved", save_on_exception=True, filename="ended")
+    model = partial(make_model, training_step=step)
+    with pytest.raises(ZeroDivisionError):
+        fits.fit(model=model, extra=[saver], enable_checkpointing=True)
+    with pytest.raises(InexactResumeError, match="saved while batch 2 of epoch 1 was trained"):
+        fits.fit(model=model, resume=fits.folder / "saved" / "ended.ckpt")
+
+
+def flip(path, at, bit=1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)
+
+
+class TestDamage:
+    """A checkpoint that is not what was saved is refused, and the tensor is named."""
+
+    @pytest.fixture
+    def checkpoint(self, fits):
+        fits.interrupt()
+        return fits.checkpoint
+
+    def refuse(self, fits, message):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            fits.resume()
+        return caught.value
+
+    def test_a_flipped_bit_in_a_weight(self, fits, checkpoint):
+        weight = torch.load(checkpoint, weights_only=True)["state_dict"]["layers.4.weight"]
+        flip(checkpoint, checkpoint.read_bytes().index(weight.numpy().tobytes()) + 10)
+        error = self.refuse(fits, r"1 tensor holds other bytes .*state_dict\.layers\.4\.weight")
+        assert error.names == ("state_dict.layers.4.weight",)
+
+    def test_a_flipped_bit_in_the_state_of_an_optimizer(self, fits, checkpoint):
+        state = torch.load(checkpoint, weights_only=True)["optimizer_states"][0]["state"]
+        flip(checkpoint, checkpoint.read_bytes().index(state[0]["exp_avg"].numpy().tobytes()))
+        self.refuse(fits, r"optimizer_states\.0\.state\.0\.exp_avg")
+
+    def test_a_flipped_bit_in_what_describes_the_rest(self, fits, checkpoint):
+        flip(checkpoint, checkpoint.read_bytes().index(b"layers.4.weight"), bit=32)
+        self.refuse(fits, "is damaged")
+
+    @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99])
+    def test_a_file_that_is_cut_short(self, fits, checkpoint, kept):
+        data = checkpoint.read_bytes()
+        checkpoint.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
+        self.refuse(fits, "is damaged: it is cut short")
+
+    def test_swapped_weights_and_other_numbers(self, fits, checkpoint):
+        content = torch.load(checkpoint, weights_only=True)
+        weights = content["state_dict"]
+        norm = "layers.1.weight", "layers.1.bias"
+        weights[norm[0]], weights[norm[1]] = (weights[name] for name in norm[::-1])
+        torch.save(content, checkpoint)
+        error = self.refuse(fits, "2 tensors hold other bytes")
+        assert error.names == tuple(f"state_dict.{name}" for name in norm)
+
+    def test_the_weights_of_another_checkpoint(self, fits, checkpoint):
+        content = torch.load(checkpoint, weights_only=True)
+        fits.interrupt(at={"batch": 3})
+        other = torch.load(checkpoint, weights_only=True)["state_dict"]
+        torch.save({**content, "state_dict": other}, checkpoint)
+        error = self.refuse(fits, r"tensors hold other bytes .*state_dict\.layers\.0\.weight")
+        assert all(name.startswith("state_dict.") for name in error.names)
+
+    def test_another_number(self, fits, checkpoint):
+        content = torch.load(checkpoint, weights_only=True)
+        content["optimizer_states"][0]["param_groups"][0]["lr"] *= 2
+        torch.save(content, checkpoint)
+        self.refuse(fits, "numbers or texts in it are not those that were saved")
+
+    def test_a_test_refuses_it_too(self, fits, checkpoint):
+        flip(checkpoint, len(checkpoint.read_bytes()) // 2)
+        checkpoint.write_bytes(checkpoint.read_bytes()[:-50])
+        trainer = L.Trainer(
+            **QUIET, callbacks=[DeterminismCallback(ledger_dir=fits.folder)], max_epochs=1
+        )
+        with pytest.raises(CheckpointError, match="is damaged"):
+            trainer.test(make_model(), make_loader(shuffle=False), ckpt_path=checkpoint)
+
+
+def test_what_others_change_in_a_checkpoint_is_no_damage(fits):
+    def halve(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        weights["layers.0.bias"] = weights["layers.0.bias"].double()
+
+    words = {"model": partial(make_model, on_save_checkpoint=halve)}
+    fits.interrupt(**words)
+    fits.resume(**words)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning")
+class TestStream:
+    """An iterable dataset is exact between epochs, and said not to be within one."""
+
+    def test_between_epochs(self, fits):
+        straight = fits.fit(loader=stream)
+        fits.interrupt(loader=stream, at={"hook": "on_train_epoch_end"})
+        agree(straight, fits.resume(loader=stream))
+
+    def test_within_an_epoch(self, fits):
+        def step(self, batch, batch_idx):
+            raise AssertionError("it is said before anything is trained")
+
+        fits.interrupt(loader=stream)
+        with pytest.raises(InexactResumeError, match=r"Numbers gives .* StatefulDataLoader"):
+            fits.resume(loader=stream, model=partial(make_model, training_step=step))
+
+    @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+    def test_a_break_is_recorded_where_the_user_goes_on(self, fits):
+        fits.interrupt(loader=stream)
+        words = {"on_inexact_resume": "warn"}
+        with pytest.warns(UserWarning, match="with a break that the ledger records"):
+            folder = fits.resume(loader=stream, words=words)
+        (found,) = find_breaks(folder / "rank-0.jsonl")
+        assert "Numbers" in found.inexact[0]
+
+
+def adam_with_rate(self):
+    return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def make_model_with_rate():
+    model = make_model(configure_optimizers=adam_with_rate)
+    model.lr = 0.01
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice to a search that is this short
+def test_a_search_for_the_learning_rate_is_no_resume(fits):
+    """It saves a checkpoint before training begins, and loads that again."""
+    words = {"model": make_model_with_rate, "max_epochs": 1}
+    search = [LearningRateFinder(num_training_steps=5, early_stop_threshold=None)]
+    folder = fits.fit(**words, extra=search)
+    assert find_breaks(folder / "rank-0.jsonl") == ()
+    assert {("initial", 0), ("epoch", 0), ("final", 0)} <= set(evidence(folder))
+
+
+def test_a_wrong_policy_is_refused():
+    with pytest.raises(D9mError, match="on_inexact_resume is 'ignore'"):
+        DeterminismCallback(on_inexact_resume="ignore")

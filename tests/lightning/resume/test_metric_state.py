@@ -1,0 +1,153 @@
+"""Metrics of torchmetrics go on where they were: of every kind, or it is said that they cannot."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+from resuming import Fits, agree
+from torch import nn
+from torchmetrics import CatMetric, MetricTracker, MinMaxMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import Running
+from trainings import make_model
+
+from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.lightning.resume import metric_state
+from lightning_d9m.lightning.resume.checkpoint_io import KEY
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    return Fits(tmp_path, new_process)
+
+
+def step(self, batch, batch_idx):
+    outputs = self.layers(batch[0])
+    loss = nn.functional.cross_entropy(outputs, batch[1])
+    self.metric(loss)
+    self.log("measured", self.metric, on_step=True, on_epoch=True)
+    return loss
+
+
+def step_by_hand(self, batch, batch_idx):
+    loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+    self.metric.update(loss)
+    return loss
+
+
+def log_by_hand(self):
+    metric_state = self.metric.compute()
+    parts = metric_state if isinstance(metric_state, dict) else {"measured": metric_state}
+    self.log_dict({name: torch.as_tensor(part).float().sum() for name, part in parts.items()})
+
+
+def reset_best(self):
+    """Forget what the sanity check left, as templates do."""
+    self.best.reset()
+
+
+def validate(self, batch, batch_idx):
+    self.measured(self.layers(batch[0]), batch[1])
+    self.log("validated", self.measured)
+
+
+def remember_best(self):
+    self.best.update(self.measured.compute())
+    self.log("best", self.best.compute())
+
+
+def with_metric(make, **methods):
+    model = make_model(**methods)
+    model.metric = make()
+    return model
+
+
+def with_best():
+    model = make_model(
+        validation_step=validate,
+        on_validation_epoch_end=remember_best,
+        on_train_start=reset_best,
+    )
+    model.measured, model.best = MulticlassAccuracy(10), SumMetric()
+    return model
+
+
+BY_HAND = {"training_step": step_by_hand, "on_train_epoch_end": log_by_hand}
+KINDS = {
+    "a list": partial(with_metric, CatMetric, **BY_HAND),
+    "extremes of another": partial(with_metric, lambda: MinMaxMetric(SumMetric()), **BY_HAND),
+    "the last few batches": partial(
+        with_metric, lambda: Running(SumMetric(), 4), training_step=step
+    ),
+    "one that is reset when training starts": with_best,
+}
+
+
+@pytest.mark.parametrize("model", KINDS.values(), ids=KINDS.keys())
+def test_metrics_of_each_kind_go_on(fits, model):
+    run = {"model": model, "max_epochs": 2}
+    straight = fits.fit(**run)
+    for place in ({"batch": 4}, {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}):
+        fits.interrupt(**run, at=place)
+        agree(straight, fits.resume(**run))
+
+
+def test_a_metric_that_is_too_large_is_left_out_and_named(fits, monkeypatch):
+    monkeypatch.setattr(metric_state, "LIMIT", 16)
+    run = {"model": partial(with_metric, CatMetric, **BY_HAND), "max_epochs": 2}
+    fits.interrupt(**run, at={"batch": 5})
+    checkpoint = torch.load(fits.checkpoint, weights_only=True)
+    assert checkpoint[KEY]["ranks"][0]["measured"]["states"] == {}
+    message = r"no states of the metric model\.metric, of \d+ bytes, where 16 are kept"
+    with pytest.raises(InexactResumeError, match=message):
+        fits.resume(**run)
+
+
+def trainer_of(metric):
+    return SimpleNamespace(lightning_module=nn.ModuleList([metric]), callbacks=[])
+
+
+def test_a_metric_that_keeps_what_is_no_plain_value_is_left_out():
+    metric = CatMetric()
+    metric.value.append(torch.device("cpu"))
+    left_out = metric_state.capture_metrics(trainer_of(metric), []).left_out
+    assert left_out == {"model.0": "of which a part cannot be saved: device is no plain value"}
+
+
+def test_a_metric_that_is_made_in_training_is_missed(fits):
+    def add(self):
+        self.metric.increment()
+
+    methods = {"training_step": step_by_hand, "on_train_epoch_start": add}
+    run = {
+        "model": partial(with_metric, lambda: MetricTracker(SumMetric(), maximize=True), **methods)
+    }
+    fits.interrupt(**run, at={"batch": 2})
+    with pytest.raises(InexactResumeError, match=r"not here, or the reverse: .*model\.metric\.1"):
+        fits.resume(**run)
+
+
+def test_what_is_configured_is_not_overwritten():
+    metric = MulticlassAccuracy(10, top_k=1)
+    metric.update(torch.eye(10), torch.arange(10))
+    kept = metric_state.capture_metrics(trainer_of(metric), [])
+    other = MulticlassAccuracy(10, top_k=2)
+    metric_state.restore_metrics(trainer_of(other), kept)
+    assert other.top_k == 2
+    assert other.tp.sum() == 10
+    other.update(torch.eye(10), torch.arange(10))
+    assert kept.states["model.0"]["tp"].sum() == 10
+
+
+class Same(L.Callback):
+    """A callback that may be there twice."""
+
+
+def test_callbacks_are_named_by_their_class():
+    same = [Same(), Same()]
+    named = metric_state.name_callbacks([same[0], L.Callback(), same[1]])
+    assert list(named) == ["callbacks.Same", "callbacks.Callback", "callbacks.Same#1"]

@@ -1,0 +1,241 @@
+"""A run that is interrupted anywhere and resumed ends at the bits of the uninterrupted one."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.utilities import CombinedLoader
+from resuming import Fits, OwnOrder, agree, evidence
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+from trainings import NoisyDigits, make_loader, make_model
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    return Fits(tmp_path, new_process)
+
+
+PLACES = {
+    "in the middle of an epoch": {"batch": 2},
+    "in the first batch": {"batch": 1, "epoch": 0},
+    "after the last batch of an epoch": {"batch": 6},
+    "at the end of a validation": {"hook": "on_validation_end", "batch": 6},
+    "within a validation": {"hook": "on_validation_batch_end", "batch": 6},
+    "at the end of a validation in the middle of an epoch": {
+        "hook": "on_validation_end",
+        "words": {"val_check_interval": 2},
+    },
+    "within a validation in the middle of an epoch": {
+        "hook": "on_validation_batch_end",
+        "words": {"val_check_interval": 2},
+    },
+    "at the end of an epoch": {"hook": "on_train_epoch_end", "batch": 6},
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+class TestPlaces:
+    """A checkpoint at each place."""
+
+    @pytest.mark.parametrize("words", [{}, {"limit_val_batches": 0}], ids=["validated", "not"])
+    def test_ends_at_the_same_bits(self, fits, place, words):
+        if "validation" in place.get("hook", "") and words:
+            return  # there is none to be interrupted
+        words = place.get("words", words)
+        place = {name: value for name, value in place.items() if name != "words"}
+        straight = fits.fit(**words)
+        fits.interrupt(at=place, **words)
+        agree(straight, fits.resume(**words))
+
+
+class DrawnBatches:
+    """A batch sampler of the user's, which draws as it goes."""
+
+    def __iter__(self):
+        for _ in range(6):
+            yield [int(index) for index in np.random.choice(96, 16)]
+
+    def __len__(self):
+        return 6
+
+
+def drawn_batches(sampler=DrawnBatches, **words):
+    return DataLoader(NoisyDigits(), batch_sampler=sampler(), **words)
+
+
+def shards():
+    """Return the loader of the second of two ranks."""
+    data = NoisyDigits(192)
+    return DataLoader(data, batch_size=16, sampler=DistributedSampler(data, 2, 1))
+
+
+def two_loaders(mode="max_size_cycle", **words):
+    longer, shorter = make_loader(**words), make_loader(size=64, **words)
+    return CombinedLoader([longer, shorter], mode)
+
+
+def step_on_two(self, batch, batch_idx):
+    (images, classes), other = batch
+    if other is not None:  # the shorter one's end, where it is not begun anew
+        images = images + 0.1 * other[0]
+    loss = nn.functional.cross_entropy(self.layers(images), classes)
+    self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=16)
+    return loss
+
+
+def logging_step(self, batch, batch_idx):
+    loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+    self.log("train_loss", loss, on_step=True, on_epoch=True)
+    self.log("greatest", loss, reduce_fx="max", on_epoch=True, on_step=False)
+    return loss
+
+
+def adamw(self):
+    optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def plateau(self):
+    optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+    }
+
+
+class Reloaded(LightningDataModule):
+    """Gives new loaders whenever it is asked."""
+
+    workers = 0
+
+    def train_dataloader(self):
+        return make_loader(num_workers=self.workers)
+
+    def val_dataloader(self):
+        return make_loader(shuffle=False)
+
+
+class ReloadedWithWorkers(Reloaded):
+    workers = 2
+
+
+def with_generators():
+    """Return a model whose noise comes from generators of its own."""
+
+    def step(self, batch, batch_idx):
+        noise = torch.rand(64, generator=self.noise) + self.numpy_noise.random()
+        noise = noise + self.legacy.rand() + self.python.random()
+        loss = nn.functional.cross_entropy(self.layers(batch[0] + 0.01 * noise), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    model = make_model(training_step=step)
+    model.noise = torch.Generator().manual_seed(3)
+    model.numpy_noise = np.random.default_rng(4)
+    model.legacy = np.random.RandomState(5)
+    model.python = random.Random(6)
+    return model
+
+
+def swa():
+    return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
+
+
+def ema():
+    return [EMAWeightAveraging(decay=0.9)]
+
+
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+RUNS = {
+    "workers": {"loader": partial(make_loader, num_workers=2)},
+    "persistent workers": {"loader": partial(make_loader, **PERSISTENT)},
+    "a seed for each sample": {
+        "loader": partial(make_loader, **PERSISTENT),
+        "words": {"per_sample_rng": True},
+    },
+    "accumulation": {"accumulate_grad_batches": 4},
+    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "AdamW with a scheduler": {"model": partial(make_model, configure_optimizers=adamw)},
+    "a scheduler that waits for metrics": {
+        "model": partial(make_model, configure_optimizers=plateau)
+    },
+    "bf16": {"precision": "bf16-mixed"},
+    "averaged weights": {"callbacks": swa},
+    "exponentially averaged weights": {"callbacks": ema},
+    "batches of the user's": {"loader": drawn_batches},
+    "two loaders": {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)},
+    "means of what is logged": {"model": partial(make_model, training_step=logging_step)},
+    "a datamodule that reloads": {
+        "datamodule": Reloaded,
+        "reload_dataloaders_every_n_epochs": 2,
+    },
+    "generators of the model's": {"model": with_generators},
+    "validation within the epoch": {"val_check_interval": 2},
+    "a limit of batches": {"limit_train_batches": 5, "limit_val_batches": 2},
+    "a limit of steps": {"max_steps": 15, "max_epochs": -1},
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+class TestRuns:
+    """Runs of each kind, interrupted in the middle of an epoch and between two."""
+
+    @pytest.mark.filterwarnings("ignore:Found 1 module:UserWarning")
+    def test_that_is_interrupted_anywhere(self, fits, run):
+        straight = fits.fit(**run)
+        for place in ({"batch": 3}, {"batch": 5}, {"hook": "on_train_epoch_end"}):
+            fits.interrupt(**run, at=place)
+            agree(straight, fits.resume(**run))
+
+
+ON_TWO = {"model": partial(make_model, training_step=step_on_two)}
+LOADERS = {
+    "a distributed sampler": ({"loader": shards}, 3),
+    "batches of the user's from workers": (
+        {"loader": partial(drawn_batches, num_workers=2)},
+        2,
+    ),
+    "batches of a generator of the user's from workers": (
+        {"loader": partial(drawn_batches, OwnOrder, **PERSISTENT)},
+        3,
+    ),
+    "two loaders to the end of the shorter": (
+        ON_TWO | {"loader": partial(two_loaders, "min_size", num_workers=1)},
+        3,
+    ),
+    "two loaders, after the end of the shorter": (
+        ON_TWO | {"loader": partial(two_loaders, "max_size")},
+        5,
+    ),
+    "a datamodule that reloads each epoch, without workers": (
+        {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 1},
+        4,
+    ),
+    "a datamodule that reloads each epoch": (
+        {"datamodule": ReloadedWithWorkers, "reload_dataloaders_every_n_epochs": 1},
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "batch"), LOADERS.values(), ids=LOADERS.keys())
+def test_loaders_of_each_kind_go_on_in_the_middle_of_an_epoch(fits, run, batch):
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"batch": batch})
+    agree(straight, fits.resume(**run))
+
+
+def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fits):
+    """Lightning iterates them twice, and workers take batches of the first time too."""
+    words = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    straight = fits.fit(datamodule=Reloaded, **words)
+    assert evidence(fits.fit(datamodule=ReloadedWithWorkers, **words)) == evidence(straight)

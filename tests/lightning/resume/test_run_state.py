@@ -1,0 +1,394 @@
+"""Each piece of what a checkpoint holds matters: without it, the bits are others, or it is said."""
+
+import random
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from resuming import DrawingCollate, DrawingDigits, Fits, OwnOrder, agree, evidence
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+from trainings import NoisyDigits, make_model
+
+from lightning_d9m import D9mError
+from lightning_d9m.control import seeding, session
+from lightning_d9m.control.generators import capture_generators, encode_rng
+from lightning_d9m.control.seeding import capture_rng
+from lightning_d9m.ledger.resumed_runs import find_breaks
+from lightning_d9m.lightning.resume.checkpoint_io import KEY
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+class DrawingCallback(L.Callback):
+    """A callback with a generator and a metric of its own."""
+
+    def __init__(self):
+        self.rng = np.random.RandomState(13)
+        self.sum = SumMetric()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        drawn = 0.01 * self.rng.rand()
+        self.sum.update(drawn)
+        batch[0].add_(drawn)
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("drawn", self.sum.compute())
+
+
+class Total(Metric):
+    """Adds up numbers, or their sizes."""
+
+    def __init__(self, *, sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, number):
+        self.total += abs(number) if self.sizes else number
+
+    def compute(self):
+        return self.total
+
+
+def own_order():
+    return DataLoader(DrawingDigits(), batch_sampler=OwnOrder(), collate_fn=DrawingCollate())
+
+
+class Device:
+    """Stands for an accelerator: a generator that is none of the CPU's."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def get_rng_state_all(self):
+        return [self.generator.get_state()]
+
+    def set_rng_state_all(self, states):
+        self.generator.set_state(states[0])
+
+
+DEVICE = Device()
+
+
+def drawing_step(self, batch, batch_idx):
+    """Draw from every kind of generator, and measure in every way, as user code does."""
+    noise = random.random() + float(np.random.rand()) + torch.rand(64) + self.own.random()
+    noise = noise + torch.rand(64, generator=self.noise) + self.numpy.random() + self.legacy.rand()
+    if self.on_device:
+        noise = noise + torch.rand(64, generator=DEVICE.generator)
+    outputs = self.layers(batch[0] + 0.01 * noise)
+    loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+    self.log("train_loss", loss, on_step=True, on_epoch=True)
+    self.accuracy(outputs, batch[1])
+    self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+    if batch_idx < 3:
+        self.early(loss)
+        self.log("early", self.early, on_step=False, on_epoch=True)
+    self.whole.update(loss)
+    # Alike in the first batch, so that torchmetrics takes them for one ever after.
+    self.pair.update(1.0 if self.global_step == 0 else -1.0)
+    return loss
+
+
+def log_measured(self):
+    """Log what the module measures by itself: over the epoch, and over the whole training."""
+    self.log("whole", self.whole.compute())
+    self.log_dict(self.pair.compute())
+    self.log("seen", float(self.seen.compute()))
+    self.pair.reset()
+
+
+def measuring_validation(self, batch, batch_idx):
+    outputs = self.layers(batch[0])
+    self.seen.update(1)
+    self.validated(outputs, batch[1])
+    self.log("validated", self.validated)
+    loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+    self.log("val_loss", loss)
+    if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+        self.log("earlier_loss", loss)
+
+
+def make_drawing_model(*, on_device=False):
+    model = make_model(
+        training_step=drawing_step,
+        validation_step=measuring_validation,
+        on_train_epoch_end=log_measured,
+    )
+    model.on_device = on_device
+    DEVICE.generator.manual_seed(2)
+    model.own = random.Random(6)
+    model.noise = torch.Generator().manual_seed(3)
+    model.numpy = np.random.default_rng(4)
+    model.legacy = np.random.RandomState(5)
+    model.accuracy, model.validated = MulticlassAccuracy(10), MulticlassAccuracy(10)
+    model.early, model.whole, model.seen = MeanMetric(), SumMetric(), SumMetric()
+    model.pair = MetricCollection({"numbers": Total(sizes=False), "sizes": Total(sizes=True)})
+    return model
+
+
+RUN = {
+    "loader": own_order,
+    "model": make_drawing_model,
+    "callbacks": lambda: [DrawingCallback()],
+    "validate": lambda: DataLoader(DrawingDigits(), batch_size=16),
+    "accumulate_grad_batches": 2,
+    "val_check_interval": 3,
+    "max_epochs": 2,
+}
+ON_DEVICE = RUN | {"model": lambda: make_drawing_model(on_device=True)}
+OTHER = torch.Generator().manual_seed(1).get_state()
+
+
+NUMPY = encode_rng(capture_rng())["numpy"]["state"]
+PYTHON = {
+    "version": 3,
+    "words": torch.cat([torch.arange(1, 625), torch.tensor([624])]),
+    "gauss": None,
+}
+
+
+def change(rank, path, value):
+    """Put another value into a nested dict."""
+    *above, last = path
+    for name in above:
+        rank = rank[name]
+    if value is None:
+        del rank[last]
+    else:
+        rank[last] = value(rank[last])
+
+
+GENERATORS = {
+    "model.own": random.Random(1),
+    "model.noise": torch.Generator().manual_seed(1),
+    "model.numpy": np.random.default_rng(1),
+    "model.legacy": np.random.RandomState(1),
+    "callbacks.DrawingCallback.rng": np.random.RandomState(1),
+    "train.0.dataset.rng": np.random.default_rng(1),
+    "train.0.collate_fn.rng": random.Random(1),
+    "validate.0.dataset.rng": np.random.default_rng(1),
+}
+METRICS = [
+    "model.accuracy",
+    "model.early",
+    "model.whole",
+    "model.seen",
+    "model.pair",
+    "model.pair.numbers",
+    "callbacks.DrawingCallback.sum",
+]
+
+
+def another(name):
+    """Return the state of a generator of the same kind."""
+    return lambda old: capture_generators({"other": GENERATORS[name]})["other"]
+
+
+# What is left out or changed, for each piece that a rank saves.
+PIECES = {
+    "Python's generator": (["rng", "python"], lambda old: PYTHON),
+    "NumPy's generator": (["rng", "numpy"], lambda old: old | {"state": NUMPY}),
+    "torch's generator": (["rng", "torch"], lambda old: OTHER),
+    "a device's generator": (["rng", "devices"], lambda old: {}),
+    "all generators of the process": (["rng"], None),
+    **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
+    **{f"the metric {name}": (["measured", "states", name], None) for name in METRICS},
+    "that a metric was logged": (["results", "training_step.early"], None),
+    "generators that a sampler keeps": (["samplers"], lambda old: {}),
+    "gradients of micro-batches": (["gradients"], lambda old: {}),
+    "sums of what was logged": (["results", "training_step.train_loss"], None),
+    "metrics of an earlier validation": (["metrics"], lambda old: {}),
+    "evaluations that were not written yet": (["testimony", "evaluations"], lambda old: []),
+    "where its ledger stood": (["ledger"], lambda old: {}),
+}
+# What all ranks share.
+SHARED = {
+    "its epoch": (["place", "epoch"], lambda n: n - 1),
+    "its batch": (["place", "batch"], lambda n: n - 1),
+    "its moment": (["place", "moment"], lambda _: "epoch"),
+    "its step": (["place", "step"], lambda n: n - 1),
+    "which fit it is": (["fit"], lambda n: n + 1),
+}
+# What makes a resume inexact, and is said.
+REFUSED = {
+    "all of it": ([KEY], None, "holds no state of lightning_d9m"),
+    "an older format": ([KEY, "format"], lambda n: 1, "has format 1; this version reads 2"),
+    "another seed": ([KEY, "settings", "seed"], lambda n: 4, "saved with seed=4; now it is 3"),
+    "another world": ([KEY, "world_size"], lambda n: 2, "saved by 2 ranks; now there are 1"),
+    "half a batch": (
+        [KEY, "place", "moment"],
+        lambda n: "within",
+        "while batch 5 of epoch 1 was trained",
+    ),
+    "a generator": ([KEY, "ranks", 0, "generators", "model.own"], None, "here.*: model.own"),
+    "a metric": ([KEY, "ranks", 0, "measured", "paths", 0], None, "here.*: model.accuracy"),
+    "what it lacks": ([KEY, "ranks", 0, "lacks"], lambda old: ["A lack."], "- A lack."),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """Train once straight and once to the middle of an epoch, between two micro-batches."""
+    fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "simulated", DEVICE, raising=False)
+        patch.setattr(seeding, "_initialised_devices", lambda: [("simulated", DEVICE)])
+        straight = evidence(fits.fit(**ON_DEVICE))
+        fits.interrupt(**ON_DEVICE, at={"batch": 5})
+        yield fits, straight
+
+
+def resume(interrupted, edit):
+    """Resume from the checkpoint with its state edited; return whether the evidence is equal."""
+    fits, straight = interrupted
+    checkpoint = torch.load(fits.checkpoint, weights_only=True)
+    del checkpoint[KEY]["seal"]  # which would tell at once
+    edit(checkpoint)
+    path = fits.folder / "edited.ckpt"
+    torch.save(checkpoint, path)
+    folder = fits.fit(**ON_DEVICE, resume=path)
+    found = evidence(folder)
+    (place,) = find_breaks(folder / "rank-0.jsonl")
+    return (place.epoch, place.step, place.batch) == (1, 5, 5) and all(
+        found.get(key) == record for key, record in straight.items()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
+class TestPieces:
+    """A checkpoint that was saved between two micro-batches."""
+
+    def test_ends_at_the_same_bits_when_nothing_is_left_out(self, interrupted):
+        assert resume(interrupted, lambda checkpoint: None)
+
+    @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
+    def test_does_not_without(self, interrupted, piece):
+        path, value = piece
+        assert not resume(
+            interrupted, lambda checkpoint: change(checkpoint[KEY]["ranks"][0], path, value)
+        )
+
+    @pytest.mark.parametrize("piece", SHARED.values(), ids=SHARED.keys())
+    def test_does_not_without_what_all_ranks_share(self, interrupted, piece):
+        path, value = piece
+        assert not resume(interrupted, lambda checkpoint: change(checkpoint[KEY], path, value))
+
+    @pytest.mark.parametrize("piece", REFUSED.values(), ids=REFUSED.keys())
+    def test_says_what_cannot_be_exact(self, interrupted, piece):
+        path, value, message = piece
+        with pytest.raises(D9mError, match=message):
+            resume(interrupted, lambda checkpoint: change(checkpoint, path, value))
+
+    def test_a_changed_weight_is_trained_on_without_the_seal(self, interrupted):
+        def flip(checkpoint):
+            checkpoint["state_dict"]["layers.4.bias"].view(torch.uint8)[0] ^= 1
+
+        assert not resume(interrupted, flip)
+
+
+class Stages(L.LightningDataModule):
+    """Gives other data in every second epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(self.make_data(), batch_size=16, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.make_data(), batch_size=16)
+
+    def make_data(self):
+        return NoisyDigits(96 + 16 * (self.trainer.current_epoch // 2))
+
+
+def without(fits, name, value=None, **words):
+    """Resume with a piece of the rank's left out, and with all of them; return the evidence."""
+    whole = fits.resume(**words)
+    checkpoint = torch.load(fits.checkpoint, weights_only=True)
+    del checkpoint[KEY]["seal"]
+    rank = checkpoint[KEY]["ranks"][0]
+    *above, last = name
+    for part in above:
+        rank = rank[part]
+    rank[last] = value
+    torch.save(checkpoint, fits.checkpoint)
+    return evidence(whole), evidence(fits.resume(**words))
+
+
+@pytest.mark.parametrize("name", ["reload_epoch", "validation_reload_epoch"])
+def test_when_loaders_were_loaded_matters(tmp_path, new_process, name):
+    fits = Fits(tmp_path, new_process)
+    words = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
+    straight = evidence(fits.fit(**words))
+    fits.interrupt(**words, at={"epoch": 1})
+    whole, lacking = without(fits, [name], **words)
+    assert whole == straight
+    assert lacking != straight
+
+
+def test_the_last_loss_matters_at_the_end_of_an_epoch(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    straight = evidence(fits.fit(max_epochs=2))
+    fits.interrupt(max_epochs=2, at={"batch": 6})
+    whole, lacking = without(fits, ["testimony", "loss"], max_epochs=2)
+    assert whole == straight
+    assert lacking != straight
+
+
+def make_persistent_model():
+    """Return a model whose metrics Lightning saves in the weights: as they were, not reset yet."""
+    model = make_drawing_model()
+    model.accuracy.persistent(mode=True)
+    return model
+
+
+def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    words = RUN | {"model": make_persistent_model}
+    straight = evidence(fits.fit(**words))
+    fits.interrupt(**words, at={"hook": "on_train_epoch_end", "epoch": 0, "batch": 6})
+    whole, lacking = without(fits, ["measured", "reset"], [], **words)
+    assert whole == straight
+    assert lacking != straight
+
+
+ELSEWHERE = {
+    ("reload_epoch",): test_when_loaders_were_loaded_matters,
+    ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
+    ("testimony", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
+    ("measured", "reset"): test_which_metrics_are_reset_matters_between_epochs,
+    ("measured", "paths"): TestPieces.test_says_what_cannot_be_exact,
+    ("lacks",): TestPieces.test_says_what_cannot_be_exact,
+}
+
+
+def test_every_piece_is_tested(interrupted):
+    """A piece that is added to a checkpoint needs a test that fails without it."""
+    fits, _ = interrupted
+    state = torch.load(fits.checkpoint, weights_only=True)[KEY]
+    (rank,) = state.pop("ranks")
+    tested = {tuple(path[:2]) for path, _ in PIECES.values()}
+    pieces = set()
+    for name, value in rank.items():
+        inside = name in {"rng", "generators", "measured", "testimony"}
+        pieces |= {(name, part) for part in value} if inside else {(name,)}
+    tested |= {(path[0],) for path in tested}
+    assert pieces - tested == ELSEWHERE.keys()
+    assert all(rank[path[0]] for path in tested)
+    assert set(rank["generators"]) == set(GENERATORS)
+    # The collection's other metric shares the states of its first; one is reset by Lightning.
+    untested = {"model.pair.sizes", "model.validated"}
+    assert set(rank["measured"]["states"]) - set(METRICS) == untested
+    told = {"seed", "seal"}  # to people; and see the test of a changed weight
+    refused = {path[1] for path, *_ in REFUSED.values() if path[1:]}
+    assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
+
+
+def test_a_validation_that_is_done_again_draws_and_measures_the_same(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    straight = fits.fit(**RUN)
+    for hook in ("on_validation_batch_end", "on_validation_end"):
+        fits.interrupt(**RUN, at={"hook": hook, "batch": 3, "epoch": 0})
+        agree(straight, fits.resume(**RUN))

@@ -1,0 +1,64 @@
+"""Loaders of torchdata's, which know where they are, are resumed within an epoch."""
+
+from functools import partial
+
+import pytest
+from resuming import Fits, agree
+from torch.utils.data import IterableDataset, get_worker_info
+from trainings import NoisyDigits
+
+loaders = pytest.importorskip(
+    "torchdata.stateful_dataloader", reason="torchdata is not installed; `pip install torchdata`"
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("unseeded", "new_process"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's own
+]
+
+
+class Numbers(IterableDataset):
+    """A stream of samples that says how many it gave, shared out among the workers."""
+
+    given = 0
+    start = 0
+
+    def __len__(self):
+        return 96
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        self.given, self.start = self.start, 0
+        digits = NoisyDigits()
+        for index in range(first + self.given * step, 96, step):
+            self.given += 1
+            yield digits[index]
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.start = state["given"]
+
+
+def stream(**words):
+    return loaders.StatefulDataLoader(Numbers(), batch_size=16, **words)
+
+
+def mapped(**words):
+    return loaders.StatefulDataLoader(NoisyDigits(), batch_size=16, shuffle=True, **words)
+
+
+@pytest.mark.parametrize("kind", [stream, mapped])
+@pytest.mark.parametrize("words", [{}, {"num_workers": 2}], ids=["no workers", "workers"])
+def test_a_loader_that_knows_its_place_is_resumed_within_an_epoch(
+    tmp_path, new_process, kind, words
+):
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": partial(kind, **words)}
+    straight = fits.fit(**run)
+    for place in ({"batch": 3}, {"hook": "on_train_epoch_end"}):
+        fits.interrupt(**run, at=place)
+        agree(straight, fits.resume(**run))

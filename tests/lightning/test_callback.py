@@ -1,0 +1,469 @@
+"""``DeterminismCallback``: exact fits, a ledger for each, drift found, everything restored."""
+
+import importlib
+import os
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from trainings import QUIET, NoisyDigits, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, DriftError, ReferenceRefusedError, SettingError
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.control import session
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.records import Digests
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+class DrawingStream(IterableDataset):
+    """A stream of batches whose iterator draws as soon as it is made."""
+
+    def __iter__(self):
+        digits = NoisyDigits(4)
+        samples = [digits[index] for index in range(4)]
+        images, classes = zip(*samples, strict=True)
+        return iter([(torch.stack(images), torch.stack(classes))])
+
+
+def equal(first, second):
+    """Return whether two ledgers agree in everything that is compared."""
+    return compare_ledgers(first, second).equal
+
+
+class TestExactness:
+    """What training draws depends on the seed and the epoch alone."""
+
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_two_runs_agree_and_another_seed_does_not(self, fit, package):
+        first, second = fit(package=package), fit(package=package)
+        assert equal(first, second)
+        assert not equal(first, fit(package=package, seed=4))
+
+    def test_both_packages_give_the_same_bits(self, fit):
+        assert equal(*(fit(package=package) for package in PACKAGES))
+
+    def test_two_fits_in_one_process_differ_and_equal_their_counterparts(self, fit):
+        one = [fit(), fit(again=True)]
+        other = [fit(), fit(again=True)]
+        assert [equal(*pair) for pair in zip(one, other, strict=True)] == [True, True]
+        assert final_weights(one[0]) != final_weights(one[1])
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            {"trainer_num_sanity_val_steps": 0},
+            {"trainer_limit_val_batches": 0},
+            {"trainer_val_check_interval": 2},
+        ],
+        ids=["no sanity check", "no validation", "validation within the epoch"],
+    )
+    def test_validation_does_not_change_what_training_draws(self, fit, words):
+        assert final_weights(fit()) == final_weights(fit(**words))
+
+    @pytest.mark.parametrize("val_loader", ["stream", "plain iterable"])
+    def test_a_validation_that_draws_at_any_moment_changes_nothing(self, fit, val_loader):
+        """Iterators are made before the first hook, and the module's hooks come after ours."""
+
+        def draw(self):
+            torch.rand(3)
+
+        def val_dataloader(self):
+            torch.rand(5)
+            return (
+                DrawingStream()
+                if val_loader == "plain iterable"
+                else DataLoader(DrawingStream(), batch_size=None)
+            )
+
+        words = {"trainer_val_check_interval": 0.5, "trainer_num_sanity_val_steps": 0}
+        words["trainer_reload_dataloaders_every_n_epochs"] = 1
+        drawing = make_model(on_validation_end=draw, val_dataloader=val_dataloader)
+        without = fit(trainer_limit_val_batches=0)
+        assert final_weights(fit(model=drawing, validate=False, **words)) == final_weights(without)
+
+    def test_the_first_validation_is_the_same_with_and_without_a_sanity_check(self, fit):
+        def val_dataloader(self):
+            return make_loader(shuffle=False, sampler=RandomSampler(range(48)))
+
+        scalars = [
+            digests_of(
+                fit(
+                    model=make_model(val_dataloader=val_dataloader),
+                    validate=False,
+                    trainer_num_sanity_val_steps=steps,
+                )
+            )[1].scalars["val_loss"]
+            for steps in (0, 2)
+        ]
+        assert scalars[0] == scalars[1]
+
+    @pytest.mark.parametrize("disturb", [True, False])
+    def test_what_was_drawn_before_the_fit_does_not_matter(self, fit, disturb):
+        expected = final_weights(fit())
+        if disturb:
+            random.random(), np.random.rand(5), torch.rand(5)
+        assert final_weights(fit()) == expected
+
+    @pytest.mark.parametrize(
+        "workers", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+    )
+    def test_workers_draw_the_same_in_every_run(self, fit, workers):
+        first, second = (fit(loader=make_loader(**workers)) for _ in range(2))
+        assert equal(first, second)
+
+    def test_per_sample_rng_does_not_depend_on_the_number_of_workers(self, fit):
+        weights = {
+            final_weights(fit(per_sample_rng=True, loader=make_loader(**workers)))
+            for workers in (
+                {},
+                {"num_workers": 1},
+                {"num_workers": 2},
+                {"num_workers": 2, "persistent_workers": True},
+            )
+        }
+        assert len(weights) == 1
+
+
+def final_weights(ledger):
+    """Return the digest of all weights at the end."""
+    return ledger.outcome(0).final.totals["weights"]
+
+
+def digests_of(ledger):
+    """Return the digest records of the only rank."""
+    return [record for record in ledger.records(0) if isinstance(record, Digests)]
+
+
+class TestSeed:
+    """Where the seed comes from."""
+
+    def test_of_an_earlier_seed_everything(self, fit, monkeypatch):
+        monkeypatch.setenv("PL_GLOBAL_SEED", "11")
+        assert fit(seed=None).header.seed == 11
+
+    def test_of_an_active_session(self, fit, monkeypatch):
+        monkeypatch.setenv("PL_GLOBAL_SEED", "11")
+        with session.deterministic(seed=12):
+            assert fit(seed=None).header.seed == 12
+
+    def test_zero_where_nobody_chose(self, fit):
+        assert fit(seed=None).header.seed == 0
+
+    @pytest.mark.parametrize("text", ["twelve", "-1", "4294967296", "1.5"])
+    def test_a_variable_that_is_no_seed_is_named(self, fit, monkeypatch, text):
+        monkeypatch.setenv("PL_GLOBAL_SEED", text)
+        with pytest.raises(SettingError, match=f"PL_GLOBAL_SEED is '{text}'.*0 to 4294967295"):
+            fit(seed=None)
+
+    @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", True])
+    def test_a_bad_seed_is_one_clear_error(self, seed):
+        with pytest.raises(SettingError, match="4294967295"):
+            DeterminismCallback(seed=seed)
+
+
+class TestRestores:
+    """Nothing of the run is left behind (flags and variables are watched by a fixture)."""
+
+    def test_the_random_generators(self, fit):
+        loader, model = make_loader(), make_model()
+        expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        fit(loader=loader, model=model)
+        assert torch.equal(torch.get_rng_state(), expected[0])
+        assert random.getstate() == expected[1]
+        assert np.random.get_state()[1].tolist() == expected[2]
+
+    def test_the_users_loader(self, fit):
+        init = lambda worker: None  # noqa: E731
+        loader = make_loader(num_workers=1, worker_init_fn=init)
+        dataset, sampler = loader.dataset, loader.sampler
+        fit(loader=loader, per_sample_rng=True)
+        assert loader.dataset is dataset
+        assert loader.sampler is sampler
+        assert loader.worker_init_fn is init
+        assert loader.generator is None
+        assert sampler.generator is None
+
+    def test_after_an_exception(self, fit, tmp_path):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError("in user code")
+
+        with pytest.raises(ZeroDivisionError, match="in user code"):
+            fit(model=make_model(training_step=training_step))
+        assert session.active_session() is None
+        (folder,) = tmp_path.glob("fit-*")
+        end = read_ledger(folder).outcome(0).end
+        assert end.status == "failed"
+        assert "ZeroDivisionError: in user code" in end.error
+
+    def test_the_strategys_method(self, fit):
+        fit()
+        assert "process_dataloader" not in vars(fit.trainer.strategy)
+
+
+class TestLedger:
+    """Where it is, and what is in it."""
+
+    def test_is_under_the_log_directory_and_never_over_an_older_one(self, tmp_path, new_process):
+        for _ in range(2):
+            trainer = importlib.import_module("lightning.pytorch").Trainer(
+                max_epochs=1,
+                default_root_dir=tmp_path,
+                callbacks=[DeterminismCallback()],
+                **QUIET,
+            )
+            trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+        assert sorted(p.name for p in (tmp_path / "d9m").iterdir()) == ["fit-000", "fit-001"]
+
+    def test_a_metric_that_is_no_number_is_left_out(self, fit):
+        def on_train_epoch_end(self):
+            self.trainer.callback_metrics["vector"] = torch.ones(3)
+
+        ledger = fit(model=make_model(on_validation_end=on_train_epoch_end))
+        assert "vector" not in digests_of(ledger)[1].scalars
+        assert ledger.outcome(0).end.status == "finished"
+
+    def test_goes_beside_a_loggers_files(self, tmp_path):
+        lightning = importlib.import_module("lightning.pytorch")
+        logger = lightning.loggers.CSVLogger(tmp_path)
+        trainer = lightning.Trainer(
+            **(QUIET | {"logger": logger}), max_epochs=1, callbacks=[DeterminismCallback()]
+        )
+        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+        assert (tmp_path / "lightning_logs/version_0/d9m/fit-000/rank-0.jsonl").exists()
+
+    @pytest.mark.parametrize("words", [{"fast_dev_run": True}, {"barebones": True}])
+    @pytest.mark.filterwarnings("ignore:.*barebones")
+    def test_without_a_logger_it_is_under_the_root(self, tmp_path, monkeypatch, words):
+        monkeypatch.chdir(tmp_path)
+        trainer = importlib.import_module("lightning.pytorch").Trainer(
+            **words, accelerator="cpu", max_epochs=1, callbacks=[DeterminismCallback()]
+        )
+        trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+        assert (tmp_path / "d9m/fit-000/rank-0.jsonl").exists()
+
+    def test_the_variable_goes_before_the_setting(self, fit, tmp_path, monkeypatch):
+        monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path / "chosen"))
+        assert fit().path.parent == tmp_path / "chosen"
+
+    def test_holds_initial_epochs_and_final(self, fit):
+        ledger = fit()
+        assert [(d.moment, d.epoch, d.step) for d in digests_of(ledger)] == [
+            ("initial", 0, 0),
+            ("epoch", 0, 6),
+            ("epoch", 1, 12),
+            ("final", 1, 12),
+        ]
+        digests = digests_of(ledger)
+        assert set(digests[1].groups) == {"weights", "buffers", "optimizers", "schedulers"}
+        assert "layers.0.weight" in digests[1].groups["weights"]
+        assert "layers.1.running_mean" in digests[1].groups["buffers"]
+        assert "0.exp_avg.layers.0.weight" in digests[1].groups["optimizers"]
+        assert float.fromhex(digests[1].loss) > 0
+        assert {"train_loss", "val_loss"} <= set(digests[1].scalars)
+
+    def test_final_weights_are_those_that_averaging_leaves(self, fit):
+        lightning = importlib.import_module("lightning.pytorch")
+
+        def average():
+            model = make_model()
+            model.layers[1] = torch.nn.Identity()  # with statistics to update, an epoch is added
+            callback = lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+            return fit(model=model, trainer_callbacks=[callback], trainer_max_epochs=3)
+
+        ledger = average()
+        assert final_weights(ledger) != digests_of(ledger)[-2].totals["weights"]
+        assert equal(ledger, average())
+
+    def test_a_folder_that_cannot_be_made_is_named(self, fit, tmp_path):
+        (tmp_path / "file").write_text("")
+        from lightning_d9m import LedgerError
+
+        with pytest.raises(LedgerError, match="file/below"):
+            fit(ledger_dir=tmp_path / "file" / "below")
+
+
+class TestReference:
+    """A run is held against an earlier one."""
+
+    def test_an_equal_run_passes(self, fit):
+        assert fit(reference=fit().path).outcome(0).end.status == "finished"
+
+    def test_one_changed_bit_raises_and_is_named(self, fit):
+        reference = fit().path
+
+        def on_train_epoch_end(self):
+            if self.current_epoch == 1:
+                with torch.no_grad():
+                    self.layers[4].bias.view(torch.int32)[3] ^= 1
+
+        # The module's hook comes after the callback's: the final record is the first to see it.
+        with pytest.raises(DriftError) as caught:
+            fit(reference=reference, model=make_model(on_train_epoch_end=on_train_epoch_end))
+        error = caught.value
+        assert (error.moment, error.step, error.rank) == ("final", 12, 0)
+        assert (error.group, error.names, error.count) == ("weights", ("layers.4.bias",), 1)
+        assert "layers.4.bias" in str(error)
+
+    def test_other_data_order_raises_in_the_first_epoch(self, fit):
+        reference = fit().path
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.current_epoch == 0 and batch_idx == 0:
+                batch[0][[0, 1]] = batch[0][[1, 0]]
+                batch[1][[0, 1]] = batch[1][[1, 0]]
+
+        with pytest.raises(DriftError) as caught:
+            fit(reference=reference, model=make_model(on_train_batch_start=on_train_batch_start))
+        assert (caught.value.moment, caught.value.epoch) == ("epoch", 0)
+
+    def test_an_unseeded_worker_is_seeded_and_an_unseeded_sample_is_found(self, fit):
+        def unseeded(worker):
+            np.random.seed(int.from_bytes(os.urandom(4), "little"))
+
+        class Unseeded(NoisyDigits):
+            def __getitem__(self, index):
+                unseeded(0)
+                return super().__getitem__(index)
+
+        reference = fit(loader=make_loader(num_workers=1)).path
+        fit(reference=reference, loader=make_loader(num_workers=1, worker_init_fn=unseeded))
+        with pytest.raises(DriftError):
+            fit(reference=reference, loader=DataLoader(Unseeded(), 16, shuffle=True))
+
+    def test_other_initial_weights_are_named_as_such(self, fit):
+        reference = fit().path
+        model = make_model()
+        torch.nn.init.normal_(model.layers[0].weight)
+        with pytest.raises(DriftError, match="before the model is built") as caught:
+            fit(reference=reference, model=model)
+        assert (caught.value.moment, caught.value.names) == ("initial", ("layers.0.weight",))
+
+    def test_on_drift_warn_trains_to_the_end(self, fit):
+        reference = fit().path
+        model = make_model()
+        torch.nn.init.normal_(model.layers[0].weight)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ledger = fit(reference=reference, on_drift="warn", model=model)
+        assert ledger.outcome(0).end.status == "finished"
+        assert any("layers.0.weight" in str(w.message) for w in caught)
+
+    @pytest.mark.parametrize(
+        ("words", "field"),
+        [
+            ({"seed": 4}, "seed"),
+            ({"loader": "smaller"}, "dataset"),
+            ({"model": "wider"}, "model"),
+        ],
+    )
+    def test_another_experiment_is_refused(self, fit, words, field):
+        reference = fit().path
+        if "loader" in words:
+            words = {"loader": make_loader(size=80)}
+        if "model" in words:
+            model = make_model()
+            model.layers[0] = torch.nn.Linear(64, 32, bias=False)
+            words = {"model": model}
+        with pytest.raises(ReferenceRefusedError) as caught:
+            fit(reference=reference, **words)
+        assert caught.value.field == field
+
+    def test_another_stack_is_named_field_by_field(self, fit, monkeypatch):
+        from lightning_d9m import StackDifferenceError
+
+        reference = fit().path
+        monkeypatch.setenv("OMP_NUM_THREADS", "17")
+        with pytest.raises(StackDifferenceError, match="OMP_NUM_THREADS"):
+            fit(reference=reference)
+        assert (
+            fit(reference=reference, on_stack_difference="ignore").outcome(0).end.status
+            == "finished"
+        )
+
+
+class TestBadInput:
+    """One clear error each, before training starts."""
+
+    def test_two_callbacks(self, fit, tmp_path):
+        with pytest.raises(SettingError, match="2 DeterminismCallbacks"):
+            fit(trainer_callbacks=[DeterminismCallback()])
+
+    def test_benchmark(self, fit):
+        try:
+            with pytest.raises(SettingError, match=r"Remove Trainer\(benchmark=True\)"):
+                fit(trainer_benchmark=True)
+        finally:
+            torch.backends.cudnn.benchmark = False
+
+    @pytest.mark.parametrize("value", [False, "warn"])
+    def test_deterministic_of_the_trainer_is_reconciled(self, fit, value):
+        seen = []
+
+        def on_train_start(self):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            seen.append(torch.is_deterministic_algorithms_warn_only_enabled())
+
+        try:
+            fit(trainer_deterministic=value, model=make_model(on_train_start=on_train_start))
+        finally:
+            torch.use_deterministic_algorithms(False)
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        assert seen == [True, False]
+
+    def test_a_flag_switched_off_while_training_is_an_error(self, fit):
+        def on_train_batch_start(self, batch, batch_idx):
+            torch.use_deterministic_algorithms(False)
+
+        with pytest.raises(SettingError, match="deterministic"):
+            fit(model=make_model(on_train_batch_start=on_train_batch_start))
+
+    @pytest.mark.parametrize("name", ["on_drift", "on_stack_difference"])
+    def test_an_unknown_policy(self, name):
+        with pytest.raises(
+            SettingError, match=f"{name} is 'ignore it'; allowed: 'raise' or 'warn'"
+        ):
+            DeterminismCallback(**{name: "ignore it"})
+
+    def test_a_missing_reference(self, fit, tmp_path):
+        from lightning_d9m import LedgerError
+
+        with pytest.raises(LedgerError, match="nowhere"):
+            fit(reference=tmp_path / "nowhere")
+
+
+class TestEvaluation:
+    """Validate, test and predict are deterministic on their own, and leave ledgers of their own."""
+
+    @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+    def test_runs_agree(self, tmp_path, verb):
+        results = []
+        for _ in range(2):
+            trainer = importlib.import_module("lightning.pytorch").Trainer(
+                callbacks=[DeterminismCallback(seed=3)], default_root_dir=tmp_path, **QUIET
+            )
+            results.append(getattr(trainer, verb)(make_model(), make_loader(shuffle=False)))
+        assert torch.equal(flat(results[0]), flat(results[1]))
+        ledgers = [path.name for path in sorted((tmp_path / "d9m").iterdir())]
+        assert ledgers == [f"{verb}-000", f"{verb}-001"]
+
+
+def flat(result):
+    """Return the numbers of an evaluation, or the outputs of a prediction, as one tensor."""
+    if isinstance(result[0], torch.Tensor):
+        return torch.cat(result)
+    return torch.tensor(list(result[0].values()))
+
+
+def test_loggers_get_a_scalar(fit, tmp_path):
+    """Where something was compared, each logger gets the number of entries that differ."""
+    lightning = importlib.import_module("lightning.pytorch")
+    reference = fit().path
+    fit(reference=reference, trainer_logger=lightning.loggers.CSVLogger(tmp_path, "log", "v"))
+    assert "d9m/drift" in (tmp_path / "log/v/metrics.csv").read_text()

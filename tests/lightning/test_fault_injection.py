@@ -1,0 +1,118 @@
+"""Variables steer a fit: it is surveyed, killed at a place after a checkpoint, or resumed."""
+
+import json
+import signal
+
+import pytest
+import torch
+from trainings import make_loader
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.launch.interruption_points import EpochShape
+from lightning_d9m.lightning import fault_injection
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture(autouse=True)
+def killing(monkeypatch):
+    """Let a fit of this process be killed without ending the process."""
+
+    def kill(pid, number):
+        assert (pid, number) == (fault_injection.os.getpid(), signal.SIGKILL)
+        raise KilledError
+
+    monkeypatch.setattr(fault_injection.os, "kill", kill)
+
+
+@pytest.fixture
+def steered(fit, tmp_path, monkeypatch):
+    """Return a function that trains 2 epochs of 6 batches as the first fit of a process."""
+
+    def train(*, interrupt="", resume="", **words):
+        monkeypatch.setattr(fault_injection._State, "fits", 0)
+        monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
+        monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "steered"))
+        monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
+        return fit(**words)
+
+    (tmp_path / "steered").mkdir()
+    train.folder = tmp_path / "steered"
+    return train
+
+
+def test_a_survey_says_what_each_epoch_consists_of_and_changes_no_bit(steered):
+    words = {"trainer_accumulate_grad_batches": 2, "trainer_val_check_interval": 3}
+    surveyed = steered(interrupt="survey", **words)
+    epochs = [EpochShape(**entry) for entry in json.loads((steered.folder / "survey").read_text())]
+    assert epochs == [EpochShape(0, 6, 2, 12), EpochShape(1, 6, 2, 12)]
+    assert surveyed.outcome(0).final == steered(**words).outcome(0).final
+
+
+# Place; then what the checkpoint says of it: trained batches in all, batches of the epoch.
+PLACES = [
+    ("epoch:0", 6, None),
+    ("batch:1:2", 8, 2),
+    ("batch:1:3", 9, 3),
+    ("validation:0:4", 6, 6),
+    ("validated:1", 12, 6),
+]
+
+
+@pytest.mark.parametrize(("place", "batches", "within"), PLACES)
+def test_a_fit_is_killed_at_its_place_after_a_checkpoint(steered, place, batches, within):
+    with pytest.raises(KilledError):
+        steered(interrupt=place, trainer_accumulate_grad_batches=2)
+    assert (steered.folder / "killed").read_text() == place
+    checkpoint = torch.load(steered.folder / "interrupted.ckpt", weights_only=True)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert progress["total"]["processed"] == batches
+    if within is not None:
+        assert progress["current"]["processed"] == within
+
+
+def test_a_fit_may_be_killed_some_batches_after_the_checkpoint(steered, fit):
+    with pytest.raises(KilledError):
+        steered(interrupt="batch:0:2+7")
+    checkpoint = torch.load(steered.folder / "interrupted.ckpt", weights_only=True)
+    loops = checkpoint["loops"]["fit_loop"]
+    assert loops["epoch_loop.batch_progress"]["total"]["processed"] == 2
+    assert fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed == 9
+
+
+@pytest.mark.parametrize("place", ["epoch:0", "batch:1:3", "validated:0"])
+def test_a_variable_resumes_a_fit_of_an_unchanged_program(steered, place):
+    words = {"trainer_accumulate_grad_batches": 2}
+    straight = steered(**words)
+    with pytest.raises(KilledError):
+        steered(interrupt=place, **words)
+    resumed = steered(resume=steered.folder / "interrupted.ckpt", **words)
+    assert resumed.outcome(0).final == straight.outcome(0).final
+    assert [record.as_record()["kind"] for record in resumed.records(0)].count("digests") == 4
+
+
+def test_only_the_first_fit_of_a_process_is_steered(steered, fit):
+    with pytest.raises(KilledError):
+        steered(interrupt="epoch:0")
+    (steered.folder / "killed").unlink()
+    fit(again=True)
+    assert not (steered.folder / "killed").exists()
+
+
+def test_an_evaluation_is_not_steered(steered, fit, monkeypatch):
+    steered()
+    monkeypatch.setattr(fault_injection._State, "fits", 0)
+    monkeypatch.setenv("LIGHTNING_D9M_RESUME", "no-such-file")
+    fit.trainer.validate(fit.trainer.lightning_module, make_loader(shuffle=False), verbose=False)
+
+
+def test_misuse_is_named(steered, monkeypatch):
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_RESUME is 'no-such-file', which is not"):
+        steered(resume="no-such-file")
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_INTERRUPT is 'soon'; allowed"):
+        steered(interrupt="soon")
+    monkeypatch.setattr(fault_injection._State, "fits", 0)
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
+        fault_injection.steer(None, "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"})

@@ -1,0 +1,131 @@
+"""The callback from YAML and from the command line of LightningCLI, and across processes."""
+
+import importlib
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from lightning_d9m import DeterminismCallback
+from lightning_d9m.lightning.packages import PACKAGES, combined_base
+
+YAML = """
+seed_everything: 9
+trainer:
+  max_epochs: 1
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  limit_train_batches: 2
+  limit_val_batches: 0
+  callbacks:
+    - class_path: lightning_d9m.DeterminismCallback
+      init_args:
+        on_drift: warn
+        ledger_dir: {folder}
+"""
+
+
+@pytest.fixture(params=PACKAGES)
+def command_line(request, tmp_path, monkeypatch):
+    """Return a function that runs LightningCLI of either package with the given words."""
+    package = importlib.import_module(request.param)
+    importlib.import_module(f"{request.param}.cli")
+    demo = importlib.import_module(f"{request.param}.demos.boring_classes").BoringModel
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's own use of it
+
+    def run(*words):
+        return package.cli.LightningCLI(demo, args=list(words), save_config_callback=None)
+
+    return run
+
+
+def callback_of(cli):
+    """Return the callback that LightningCLI has built."""
+    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, DeterminismCallback)]
+    return callback
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_from_yaml(command_line, tmp_path):
+    (tmp_path / "config.yaml").write_text(YAML.format(folder=tmp_path / "ledgers"))
+    cli = command_line("fit", "--config", "config.yaml")
+    assert callback_of(cli)._testimony._policy.on_drift == "warn"
+    header = (tmp_path / "ledgers/fit-000/rank-0.jsonl").read_text().splitlines()[0]
+    assert '"seed":9' in header
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_from_the_command_line(command_line, tmp_path):
+    words = ["max_epochs=1", "logger=false", "limit_train_batches=1", "limit_val_batches=0"]
+    words += ["enable_checkpointing=false", "enable_progress_bar=false", "accelerator=cpu"]
+    words += ["callbacks+=lightning_d9m.DeterminismCallback", f"callbacks.ledger_dir={tmp_path}"]
+    cli = command_line("fit", "--seed_everything=9", *[f"--trainer.{word}" for word in words])
+    assert callback_of(cli)._testimony._policy.on_drift == "raise"
+    assert (tmp_path / "fit-000").is_dir()
+
+
+def test_a_bad_word_is_one_clear_error(command_line, capsys):
+    callback = "--trainer.callbacks+=lightning_d9m.DeterminismCallback"
+    with pytest.raises(SystemExit):
+        command_line("fit", callback, "--trainer.callbacks.on_drift=shrug")
+    error = capsys.readouterr().err
+    assert "shrug" in error
+    assert "raise" in error
+
+
+def test_survives_pickling_as_spawned_processes_need_it():
+    callback = DeterminismCallback(seed=3, per_sample_rng=True)
+    again = pickle.loads(pickle.dumps(callback))  # noqa: S301 - our own
+    assert again._settings == callback._settings
+    callback._early.restore()
+    again._early.restore()
+
+
+def test_both_packages_accept_the_callback():
+    bases = [importlib.import_module(package).Callback for package in PACKAGES]
+    assert all(issubclass(DeterminismCallback, base) for base in bases)
+    assert all(issubclass(combined_base("callbacks.Callback"), base) for base in bases)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_package_that_is_not_used_is_not_loaded(package):
+    other = next(name for name in PACKAGES if name != package).partition(".")[0]
+    code = f"""
+        import {package}
+        from lightning_d9m import DeterminismCallback
+        assert issubclass(DeterminismCallback, {package}.Callback)
+        import sys
+        assert {other!r} not in sys.modules
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_lightning_the_error_says_what_to_install():
+    code = """
+        import sys
+        sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
+        import importlib.util
+        importlib.util.find_spec = lambda name: None
+        from lightning_d9m import DeterminismCallback
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert "pip install lightning" in done.stderr
+
+
+def test_nothing_is_left_when_a_callback_was_built_and_never_used():
+    callback = DeterminismCallback()
+    assert not torch.are_deterministic_algorithms_enabled()
+    callback._early.restore()

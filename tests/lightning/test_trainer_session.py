@@ -1,0 +1,125 @@
+"""How a callback's run meets sessions, other callbacks that fail, metrics of time, and ranks."""
+
+import time
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, DriftError, deterministic, enable
+from lightning_d9m.control import session
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.lightning import callback as callback_module
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+def test_settings_left_at_their_default_are_those_of_the_active_session(fit):
+    chosen = {"fill_uninitialized_memory": False, "patch_ops": True, "unpatched_ops": ("topk",)}
+    with enable(seed=12, threads=1, **chosen):
+        settings = fit(seed=None).header.settings
+        other = fit(seed=None, threads=2).header.settings
+    assert (settings["patch_ops"], settings["unpatched_ops"]) == (True, "topk")
+    assert settings["fill_uninitialized_memory"] is False
+    assert (settings["threads"], other["threads"]) == (1, 2)
+
+
+def test_a_fit_in_a_session_is_the_same_wherever_in_a_sweep_it_comes(fit):
+    def last(seed, again=True):
+        with deterministic(seed=seed):
+            return fit(seed=None, again=again).outcome(0).final.totals
+
+    first = last(1, again=False)
+    other = last(2)
+    assert last(1) == first != other
+    with deterministic(seed=1):
+        totals = [fit(seed=None, again=True).outcome(0).final.totals for _ in range(2)]
+    assert totals[0] == first != totals[1]
+
+
+def test_a_session_that_a_hook_enabled_and_left_open_ends_with_the_run(fit):
+    def on_train_start(self):
+        enable(seed=9)
+
+    fit(model=make_model(on_train_start=on_train_start))
+    assert session.active_session() is None
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+class FailsTwice(lightning.Callback):
+    """A callback that fails, and again when it is told of it: those after it are not told."""
+
+    def on_train_batch_end(self, *_):
+        raise ZeroDivisionError("first")
+
+    def on_exception(self, *_):
+        raise ZeroDivisionError("second")
+
+
+def test_a_run_that_nobody_ended_is_given_back_when_the_next_begins(tmp_path):
+    determinism = DeterminismCallback(seed=3, ledger_dir=tmp_path)
+    first = lightning.Trainer(max_epochs=1, callbacks=[FailsTwice(), determinism], **QUIET)
+    with pytest.raises(ZeroDivisionError, match="second") as caught:
+        first.fit(make_model(), make_loader(), make_loader(shuffle=False))
+    assert str(caught.value.__context__) == "first"
+    assert session.active_session() is not None
+    second = lightning.Trainer(max_epochs=1, callbacks=[determinism], **QUIET)
+    second.fit(make_model(), make_loader(), make_loader(shuffle=False))
+    assert session.active_session() is None
+    ends = [read_ledger(folder).outcome(0).end for folder in sorted(tmp_path.iterdir())]
+    assert [end.status for end in ends] == ["failed", "finished"]
+
+
+def timed(self):
+    self.log("time/epoch", time.perf_counter())
+
+
+def test_a_metric_that_measures_time_can_be_ignored(fit):
+    reference = fit(model=make_model(on_train_epoch_end=timed))
+    with pytest.raises(DriftError, match=r"time/epoch[\s\S]*ignored_metrics"):
+        fit(model=make_model(on_train_epoch_end=timed), reference=reference.path)
+    reference = fit(model=make_model(on_train_epoch_end=timed), ignored_metrics="time/*")
+    fit(
+        model=make_model(on_train_epoch_end=timed),
+        ignored_metrics=["time/*"],
+        reference=reference.path,
+    )
+
+
+class Stream(IterableDataset):
+    """Samples that are drawn, without a length: Lightning fetches the first before the epoch."""
+
+    def __iter__(self):
+        for _ in range(48):
+            yield torch.rand(64), torch.randint(10, ())
+
+
+def test_what_an_iterable_dataset_draws_first_depends_on_the_rank(fit, monkeypatch):
+    def first_batch(rank):
+        seen = []
+
+        def on_train_batch_start(self, batch, batch_idx):
+            seen.append(batch[0])
+
+        monkeypatch.setattr("lightning_d9m.lightning.trainer_session._data_rank", lambda _: rank)
+        fit(
+            model=make_model(on_train_batch_start=on_train_batch_start),
+            loader=DataLoader(Stream(), batch_size=16),
+        )
+        assert len({tensor.sum().item() for tensor in seen}) == len(seen)  # no draw comes twice
+        return seen[0]
+
+    assert torch.equal(first_batch(0), first_batch(0))
+    assert not torch.equal(first_batch(0), first_batch(1))
+
+
+def test_a_hash_seed_that_is_not_fixed_is_said_once(fit, monkeypatch, caplog):
+    callback_module._report_hash_seed.cache_clear()
+    monkeypatch.setattr(callback_module, "describe_hash_seed_problem", lambda: "not fixed!")
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit()
+        fit()
+    assert [record.message for record in caplog.records].count("not fixed!") == 1
+    callback_module._report_hash_seed.cache_clear()

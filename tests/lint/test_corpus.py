@@ -1,0 +1,29 @@
+"""The corpus: everything that is marked is found, and nothing else."""
+
+import pytest
+from lint_corpus import FOLDER, read_marks
+
+from lightning_d9m.lint.files import Entry
+from lightning_d9m.lint.rules import RULES
+from lightning_d9m.lint.scanner import scan_file
+
+FILES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_of_the_corpus_gives_what_its_marks_say(path):
+    expected, fine = read_marks(path)
+    found = {
+        (f.line, f.rule) for f in scan_file(Entry(str(path)), "2.13", frozenset(RULES)).findings
+    }
+    assert found == set(expected)
+    assert not {line for line, _ in found} & set(fine)
+
+
+def test_the_corpus_is_large_enough():
+    """At least 60 findings and 60 look-alikes; every rule of a program's source is in it."""
+    marks = [read_marks(path) for path in FILES]
+    expected = [rule for pairs, _ in marks for _, rule in pairs]
+    assert len(expected) >= 60
+    assert sum(len(fine) for _, fine in marks) >= 60
+    assert set(RULES) - set(expected) == {"D9M001", "D9M002", "D9M003"}

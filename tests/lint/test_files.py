@@ -1,0 +1,102 @@
+"""Every path is scanned once or gives one clear line; nothing ends the scan."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lint.files import list_files
+
+BAD = "import random\nrandom.seed()\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "good.py").write_text("x = 1\n")
+    (tmp_path / "bad.py").write_text(BAD)
+    return tmp_path
+
+
+def run(capsys, *words):
+    """Return the status, and the findings as (name of the file, rule, reason)."""
+    status = main(["scan", "--format", "json", *map(str, words)])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    return status, [(Path(f["file"]).name, f["rule"], f["reason"]) for f in findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("broken.py", b"def f(:\n    pass\n", "It does not parse"),
+        ("coding.py", b"# -*- coding: nonsense -*-\nx = 1\n", "encoding"),
+        ("latin.py", b"x = '\xe9'\n", "encoding cannot be read"),
+        ("null.py", b"x = 1\0\n", "null bytes"),
+        ("deep.py", b"x = " + b"(" * 5000 + b")" * 5000 + b"\n", "parse"),
+        ("sum.py", b"import torch\nx = torch.seed()" + b" + 1" * 100_000 + b"\n", "parse"),
+        ("huge.py", b"#" * 5_000_001, "5,000,001 bytes"),
+        ("not.ipynb", b"{}", "no notebook"),
+        ("text.ipynb", b"hello", "no notebook"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_the_rest_is_scanned(
+    folder, capsys, name, data, reason
+):
+    (folder / name).write_bytes(data)
+    status, findings = run(capsys, folder)
+    assert status == 1
+    assert ("bad.py", "D9M204") in [found[:2] for found in findings]
+    [problem] = [found for found in findings if found[0] == name]
+    assert problem[1] == "D9M001"
+    assert reason in problem[2]
+
+
+def test_a_declared_encoding_is_read(folder, capsys):
+    (folder / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+    assert [name for name, *_ in run(capsys, folder)[1]] == ["bad.py"]
+
+
+def test_links_that_lead_nowhere_or_in_circles_are_said(folder, capsys):
+    (folder / "self.py").symlink_to(folder / "self.py")
+    (folder / "gone.py").symlink_to(folder / "absent.py")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "up").symlink_to(folder)
+    _, findings = run(capsys, folder)
+    assert [name for name, rule, _ in findings if rule == "D9M001"] == ["gone.py", "up", "self.py"]
+
+
+def test_a_file_that_two_links_lead_to_is_scanned_once(folder, capsys):
+    (folder / "again.py").symlink_to(folder / "bad.py")
+    assert len(run(capsys, folder, folder / "bad.py")[1]) == 1
+
+
+def test_folders_of_others_are_left_out_unless_named(folder, capsys):
+    for name in (".git", ".venv", "site-packages", "mine"):
+        (folder / name).mkdir()
+        (folder / name / "bad.py").write_text(BAD)
+    (folder / "mine" / "pyvenv.cfg").touch()
+    assert len(run(capsys, folder)[1]) == 1
+    assert len(run(capsys, folder / "site-packages")[1]) == 1
+    assert run(capsys, folder, "--exclude", "bad.*")[0] == 0
+
+
+def test_paths_that_do_not_exist_are_misuse(folder, capsys):
+    with pytest.raises(SettingError, match="nothing to scan"):
+        list(list_files([folder / "absent"]))
+    assert main(["scan", str(folder / "absent")]) == 2
+    assert main(["scan"]) == 2
+    assert main(["scan", str(folder), "--select", "D9M999"]) == 2
+    assert "names no rule" in capsys.readouterr().err
+
+
+def test_nothing_found_is_status_0_and_something_1(folder, capsys):
+    assert main(["scan", str(folder / "good.py")]) == 0
+    assert main(["scan", str(folder)]) == 1
+    assert main(["scan", str(folder), "--ignore", "D9M2"]) == 0
+    assert main(["scan", str(folder), "--select", "D9M301,D9M4"]) == 0
+    assert "0 found in 2 files" in capsys.readouterr().out
+
+
+def test_several_processes_find_the_same(folder, capsys):
+    assert run(capsys, folder, "--jobs", "2") == run(capsys, folder)

@@ -1,0 +1,114 @@
+"""Text fits a terminal, JSON holds the facts, and SARIF is what its schema says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft4Validator, FormatChecker
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.lint.rules import RULES
+
+SCHEMA = Path(__file__).with_name("sarif-schema-2.1.0.json")
+SARIF = Draft4Validator(json.loads(SCHEMA.read_text()), format_checker=FormatChecker())
+SOURCE = """\
+import torch
+from torch import nn
+ä = "ä"; layer = nn.AvgPool3d(2)
+g = torch.nn.functional.grid_sample(layer, layer)
+conv = nn.Conv2d(1, 1, 1)
+torch.seed()
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my program.py").write_text(SOURCE, encoding="utf-8")
+    return "my program.py"
+
+
+def read(capsys, *words):
+    assert main(["scan", *words]) == 1
+    return capsys.readouterr().out
+
+
+def test_text_fits_80_columns(program, capsys):
+    out = read(capsys, program)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "my program.py:3:18: D9M101 warning, certain\n" in out
+    assert "Fix: Turn patch_ops on" in out
+
+
+def test_json_holds_each_fact(program, capsys):
+    record = json.loads(read(capsys, program, "--format", "json"))
+    assert record["files"] == 1
+    first = record["findings"][0]
+    assert (first["line"], first["column"], first["op"]) == (3, 18, "avg_pool3d_backward")
+    assert first["code"] == "nn.AvgPool3d(2)"
+    assert {"rule", "severity", "certainty", "reason", "fix"} <= set(first)
+
+
+def find_faults(log):
+    """Return what OASIS's own schema of SARIF 2.1.0, which lies beside this, has against a log."""
+    return [error.message for error in SARIF.iter_errors(log)]
+
+
+def test_sarif_is_what_its_schema_says(program, capsys, tmp_path):
+    """However a place is written: with blanks, absolute, in a notebook; and with nothing found."""
+    cell = {"cell_type": "code", "metadata": {}, "source": ["import torch\n", "torch.seed()"]}
+    (tmp_path / "book.ipynb").write_text(json.dumps({"cells": [cell]}))
+    (tmp_path / "broken.py").write_text("def")
+    (tmp_path / "clean.py").write_text("")
+    paths = [program, str(tmp_path / "book.ipynb"), "broken.py"]
+    log = json.loads(read(capsys, *paths, "--format", "sarif"))
+    assert len(log["runs"][0]["results"]) == 6
+    assert find_faults(log) == []
+    assert main(["scan", "clean.py", "--format", "sarif"]) == 0
+    assert find_faults(json.loads(capsys.readouterr().out)) == []
+
+
+def test_the_schema_finds_what_is_wrong(program, capsys):
+    """A missing property, one that SARIF does not know, a level that is none, and a line 0."""
+    text = read(capsys, program, "--format", "sarif")
+    for broken in (
+        text.replace('"version": "2.1.0"', '"release": "2.1.0"'),
+        text.replace('"columnKind"', '"columns"'),
+        text.replace('"level": "warning"', '"level": "severe"'),
+        text.replace('"startLine": 3', '"startLine": 0'),
+    ):
+        assert broken != text
+        assert find_faults(json.loads(broken))
+
+
+def test_sarif_says_what_the_schema_cannot(program, capsys):
+    """Results point to the rules that they name, and columns count characters, not bytes."""
+    [run] = json.loads(read(capsys, program, "--format", "sarif"))["runs"]
+    assert run["columnKind"] == "unicodeCodePoints"
+    rules = run["tool"]["driver"]["rules"]
+    assert [rule["id"] for rule in rules] == list(RULES)
+    assert {rules[result["ruleIndex"]]["id"] for result in run["results"]} == {
+        result["ruleId"] for result in run["results"]
+    }
+    place = run["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "my%20program.py"
+    assert place["region"]["startColumn"] == 18
+
+
+def test_a_file_takes_the_findings(program, capsys, tmp_path):
+    assert read(capsys, program, "--format", "sarif", "--output", "out.sarif") == ""
+    assert json.loads((tmp_path / "out.sarif").read_text())["runs"]
+
+
+def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(program, capsys, tmp_path):
+    """Said on the command line, or seen in any of the files."""
+    assert "D9M103" in read(capsys, program)
+    assert "D9M103" not in read(capsys, program, "--deterministic")
+    on = "import lightning as L\nL.Trainer(deterministic=True)\n"
+    (tmp_path / "train.py").write_text(on)
+    assert "D9M103" not in read(capsys, ".")
+
+
+def test_the_rules_are_listed(capsys):
+    assert main(["scan", "--rules"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(RULES)

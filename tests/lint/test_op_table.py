@@ -1,0 +1,162 @@
+"""The spellings and the catalogue agree, and names are followed to them."""
+
+import pytest
+import torch
+
+from lightning_d9m.lint.checks.op_conditions import Spelled
+from lightning_d9m.lint.checks.op_table import FUNCTIONS, METHODS, explain, rule_of
+from lightning_d9m.patches.catalog.catalog import OPS, find_op
+
+# What the catalogue has and no spelling leads to: deterministic, or out of reach of the source.
+UNSPELLED = {
+    "apple_devices",  # a kind of device, and no op
+    "avg_pool2d_backward",  # deterministic
+    "max_pool2d_backward",  # deterministic
+    "ctc_loss_cudnn",  # chosen by shapes
+    "cumsum",  # deterministic
+    "embedding_dense_backward",  # deterministic
+    "embedding_max_norm",  # deterministic
+    "kthvalue",  # deterministic
+    "resize_quantized",  # no source says what is quantized
+    "upsample_nearest_backward",  # deterministic
+    "grid_sampler_3d_backward",  # spelled as the one in two dimensions
+    "upsample_bicubic2d_aa_backward",  # by the arguments of interpolate, below
+    "upsample_lanczos2d_aa_backward",  # not reached by interpolate
+}
+CALLS = """
+import torch
+import torch.nn.functional as F
+from flash_attn import flash_attn_func
+x = torch.zeros(2, 2)
+i = torch.zeros(2)
+{}
+"""
+SPELLED = {
+    "upsample_linear1d_backward": "F.interpolate(x, 2, mode='linear')",
+    "upsample_bilinear2d_backward": "F.interpolate(x, 2, mode='bilinear')",
+    "upsample_bicubic2d_backward": "F.interpolate(x, 2, mode='bicubic')",
+    "upsample_trilinear3d_backward": "F.interpolate(x, 2, mode='trilinear')",
+    "upsample_bilinear2d_aa_backward": "F.interpolate(x, 2, mode='bilinear', antialias=True)",
+    "upsample_bicubic2d_aa_backward": "F.interpolate(x, 2, mode='bicubic', antialias=True)",
+    "reflection_pad1d_backward": "F.pad(x, (1, 1), mode='reflect')",
+    "reflection_pad3d_backward": "F.pad(x, (1, 1, 1, 1, 1, 1), mode='reflect')",
+    "replication_pad2d_backward": "torch.nn.ReplicationPad2d(1)",
+    "nll_loss2d": "torch.nn.NLLLoss()",
+    "flash_attn_package_backward": "flash_attn_func(x, x, x)",
+    "scatter_reduce_sum": "x.scatter_reduce(0, i, x, 'mean')",
+    "scatter_with_reduce": "torch.zeros(4).scatter(0, i, x, reduce='add')",
+    "index_put_accumulate": "x.index_put((i,), x, accumulate=True)",
+    "index_reduce": "x.index_reduce(0, i, x, 'prod')",
+    "bmm_sparse": "torch.bmm(x.to_sparse(), x)",
+    "nanmedian": "v, i = torch.nanmedian(x, dim=1)",
+    "max_unpool3d": "F.max_unpool3d(x, i, 2)",
+    "fractional_max_pool3d_backward": "torch.nn.FractionalMaxPool3d(2, 3)",
+}
+
+
+def spell_all():
+    """Return the names of ops that some spelling leads to, whatever its arguments."""
+    names = set(SPELLED)
+    for conditions in [*FUNCTIONS.values(), *((condition,) for condition in METHODS.values())]:
+        for condition in conditions:
+            try:
+                verdict = condition(Spelled(None, (), owned=True))
+            except AttributeError:
+                continue
+            names.add(verdict[0])
+    return names
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_call_is_found_as_its_op(scan, name):
+    found = scan(CALLS.format(SPELLED[name]), whole=True)
+    assert name in {finding.op for finding in found}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_op_is_spelled_or_excused(op):
+    """What the catalogue calls nondeterministic, the scan knows."""
+    by_name = {"put_", "bincount", "histc", "median", "topk", "scatter", "scatter_reduce_prod"}
+    by_name |= {"index_put"}
+    by_name |= {"gather_backward", "repeat_interleave_backward", "embedding_bag_max_backward"}
+    by_name |= {f"adaptive_avg_pool{dims}d_backward" for dims in (2, 3)}
+    assert op.name in spell_all() | by_name or op.name in UNSPELLED
+    assert rule_of(op)
+    assert explain(op.name)[1:] != ("", "")
+
+
+def test_every_op_that_a_spelling_names_is_in_the_catalogue():
+    for name in spell_all():
+        assert find_op(name).name == name
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FUNCTIONS if name.startswith("torch.")))
+def test_every_spelling_of_torch_exists(name):
+    """A misspelt name would never be found."""
+    value = torch
+    for part in name.split(".")[1:]:
+        if part in {
+            "NLLLoss2d",
+            "put",
+            "scatter_reduce_",
+            "index_add_",
+            "index_copy_",
+            "index_reduce_",
+        }:
+            return
+        if not hasattr(value, part):
+            assert hasattr(torch.Tensor, part)
+            return
+        value = getattr(value, part)
+    assert callable(value)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_exists(name):
+    assert callable(getattr(torch.Tensor, name))
+
+
+def test_names_are_followed_through_aliases(scan):
+    source = """
+        from torch import nn as layers
+        from torch.nn.modules.pooling import AvgPool3d
+        import torch.nn.functional
+
+        make = layers.AvgPool3d
+        F = torch.nn.functional
+
+        def build():
+            from torch.nn.functional import avg_pool3d as pool
+            return make(2), AvgPool3d(2), pool(1, 2), F.avg_pool3d(1, 2)
+    """
+    assert [line for line, _ in scan(source)] == [11] * 4
+
+
+def test_a_name_that_is_bound_again_is_not_torchs(scan):
+    source = """
+        from torch.nn.functional import avg_pool3d
+
+        def use(avg_pool3d):
+            return avg_pool3d(1, 2)
+    """
+    assert scan(source) == []
+
+
+def test_star_and_relative_imports_are_followed(scan, tmp_path):
+    assert scan("from torch.nn.functional import *\navg_pool3d(x, 2)\n") == [(2, "D9M101")]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    inner = "from .nn import functional as F\nF.avg_pool3d(x, 2)\n"
+    assert scan(inner, name="torch/inner.py") == [(2, "D9M101")]
+
+
+def test_a_torch_that_needs_no_patch_is_not_accused(scan, monkeypatch):
+    """An entry's releases count: one that a release of torch ended is found before, not after."""
+    from dataclasses import replace
+
+    from lightning_d9m.lint import scanner
+
+    monkeypatch.setattr(scanner, "find_op", lambda name: replace(find_op(name), until="2.14"))
+    source = "import torch\ntorch.nn.AvgPool3d(2)\n"
+    assert scan(source, torch="2.13") == [(2, "D9M101")]
+    assert scan(source, torch="2.14") == []

@@ -1,0 +1,129 @@
+"""What the dumps of two runs show of the operation at which they diverge."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_d9m.locate.op_evidence import examine_op, measure_saved
+from lightning_d9m.output.locate_text import describe_op
+from lightning_d9m.probes.dumps import Dump, keep
+from lightning_d9m.probes.trace import Moment
+
+PLACE = ("op", "layers.0::aten.mm.default", 1)
+FOUND = SimpleNamespace(
+    rank=0, moment="batch", epoch=0, step=4, batch=4, kind="op", name=PLACE[1], call=1
+)
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    """Return a function that dumps a product as each of two runs would; gives the finding."""
+
+    def dump(*runs, op="aten.mm.default"):
+        folders = []
+        for number, (one, other, product) in enumerate(runs):
+            folders.append(tmp_path / str(number))
+            content = {"op": op, "args": keep([one, other]), "kwargs": {}}
+            content |= {"outputs": keep([product]), "source": "train.py:7 in forward: a @ b"}
+            Dump(folders[-1], 0).save(Moment(0, 4, 4), PLACE, content)
+        return examine_op(FOUND, folders)
+
+    return dump
+
+
+def product():
+    one, other = torch.rand(3, 4), torch.rand(4, 5)
+    return one, other, one @ other
+
+
+def test_other_outputs_for_equal_inputs(dumped):
+    one, other, result = product()
+    changed = result.clone()
+    changed.view(torch.int32)[2, 3] += 1
+    found = dumped((one, other, result), (one, other, changed))
+    assert found.inputs_equal
+    assert (found.magnitude.count, found.magnitude.ulps) == (1, 1)
+    assert found.magnitude.examples[0][0] == (2, 3)
+    assert (found.replays, found.outcomes, found.obstacle) == (20, 1, "")
+    text = "\n".join(describe_op(found))
+    assert "called at train.py:7 in forward: a @ b" in text
+    assert "Its inputs were equal in both runs." in text
+    assert "gave one output each time" in text
+
+
+def test_other_inputs_are_told(dumped):
+    one, other, result = product()
+    found = dumped((one, other, result), (one + 1, other, (one + 1) @ other))
+    assert not found.inputs_equal
+    said = "Its inputs differed, though no recorded operation wrote them."
+    assert said in "\n".join(describe_op(found))
+
+
+def test_an_operation_that_cannot_be_run_alone_says_why(dumped):
+    same = product()
+    found = dumped(same, same, op="nowhere.op.default")
+    assert found.replays == 0
+    text = "\n".join(describe_op(found))
+    assert "could not be run alone" in text
+    assert "LedgerError: The dump holds the operation" in text
+
+
+def test_what_was_not_dumped_has_no_finding(tmp_path):
+    assert examine_op(FOUND, [tmp_path / "a", tmp_path / "b"]) is None
+
+
+def draw(generator, op="aten.rand.generator"):
+    kept = {"op": op, "args": keep([[4]]), "kwargs": keep({"generator": generator})}
+    return kept | {"outputs": keep([torch.rand(4, generator=generator)]), "source": None}
+
+
+def test_draws_from_another_state_are_told_and_confirmed(tmp_path):
+    """The inputs were equal: what is different is where the generator stood."""
+    place = ("op", "layers.0::aten.rand.generator", 0)
+    for seed in (0, 1):
+        content = draw(torch.Generator().manual_seed(seed))
+        Dump(tmp_path / str(seed), 0).save(Moment(0, 4, 4), place, content)
+    where = SimpleNamespace(**vars(FOUND) | {"name": place[1], "call": 0})
+    found = examine_op(where, [tmp_path / "0", tmp_path / "1"])
+    assert (found.inputs_equal, found.generator_equal, found.outcomes) == (True, False, 1)
+    text = "\n".join(describe_op(found))
+    assert "Its inputs were equal in both runs, but not the state of its generator." in text
+    assert "Confirmed: run alone 20 times from one state of its generator" in text
+
+
+def test_the_line_of_a_gradient_is_said_to_be_the_forward_passs(dumped):
+    one, other, result = product()
+    found = dumped((one, other, result), (one, other, result + 1))
+    said = next(describe_op(replace(found, backward=True)))
+    assert said.startswith("op: aten.mm.default, in the backward pass of train.py:7 in forward")
+
+
+VALUES = [
+    ("weight", "layers.0.weight", torch.ones(3), torch.tensor([1, 1 + 2**-23, 1]), (1, 1, (1,))),
+    ("optimizer", "0.group.0:lr", 0.1, 0.2, (1, 4503599627370496, ())),
+    ("scalar", "count", 3, 4, (1, None, ())),
+]
+
+
+@pytest.mark.parametrize("moment", ["batch", "initial"])
+@pytest.mark.parametrize(("kind", "name", "one", "other", "expected"), VALUES)
+def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, other, expected):
+    """A setting of an optimizer has no place of its own where a ledger has the whole group."""
+    for number, value in enumerate((one, other)):
+        dump = Dump(tmp_path / str(number), 0)
+        dump.save(Moment(0, 4, 4), (kind, "elsewhere", 0), {"value": number})
+        dump.save(Moment(0, 4, 4), (kind, name, 0), {"value": value})
+    own = name if moment == "batch" else name.partition(":")[0]
+    where = SimpleNamespace(**vars(FOUND) | {"name": own, "moment": moment, "call": 0})
+    found = measure_saved(where, kind, [tmp_path / "0", tmp_path / "1"])
+    assert (found.count, found.ulps, found.examples[0][0]) == expected
+
+
+def test_values_without_a_distance_have_none(tmp_path):
+    for number, value in enumerate(("a", "b")):
+        content = {"value": value}
+        Dump(tmp_path / str(number), 0).save(Moment(0, 4, 4), ("monitor", "x", 0), content)
+    where = SimpleNamespace(**vars(FOUND) | {"name": "x", "moment": "batch", "call": 0})
+    assert measure_saved(where, "monitor", [tmp_path / "0", tmp_path / "1"]) is None

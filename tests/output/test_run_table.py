@@ -1,0 +1,50 @@
+"""The table of ``d9m repeat`` fits a terminal and never cuts a loss."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.output.run_table import RunRow, format_table
+
+DIGEST = "0123456789abcdef0123456789abcdef"
+LOSS = 0.038124501705169678
+
+
+def rows(*losses, seed=42, fits=1):
+    """Return one row for each loss."""
+    return [
+        RunRow(run=i + 1, fit=fit + 1, seed=seed, weights=DIGEST, loss=loss, verdict="equal")
+        for i, loss in enumerate(losses)
+        for fit in range(fits)
+    ]
+
+
+@given(
+    st.floats(width=32, allow_nan=True).map(float.hex), st.integers(0, 2**32 - 1), st.integers(1, 2)
+)
+def test_fits_80_columns_and_shows_the_exact_loss(loss, seed, fits):
+    table = format_table(rows(loss, loss, seed=seed, fits=fits))
+    value = float.fromhex(loss)
+    assert repr(value) in table
+    assert value.hex() in table
+    assert str(seed) in table
+    assert DIGEST[:8] in table
+    # A long seed beside a long loss may need some columns more; an ordinary row never does.
+    limit = 80 if seed < 10**6 and len(repr(value)) <= 20 else 96
+    assert max(map(len, table.splitlines())) <= limit
+
+
+def test_a_run_without_loss_or_weights_says_none():
+    row = RunRow(run=1, fit=1, seed=0, weights="", loss=None, verdict="differs")
+    assert format_table([row]).splitlines()[1].split() == ["1", "0", "none", "none", "differs"]
+
+
+def test_several_fits_are_numbered():
+    assert format_table(rows(LOSS.hex(), fits=2)).splitlines()[2].split()[0] == "1.2"
+
+
+def test_json_holds_both_notations():
+    as_json = rows(LOSS.hex())[0].as_json()
+    assert as_json["loss"] == LOSS
+    assert as_json["loss_hex"] == LOSS.hex()
+    assert rows("nan")[0].as_json()["loss"] is None
+    assert rows("nan")[0].as_json()["loss_hex"] == "nan"

@@ -1,0 +1,166 @@
+"""The catalogue accounts for every op that torch refuses, and chooses what is asked for."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lint.join import name_alert
+from lightning_d9m.patches.catalog import catalog
+from lightning_d9m.patches.catalog.catalog import (
+    OPS,
+    find_op,
+    find_unaccounted,
+    read_raising_ops,
+    select_ops,
+)
+from lightning_d9m.patches.catalog.op import Op
+
+DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
+HERE = Path(__file__).parent
+ALERTS = {path.stem: path.read_text().splitlines() for path in HERE.glob("alerts/*.txt")}
+RELEASES = {path.stem: path.read_text() for path in HERE.glob("docstrings/*.txt")}
+
+
+@pytest.mark.parametrize("release", ["installed", *sorted(RELEASES)])
+def test_every_op_that_torch_refuses_is_accounted_for(release: str) -> None:
+    """Of the torch that is installed, and of others (2.12 says what 2.11 does)."""
+    assert find_unaccounted(RELEASES.get(release, DOCSTRING)) == ()
+
+
+def test_what_is_said_of_apples_devices_alone_is_told_apart() -> None:
+    """And a line that names several ops is read as several."""
+    names = set(read_raising_ops(RELEASES["2.15"]))
+    assert {"torch.nn.AvgPool3d", "torch.nn.AvgPool3d (MPS)", "torch.nn.MaxPool2d (MPS)"} <= names
+    assert "torch.nn.MaxPool2d" not in names
+    assert "torch.Tensor.scatter_reduce" in names  # "CUDA or MPS"
+
+
+def test_an_op_that_torch_adds_to_its_list_is_found() -> None:
+    """The test above can fail: an invented op and an invented mode are reported."""
+    listed = "* :class:`torch.nn.AvgPool3d` when"
+    assert listed in DOCSTRING
+    longer = DOCSTRING.replace(listed, f"* :func:`torch.invented` when called\n        {listed}")
+    assert find_unaccounted(longer) == ("torch.invented",)
+    longer = DOCSTRING.replace("- ``bicubic``", "- ``bicubic``\n          - ``septic``")
+    assert find_unaccounted(longer) == ("torch.nn.functional.interpolate septic",)
+
+
+@pytest.mark.parametrize("release", ALERTS)
+def test_every_alert_of_torchs_cuda_build_is_accounted_for(release: str) -> None:
+    """What torch refuses without its documentation saying so, as `index_reduce`, is there too.
+
+    The lists are of the strings that the libraries of the builds for CUDA give to
+    `alertNotDeterministic`, read from their machine code.
+    """
+    known = {op.name for op in OPS}
+    assert [alert for alert in ALERTS[release] if name_alert(alert.split()[0]) not in known] == []
+    assert len(ALERTS[release]) > 35
+    assert name_alert("invented_cuda") not in known
+
+
+def test_the_list_is_read_to_its_end_and_no_further() -> None:
+    """First and last of the list are read; ops that switch, in the list before, are not."""
+    names = read_raising_ops(DOCSTRING)
+    assert {"torch.nn.AvgPool3d", "torch.Tensor.resize_"} <= set(names)
+    assert "torch.nn.Conv1d" not in names
+    assert "torch.nn.functional.interpolate" not in names  # its modes are
+    assert len(names) > 20
+
+
+def test_a_docstring_that_cannot_be_read_is_an_error() -> None:
+    """No list found is not an empty list."""
+    with pytest.raises(SettingError, match="read_documentation"):
+        read_raising_ops("Sets whether operations must be deterministic.")
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_entries_are_complete(op: Op) -> None:
+    """A patched op has kernels that exist and says what they do; an exempt one has a reason."""
+    assert op.torch_does
+    assert op.cause
+    if op.status == "exempt":
+        assert op.reason
+        assert not op.kernels
+        return
+    assert op.instead
+    assert op.bits
+    for path in op.kernels.values():
+        module, name = path.split(":")
+        assert callable(getattr(import_module(module), name))
+
+
+def test_what_torch_does_itself_is_replaced_only_where_measured_faster() -> None:
+    """Until then torch's own deterministic version stays: the replacement is only offered."""
+    own = [op for op in OPS if op.kernels and op.torch_does.startswith(("Sorts", "Runs"))]
+    assert {"index_add", "scatter_add", "index_put_accumulate"} <= {op.name for op in own}
+    assert all(op.status == "offered" or op.cost for op in own)
+
+
+def test_names_and_overloads_are_unique() -> None:
+    """One name, one op; one overload, one replacement."""
+    names = [op.name for op in OPS]
+    overloads = [overload for op in OPS for overload in op.kernels]
+    assert len(set(names)) == len(names)
+    assert len(set(overloads)) == len(overloads)
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_every_overload_with_a_kernel_of_its_own_is_replaced(key: str) -> None:
+    """No overload of a patched op keeps torch's kernel: not the in-place, not the out variant.
+
+    A build of torch without CUDA has no kernels of its own under that key.
+    """
+    deterministic = {
+        *("median", "nanmedian"),  # of a whole tensor: no index that could vary
+        *(f"scatter{mark}.{kind}" for mark in ("", "_") for kind in ("src", "value")),
+        *(f"scatter.{kind}_out" for kind in ("src", "value")),
+        # One number, however often: the order cannot show.
+        *("scatter.value_reduce", "scatter_.value_reduce", "scatter.value_reduce_out"),
+    }
+    offered = [op.name for op in OPS if op.status == "offered"]
+    for op in select_ops(torch.__version__, include=offered):
+        for packet in {overload.partition(".")[0] for overload in op.kernels}:
+            for name in getattr(torch.ops.aten, packet).overloads():
+                overload = packet if name == "default" else f"{packet}.{name}"
+                own = name != "hacked_twin" and (  # which TorchScript has, and no dispatcher
+                    torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
+                )
+                assert not own or overload in {*op.kernels, *deterministic}, overload
+
+
+def test_unknown_names_are_refused_with_similar_ones() -> None:
+    """A typing error in an opt-out does not pass silently."""
+    with pytest.raises(SettingError, match=r"no op 'adaptive_avg'.*adaptive_avg_pool2d_backward"):
+        select_ops("2.13.0", exclude=["adaptive_avg"])
+    with pytest.raises(SettingError, match="no op 'zzz'"):
+        find_op("zzz")
+
+
+def test_ops_without_a_replacement_cannot_be_chosen() -> None:
+    """Excluding an exempt op would do nothing, and says so."""
+    with pytest.raises(SettingError, match="'cumsum' cannot be excluded"):
+        select_ops("2.13.0", exclude=["cumsum"])
+    with pytest.raises(SettingError, match="both excluded and included"):
+        select_ops("2.13.0", exclude=["put_"], include=["put_"])
+
+
+def test_versions_decide_which_ops_are_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry holds from its first release up to the one that needs no patch; builds count not."""
+    texts = {"torch_does": "-", "cause": "-", "kernels": {"put_": "placement:put_"}}
+    entries = (
+        Op(name="always", status="patched", **texts),
+        Op(name="fixed", status="patched", until="2.14", **texts),
+        Op(name="new", status="patched", since="2.14", **texts),
+        Op(name="offered", status="offered", **texts),
+    )
+    monkeypatch.setattr(catalog, "OPS", entries)
+
+    def names(version: str, **choice: list[str]) -> list[str]:
+        return [op.name for op in select_ops(version, **choice)]
+
+    assert names("2.13.0+cu130") == ["always", "fixed"]
+    assert names("2.14.0.dev20260901") == ["always", "new"]
+    assert names("2.13.1", include=["offered"], exclude=["fixed"]) == ["always", "offered"]

@@ -1,0 +1,108 @@
+"""Segmented reductions: the bits of a loop from first to last."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patches.cases import threads
+from torch import Tensor
+
+from lightning_d9m.patches.primitives import segment_reduce
+from lightning_d9m.patches.primitives.segment_reduce import (
+    find_last,
+    reduce_segments,
+    sum_segments,
+    sum_weighted_rows,
+)
+
+keys_of = st.lists(st.integers(-2, 7), max_size=60)
+
+
+def loop(keys: list[int], values: Tensor, count: int, start: Tensor, product: bool) -> Tensor:
+    """Reduce one element after the other."""
+    result = start
+    for key, value in zip(keys, values, strict=True):
+        if 0 <= key < count:
+            result[key] = result[key] * value if product else result[key] + value
+    return result
+
+
+@settings(deadline=None, max_examples=60)
+@given(keys=keys_of, seed=st.integers(0, 9), features=st.sampled_from([0, 1, 3]))
+def test_sums_have_the_bits_of_a_loop(keys: list[int], seed: int, features: int) -> None:
+    """Any keys, of which some name no output; vectors and rows."""
+    shape = (len(keys), features) if features else (len(keys),)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    expected = loop(keys, values, 6, torch.zeros(6, *shape[1:]), product=False)
+    actual = sum_segments(torch.tensor(keys, dtype=torch.int64), values, 6)
+    assert torch.equal(actual, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(keys=keys_of, seed=st.integers(0, 9), whole=st.booleans())
+def test_products_have_the_bits_of_a_loop(keys: list[int], seed: int, whole: bool) -> None:
+    """Floating point in order; integers, which overflow alike in any order."""
+    values = torch.randn(len(keys), generator=torch.Generator().manual_seed(seed))
+    values = (values * 1e9).long() if whole else values
+    start = torch.ones(6, dtype=values.dtype)
+    expected = loop(keys, values, 6, start, product=True)
+    actual = reduce_segments(torch.tensor(keys, dtype=torch.int64), values, 6, "prod")
+    assert torch.equal(actual, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(keys=keys_of)
+def test_last_is_the_last(keys: list[int]) -> None:
+    """Every element points at the last one with its key."""
+    last = {key: place for place, key in enumerate(keys)}
+    found = find_last(torch.tensor(keys, dtype=torch.int64))
+    assert found.tolist() == [last[key] for key in keys]
+
+
+@settings(deadline=None, max_examples=60)
+@given(keys=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30))
+def test_weighted_rows_leave_out_what_has_no_output(keys: list[tuple[int, int]]) -> None:
+    """Key 6 stands for no output of 6, even with an infinite weight."""
+    draws = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(len(keys), 2, generator=draws), torch.ones(len(keys), 2)
+    where = torch.tensor(keys)
+    weights[where == 6] = torch.inf
+    expected = torch.zeros(6, 2, dtype=torch.float64)
+    for row, pair in zip(rows.double(), keys, strict=True):
+        for key in pair:
+            if key < 6:
+                expected[key] += row
+    actual = sum_weighted_rows(where, weights, rows, 6)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision_is_added_in_float32(dtype: torch.dtype) -> None:
+    """3,000 ones are 3,000, where half would stop at 2,048 and bfloat16 at 256."""
+    ones = torch.ones(3000, dtype=dtype)
+    assert sum_segments(torch.zeros(3000, dtype=torch.int64), ones, 1).tolist() == [3000.0]
+
+
+def test_keys_that_need_64_bits_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 2**31 outputs the keys are sorted as they are."""
+    keys, values = torch.randint(-1, 9, (200,)), torch.randn(200)
+    short = sum_segments(keys, values, 9)
+    monkeypatch.setattr(segment_reduce, "_INT32_LIMIT", 0)
+    assert torch.equal(sum_segments(keys, values, 9), short)
+
+
+def test_long_and_short_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector reduced as one or as rows of one feature: on a CPU the same bits."""
+    keys, values = torch.randint(0, 2, (1000,)), torch.randn(1000)
+    long = sum_segments(keys, values, 2)
+    monkeypatch.setattr(segment_reduce, "_LONG", 10**6)
+    assert torch.equal(sum_segments(keys, values, 2), long)
+
+
+def test_thread_count_does_not_matter() -> None:
+    """Many elements on few outputs: the same bits on one thread and on four."""
+    keys, values = torch.randint(0, 50, (20_000,)), torch.randn(20_000, 4)
+    with threads(1):
+        alone = sum_segments(keys, values, 50)
+    with threads(4):
+        assert torch.equal(sum_segments(keys, values, 50), alone)

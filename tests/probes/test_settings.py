@@ -1,0 +1,96 @@
+"""Settings of probes: what is not allowed is said, and variables go first."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.probes.settings import KINDS, ProbeSettings, make_settings
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"probes": "wieght"}, "Did you mean 'weight'"),
+        ({"probes": ["loss", 3]}, "probes has 3"),
+        ({"probe_modules": []}, "probe_modules is"),
+        ({"probe_steps": "7"}, 'allowed: "a:b"'),
+        ({"probe_steps": "7:7"}, "a below b"),
+        ({"probe_steps": "9:7"}, "a below b"),
+        ({"probe_ranks": [-1]}, "probe_ranks is"),
+        ({"probe_ranks": True}, "probe_ranks is"),
+        ({"replay_every": -1}, "replay_every is -1"),
+        ({"replay_every": True}, "replay_every is True"),
+    ],
+)
+def test_what_is_not_allowed_is_said(words, message):
+    with pytest.raises(SettingError, match=message):
+        make_settings(**words)
+
+
+def test_one_value_need_not_be_in_a_list():
+    assert make_settings(probes="loss, weight").probes == ("loss", "weight")
+    assert make_settings(probe_ranks=1).probe_ranks == (1,)
+    assert make_settings(probes="all").kinds == set(KINDS)
+
+
+def test_steps_are_half_open():
+    settings = ProbeSettings(probe_steps="3:5")
+    assert [step for step in range(8) if step in settings.steps] == [3, 4]
+    assert 10**9 in ProbeSettings(probe_steps="3:").steps
+    assert 3 not in ProbeSettings(probe_steps=":3").steps
+
+
+def test_modules_are_selected_by_pattern():
+    settings = ProbeSettings(probe_modules=("encoder.*", "head"))
+    assert settings.takes_module("encoder.layers.0")
+    assert not settings.takes_module("encoder")
+    assert settings.takes_parameter("head.weight")
+    assert not settings.takes_module("")
+    assert ProbeSettings(probe_modules=("(model)",)).takes_module("")
+
+
+def test_variables_go_before_settings():
+    settings = make_settings(probes="loss", replay_every=3).overridden(
+        {
+            "LIGHTNING_D9M_PROBES": "all",
+            "LIGHTNING_D9M_PROBE_MODULES": "a,b.*",
+            "LIGHTNING_D9M_PROBE_STEPS": "1:2",
+            "LIGHTNING_D9M_PROBE_RANKS": "0, 2",
+            "LIGHTNING_D9M_DUMP": "here",
+            "LIGHTNING_D9M_REPLAY_EVERY": " ",
+        }
+    )
+    assert settings == ProbeSettings(
+        probes=("all",),
+        probe_modules=("a", "b.*"),
+        probe_steps="1:2",
+        probe_ranks=(0, 2),
+        replay_every=3,
+        dump=Path("here"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("REPLAY_EVERY", "often"), ("REPLAY_EVERY", "1,2"), ("PROBE_RANKS", "a"), ("PROBES", "no")],
+)
+def test_a_variable_with_a_wrong_value_is_an_error(name, text):
+    with pytest.raises(SettingError, match=r"allowed|kinds are"):
+        ProbeSettings().overridden({f"LIGHTNING_D9M_{name}": text})
+
+
+@pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "PROBE_RANKS", "DUMP"])
+def test_a_variable_that_selects_among_no_probes_is_an_error(name):
+    given = {f"LIGHTNING_D9M_{name}": "0:1" if name == "PROBE_STEPS" else "1"}
+    with pytest.raises(
+        SettingError, match=f"nothing is there to be selected by LIGHTNING_D9M_{name}."
+    ):
+        ProbeSettings(replay_every=2).overridden(given)
+    assert ProbeSettings(probes=("loss",)).overridden(given)
+
+
+def test_settings_are_recorded_only_where_something_is_on():
+    assert ProbeSettings(probe_steps="1:2").as_record() == {}
+    assert ProbeSettings(replay_every=2).as_record() == {"replay_every": 2}
+    assert ProbeSettings(probes=("loss", "rng")).as_record()["probes"] == "rng loss"

@@ -1,0 +1,321 @@
+"""Probes: places in order of execution, digests of what was there at that moment, few records."""
+
+from collections import OrderedDict, deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing.digest import digest, digest_many, digest_value
+from lightning_d9m.hashing.leaves import list_leaves
+from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.probes.monitor import monitor, monitors_heard
+from lightning_d9m.probes.trace import MOST_PLACES, Moment, Probes, Trace, find_difference
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
+
+
+@dataclass
+class Sample:
+    image: object
+    label: object
+
+
+def write_batches(*batches):
+    """Return the records of batches, each a list of (kind, name, value)."""
+    records = []
+    probes = Probes(records.append)
+    for number, values in enumerate(batches):
+        probes.begin(Moment(0, number, number))
+        for kind, name, value in values:
+            probes.add(kind, name, value)
+        probes.end()
+    probes.close()
+    return records
+
+
+def paths(value):
+    return [path for path, _ in list_leaves(value)]
+
+
+def test_every_kind_of_container_has_leaves():
+    x = torch.ones(2)
+    assert paths(x) == [""]
+    assert paths({"a": x, "b": {"c": [x, (x, 1)]}}) == ["a", "b.c.0", "b.c.1.0", "b.c.1.1"]
+    assert paths(Pair(x, 2)) == ["left", "right"]
+    assert paths(Sample(x, [x])) == ["image", "label.0"]
+    assert paths(OrderedDict(z=x)) == ["z"]
+    assert paths(deque([x, 1])) == ["0", "1"]
+    assert paths(deque([1, 2])) == ["0", "1"]  # as a whole it has no digest
+
+
+def test_a_batch_of_a_class_of_its_own_has_its_attributes():
+    """Lightning moves an object with a method `to`; others, modules too, are leaves."""
+
+    class Graph:
+        def __init__(self):
+            self.x, self.edges, self.number = torch.ones(2), [torch.ones(1)], 3
+            self.parents = [self, self]
+
+        def to(self, device):
+            return self
+
+    assert paths({"graph": Graph(), "module": nn.Linear(1, 1), "class": Graph}) == [
+        "graph.x",
+        "graph.edges.0",
+        "graph.number",
+        "graph.parents.0",
+        "graph.parents.1",
+        "module",
+        "class",
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["text", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b""]
+)
+def test_what_holds_only_plain_values_is_one_leaf(value):
+    assert list_leaves(value) == [("", value)]
+
+
+def test_a_value_that_holds_itself_ends():
+    value = [torch.ones(1)]
+    value += [value, value]
+    assert paths(value) == ["0", "1", "2"]
+
+
+def test_calls_of_a_place_are_counted_within_a_batch():
+    x = torch.ones(2)
+    records = write_batches([("output", "a", x), ("output", "b", x), ("output", "a", x)])
+    assert records[0]["places"] == [["output", "a", 0], ["output", "b", 0], ["output", "a", 1]]
+
+
+def test_a_layout_is_written_once():
+    x = torch.ones(2)
+    first, other = [("output", "a", x)], [("output", "b", x)]
+    records = write_batches(first, first, other, first)
+    assert [r["kind"] for r in records] == [
+        "layout", "probes", "probes", "layout", "probes", "probes",
+    ]  # fmt: skip
+    assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 0, 1, 0]
+
+
+def test_digests_are_those_of_the_moment():
+    x = torch.zeros(3)
+    probes, records = None, []
+    probes = Probes(records.append)
+    probes.begin(Moment(1, 2, 3))
+    probes.add("input", "a", x)
+    before = digest(x)
+    x.add_(1)
+    probes.add("output", "a", x)
+    probes.end()
+    assert records[1]["digests"] == before + digest(x)
+    assert (records[1]["epoch"], records[1]["step"], records[1]["batch"]) == (1, 2, 3)
+
+
+def test_values_that_are_no_tensors_have_digests():
+    records = write_batches([("batch", "batch", {"x": torch.ones(1), "text": "a", "no": None})])
+    assert [place[1] for place in records[0]["places"]] == ["batch:x", "batch:text", "batch:no"]
+    assert records[1]["digests"].endswith(digest_value("a") + digest_value(None))
+
+
+def test_what_has_no_digest_counts_by_its_type():
+    meta = torch.ones(2, device="meta")
+    records = write_batches([("output", "a", [meta, object()])])
+    assert records[1]["digests"] == digest_value(torch.Tensor) + digest_value(object)
+
+
+def test_tensors_together_survive_one_without_a_digest():
+    records = []
+    probes = Probes(records.append)
+    probes.begin(Moment(0, 0, 0))
+    x = torch.ones(2)
+    probes.add_tensors("weight", {"a": x, "b": torch.ones(1, device="meta")})
+    probes.end()
+    assert records[1]["digests"] == digest(x) + digest_value(torch.Tensor)
+
+
+def test_a_batch_with_many_places_is_written_in_parts():
+    x = torch.ones(1)
+    records = write_batches([("op", "a", x)] * (MOST_PLACES + 10))
+    sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
+    assert sizes == [MOST_PLACES, 10]
+    assert records[2]["places"][0] == ["op", "a", MOST_PLACES]
+
+
+def test_equal_parts_of_a_batch_are_other_calls():
+    x = torch.ones(1)
+    records = write_batches(*[[("op", "a", x)] * (2 * MOST_PLACES)] * 2)
+    layouts = [r["places"] for r in records if r["kind"] == "layout"]
+    assert [places[0][2] for places in layouts] == [0, MOST_PLACES]
+    assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 1, 0, 1]
+
+
+def test_tensors_beyond_the_limit_are_written_in_parts():
+    records = []
+    probes = Probes(records.append)
+    probes.begin(Moment(0, 0, 0))
+    x = torch.ones(1)
+    probes.add_tensors("weight", {str(n): x for n in range(2 * MOST_PLACES + 1)})
+    probes.close()
+    sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
+    assert sizes == [MOST_PLACES, MOST_PLACES, 1]
+
+
+def test_short_batches_are_written_together(monkeypatch):
+    """Nothing waits longer than a tenth of a second, the end, or who wants it written."""
+    now = SimpleNamespace(time=7.0)
+    clock = SimpleNamespace(monotonic=lambda: now.time)
+    monkeypatch.setattr("lightning_d9m.probes.trace.time", clock)
+    records, written = [], []
+    probes = Probes(records.append)
+    for batch, now.time in enumerate((7.0, 7.04, 7.08, 7.11, 7.12, 7.13)):
+        probes.begin(Moment(0, batch, batch))
+        probes.add("output", "a", torch.full((2,), float(batch)))
+        probes.end()
+        written.append(len(records))
+    assert written == [2, 2, 2, 5, 5, 5]
+    probes.catch_up()
+    assert [r["batch"] for r in records[1:]] == [0, 1, 2, 3, 4, 5]
+    assert records[3]["digests"] == digest(torch.full((2,), 2.0))
+
+
+def test_many_places_do_not_wait(monkeypatch):
+    monkeypatch.setattr("lightning_d9m.probes.trace.time.monotonic", lambda: 7.0)
+    records, written = [], []
+    probes = Probes(records.append)
+    for batch in range(6):
+        probes.begin(Moment(0, batch, batch))
+        probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(MOST_PLACES // 2)})
+        probes.end()
+        written.append(len(records))
+    assert written == [2, 2, 4, 4, 6, 6]
+
+
+def test_outside_batches_and_when_paused_nothing_is_taken():
+    records = []
+    probes = Probes(records.append)
+    probes.add("output", "a", torch.ones(1))
+    probes.begin(Moment(0, 0, 0))
+    with probes.paused():
+        probes.add("output", "a", torch.ones(1))
+        probes.add_tensors("weight", {"a": torch.ones(1)})
+    probes.close()
+    assert records == []
+
+
+def test_a_queue_gives_what_digest_gives():
+    x = torch.randn(3, 4)
+    tensors = [x, x.t(), x.to(torch.complex64).conj(), x.to_sparse(), torch.empty(0), x[1]]
+    queue = DigestQueue()
+    for tensor in tensors:
+        queue.add_one(tensor)
+    queue.add_digest("f" * 32)
+    queue.add(tensors)
+    assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
+    assert not queue.flights
+
+
+def test_a_form_that_was_met_before_gives_the_same():
+    x = torch.randn(300, 400)
+    tensors = [
+        *(x, x.t(), x[1], x[:, 1], torch.zeros(()), torch.empty(0), nn.Parameter(x[2])),
+        x.to(torch.complex64).conj(),
+        torch.complex(x, x).conj().imag,  # negated where it is read
+        torch.view_as_real(torch.complex(x, x)).select(-1, 0),
+        x.to_sparse(),
+        x.bfloat16(),
+    ]
+    queue = DigestQueue()
+    for tensor in (*tensors, *tensors):
+        queue.add_one(tensor)
+    assert queue.fetch() == digest_many(tensors) * 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 16383, 16384, 16385, 131072, 131073, 64 * 131072 + 1])
+def test_a_form_that_was_met_before_gives_the_digests_of_the_moment(size):
+    x = torch.arange(size).to(torch.uint8)
+    queue, expected = DigestQueue(), []
+    for _ in range(3):
+        queue.add_one(x)
+        expected.append(digest(x))
+        x += 1
+    assert queue.fetch() == expected
+    assert size == 0 or len(set(expected)) == 3
+
+
+def test_a_negated_tensor_of_a_known_form_is_read_as_it_is():
+    queue = DigestQueue()
+    z = torch.randn(4, dtype=torch.complex64)
+    negated = torch._neg_view(torch.ones(4))
+    for tensor in (torch.ones(4), negated, torch.view_as_real(z)[:, 0].contiguous()):
+        queue.add_one(tensor)
+    assert queue.fetch()[:2] == digest_many([torch.ones(4), -torch.ones(4)])
+
+
+@pytest.mark.parametrize("kept", [0, 8])
+def test_memory_of_a_known_form_that_was_freed_is_an_error(kept):
+    queue = DigestQueue()
+    x = torch.ones(4)
+    queue.add_one(x)
+    x.untyped_storage().resize_(kept)
+    with pytest.raises(DigestError, match="freed"):
+        queue.add_one(x)
+    assert len(queue) == 1
+
+
+def test_a_queue_takes_none_of_the_tensors_if_one_has_no_digest():
+    queue = DigestQueue()
+    with pytest.raises(DigestError):
+        queue.add([torch.ones(1), torch.ones(1, device="meta")])
+    with pytest.raises(DigestError, match="meta"):
+        queue.add_one(torch.ones(1, device="meta"))
+    queue.add([torch.ones(1)])
+    assert queue.fetch() == [digest(torch.ones(1))]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.data())
+def test_the_first_difference_of_traces_is_found(values, data):
+    place = data.draw(st.integers(0, len(values) - 1))
+    expected, actual = Trace(), Trace()
+    for number, value in enumerate(values):
+        expected.add("output", f"m{value}", torch.tensor([number]))
+        actual.add("output", f"m{value}", torch.tensor([-1 if number == place else number]))
+    difference = find_difference(expected, actual)
+    assert difference is not None
+    assert difference.place == expected.places[place]
+    assert difference.differing == 1
+    assert find_difference(expected, expected) is None
+
+
+def test_a_place_that_only_one_trace_has_is_a_difference():
+    expected, actual = Trace(), Trace()
+    actual.add("output", "a", 1)
+    difference = find_difference(expected, actual)
+    assert difference == (("output", "a", 0), None, digest_value(1), 1)
+
+
+def test_a_monitor_returns_what_it_is_given_and_tells_who_listens():
+    heard = []
+    x = torch.ones(2, requires_grad=True)
+    with monitors_heard(lambda name, value: heard.append((name, value))):
+        assert monitor(x, "x") is x
+        monitor(x * 2, "twice").sum().backward()
+        assert monitor(None, "nothing") is None
+    monitor(1, "after")
+    assert [name for name, _ in heard] == ["x", "twice", "nothing"]
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_a_monitor_is_public():
+    import lightning_d9m
+    from lightning_d9m import probe
+
+    assert lightning_d9m.probe is probe
+    assert lightning_d9m.probe.monitor("text", "name") == "text"

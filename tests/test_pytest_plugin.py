@@ -1,0 +1,188 @@
+"""The pytest plugin, in test suites of its own."""
+
+import pytest
+
+from lightning_d9m.control import environment
+
+TRAINING = """
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_d9m import DeterminismCallback
+
+def train(scale=1.0):
+    model = BoringModel()
+    model.layer.weight.data *= scale
+    trainer = lightning.Trainer(
+        max_epochs=1, limit_train_batches=2, limit_val_batches=0, callbacks=[DeterminismCallback()],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu",
+    )
+    trainer.fit(model)
+"""
+
+
+@pytest.fixture
+def suite(pytester, monkeypatch):
+    """Return a function that writes a test module and runs it in this process."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makepyfile(training=TRAINING)
+
+    def run(*words, configuration="", **modules):
+        pytester.makeini(f"[pytest]\npythonpath = .\n{configuration}")
+        pytester.makepyfile(**modules)
+        return pytester.runpytest_inprocess("-p", "no:randomly", "-p", "no:xdist", *words)
+
+    return run
+
+
+def test_a_marker_and_a_fixture_open_a_session(suite):
+    suite(
+        test_it="""
+        import random, pytest, torch
+        from lightning_d9m.control.session import active_session
+
+        drawn = []
+
+        @pytest.fixture
+        def weights():
+            return torch.rand(2)
+
+        @pytest.mark.parametrize("time", [1, 2])
+        @pytest.mark.deterministic(seed=7)
+        def test_marked(time, weights):
+            random.seed()  # what is drawn after this is not the session's
+            drawn.append((weights.tolist(), torch.rand(2).tolist()))
+            assert active_session().settings.seed == 7
+            assert drawn[0] == drawn[-1]
+
+        def test_fixture(deterministic_session):
+            assert deterministic_session is active_session()
+            assert torch.are_deterministic_algorithms_enabled()
+
+        def test_neither():
+            assert active_session() is None
+        """
+    ).assert_outcomes(passed=4)
+
+
+def test_a_setting_that_is_not_allowed_fails_the_test(suite):
+    result = suite(
+        test_it="""
+        import pytest
+
+        @pytest.mark.deterministic(seed=-1)
+        def test_value(): pass
+
+        @pytest.mark.deterministic(7)
+        def test_position(): pass
+        """
+    )
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["*seed is -1; allowed:*", "*settings by name*"])
+
+
+GOLDEN = """
+from training import train
+
+class TestTraining:
+    def test_it(self, golden_ledger):
+        with golden_ledger(seed=3):
+            train()
+"""
+
+
+def test_a_golden_ledger_is_written_compared_and_written_anew(suite, pytester):
+    result = suite(test_it=GOLDEN)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*There is no golden ledger*--d9m-update*"])
+    suite("--d9m-update", test_it=GOLDEN).assert_outcomes(passed=1)
+    golden = pytester.path / "golden/test_it/TestTraining-test_it/fit-000/rank-0.jsonl"
+    before = golden.read_bytes()
+    suite(test_it=GOLDEN).assert_outcomes(passed=1)
+    assert golden.read_bytes() == before
+    changed = GOLDEN.replace("train()", "train(1.5)")
+    result = suite(test_it=changed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*differs from its golden ledger*", "*diverges first*", "*layer.weight*", "*--d9m-update*"]
+    )
+    assert golden.read_bytes() == before
+    suite("--d9m-update", test_it=changed).assert_outcomes(passed=1)
+    suite(test_it=changed).assert_outcomes(passed=1)
+
+
+def test_a_golden_ledger_of_another_stack_fails_or_skips(suite, monkeypatch):
+    suite("--d9m-update", test_it=GOLDEN).assert_outcomes(passed=1)
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX512F")  # NumPy has read it long ago
+    changed = GOLDEN.replace("train()", "train(1.5)")
+    result = suite(test_it=changed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*The stacks differ*"])
+    skip = "d9m_on_stack_difference = skip"
+    suite(test_it=changed, configuration=skip).assert_outcomes(skipped=1)
+    # Where the bits agree all the same, there is nothing to excuse.
+    suite(test_it=GOLDEN, configuration=skip).assert_outcomes(passed=1)
+
+
+def test_a_golden_ledger_without_a_fit_is_an_error(suite):
+    result = suite(test_it="def test_it(golden_ledger):\n    with golden_ledger(): pass")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*nothing to compare*"])
+
+
+def test_variables_are_set_before_conftest_files_load(suite, pytester):
+    pytester.makeconftest("import os; WORKSPACE = os.environ.get('CUBLAS_WORKSPACE_CONFIG')")
+    test = "from conftest import WORKSPACE\ndef test_it(): assert WORKSPACE == {!r}"
+    suite(test_it=test.format(None)).assert_outcomes(passed=1)
+    result = suite(test_other=test.format(":4096:8"), configuration="d9m = true")
+    assert "test_other.py ." in result.stdout.str()
+    result.stdout.fnmatch_lines(["d9m: *"])
+
+
+def test_too_late_is_said_with_what_to_do(suite, monkeypatch):
+    monkeypatch.setattr(environment, "cuda_started", lambda: True)
+    result = suite(test_it="def test_it(deterministic_session): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*set `d9m = true` in the configuration*"])
+    result = suite(test_it="def test_it(): pass", configuration="d9m = true")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*d9m: *CUBLAS_WORKSPACE_CONFIG*"])
+
+
+def test_an_unknown_policy_is_a_usage_error(suite):
+    result = suite(test_it="", configuration="d9m_on_stack_difference = ignore")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*'ignore'; allowed: fail or skip*"])
+
+
+PLUGINS = """
+import random, pytest, torch
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.deterministic(seed=5)
+def test_draws(number):
+    assert random.random() == {python!r}
+    assert torch.rand(1).item() == {torch!r}
+"""
+
+
+def test_it_gets_on_with_xdist_and_randomly(pytester):
+    """Randomly reseeds Python's and NumPy's generators before each test; the session is later."""
+    import random
+
+    import torch
+
+    from lightning_d9m import deterministic
+
+    with deterministic(seed=5):
+        words = {"python": random.random(), "torch": torch.rand(1).item()}
+    pytester.makepyfile(PLUGINS.format(**words))
+    result = pytester.runpytest_subprocess("--randomly-seed=1", "-n", "2")
+    result.assert_outcomes(passed=6)
+    result.stdout.fnmatch_lines(["plugins:*randomly*xdist*"])
+
+
+def test_a_suite_that_does_not_use_it_loads_no_torch(pytester):
+    pytester.makepyfile("import sys\ndef test_it(): assert 'torch' not in sys.modules")
+    pytester.runpytest_subprocess("-p", "no:randomly").assert_outcomes(passed=1)
