@@ -23,9 +23,10 @@ import time
 from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import LedgerWriter, read_ledger
-from lightning_d9m.ledger.reader import seal_record
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.hash_chain import seal_record
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.writer import LedgerWriter
 
 # Places a batch, for the modules of a small network and of a large one; share of all places.
 SHAPES = {

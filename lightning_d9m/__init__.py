@@ -7,6 +7,8 @@ Lightning, and the command line answers at once.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lightning_d9m.audit.inference.fixed_batch import FixedShape, PerSample
     from lightning_d9m.control.session import Session, deterministic, enable
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
     from lightning_d9m.lightning.callback import DeterminismCallback
     from lightning_d9m.testing import assert_bit_exact
-
-__version__ = "0.1.0"
 
 _HOME = {
     "CheckpointError": "lightning_d9m.errors",

@@ -4,8 +4,9 @@ from hashlib import blake2b
 
 import pytest
 
-from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.writer import LedgerWriter
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 

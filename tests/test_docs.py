@@ -11,7 +11,7 @@ import pytest
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import environment, torch_flags
 from lightning_d9m.ledger import encoding, reader, records, schema
-from lightning_d9m.ledger.folder import LedgerWriter
+from lightning_d9m.ledger.writer import LedgerWriter
 
 ROOT = Path(__file__).parents[1]
 

@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit a model; return 0 when it is repeatable and batch-invariant, else 1."""
     _check(arguments)
     # Here, so that the words above need no torch.
+    from lightning_d9m.audit.device import check_device
     from lightning_d9m.audit.inference.report import render_markdown, render_text
-    from lightning_d9m.audit.ops.arms import check_device
     from lightning_d9m.control.session import deterministic
     from lightning_d9m.control.threads import threads_pinned
 

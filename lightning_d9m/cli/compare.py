@@ -2,15 +2,13 @@
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
-from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_comparison
+from lightning_d9m.output.progress import progress_shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,29 +29,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(format_comparison(comparison)))
     return 0 if comparison.verdict == "equal" else 1
-
-
-@contextmanager
-def progress_shown() -> Iterator[Callable[[int], None] | None]:
-    """Give what shows to a person how far a comparison is, wiped away in the end."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    try:
-        yield _show_progress
-    finally:
-        print("\r\033[K", end="", file=sys.stderr)
-
-
-def _show_progress(records: int) -> None:
-    print(f"\r{records:,} records compared", end="", file=sys.stderr, flush=True)
-
-
-def as_json(comparison: Comparison) -> dict[str, object]:
-    """Return the comparison for ``--json``; the names are those of the attributes."""
-    return {
-        "verdict": comparison.verdict,
-        **asdict(comparison),
-        "expected": str(comparison.expected),
-        "actual": str(comparison.actual),
-    }

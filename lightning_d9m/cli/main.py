@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
-from lightning_d9m import __version__
 from lightning_d9m.errors import D9mError
 from lightning_d9m.text import printable
+from lightning_d9m.version import __version__
 
 _WIDEST = 100
 _COMMANDS = {

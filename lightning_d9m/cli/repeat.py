@@ -5,9 +5,9 @@ from pathlib import Path
 
 from lightning_d9m.cli.arguments import add_command_arguments, command_of
 from lightning_d9m.cli.repeat_interrupted import interrupt_and_resume
-from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
-from lightning_d9m.ledger.reader import explain
 from lightning_d9m.output.repeat_text import Report
 
 _FEWEST_RUNS = 2
@@ -82,33 +82,3 @@ def _check(arguments: argparse.Namespace, words: list[str]) -> None:
         )
     if arguments.timeout is not None and not arguments.timeout > 0:
         raise SettingError(f"--timeout is {arguments.timeout:g}; allowed: more than 0 seconds.")
-
-
-def make_output(chosen: Path | None) -> Path:
-    """Make a new folder for this repetition; never one that exists."""
-    candidates = (
-        (Path("d9m-runs") / f"{number:03d}" for number in range(1000))
-        if chosen is None
-        else [chosen]
-    )
-    for folder in candidates:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except FileNotFoundError as error:  # /proc, or a link to nowhere: its parents were made
-            raise LedgerError(
-                f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
-            ) from error
-        except (OSError, ValueError) as error:
-            raise LedgerError(f"The folder {folder} cannot be made: {explain(error)}") from error
-        return folder.resolve()
-    if chosen is None:
-        raise LedgerError(
-            "d9m-runs holds 1000 repetitions already. Remove old ones, or give a new folder with "
-            "--output."
-        )
-    raise LedgerError(
-        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
-        "--output, or remove it."
-    )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_d9m.errors import CommandError
+from lightning_d9m.file_errors import explain
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     FOLDER,
@@ -23,7 +24,6 @@ from lightning_d9m.launch.interruption_points import (
     choose_places,
 )
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
-from lightning_d9m.ledger.reader import explain
 from lightning_d9m.output.repeat_text import Report
 
 _CHECKPOINTS = "checkpoints"

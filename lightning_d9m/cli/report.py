@@ -4,13 +4,14 @@ import argparse
 import json
 from pathlib import Path
 
-from lightning_d9m.cli.compare import as_json, progress_shown
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.timeline import Course
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.reader import explain
+from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.html_page import GENERATOR, render_page
+from lightning_d9m.output.progress import progress_shown
 from lightning_d9m.text import printable
 
 

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: When there is nothing to check it by.
         LedgerError: When the ledger that was named cannot be read.
     """
-    from lightning_d9m.lightning.resume.checkpoint_io import KEY, check_checkpoint, load_checkpoint
+    from lightning_d9m.lightning.checkpoint_io import KEY, check_checkpoint, load_checkpoint
 
     path: Path = arguments.checkpoint
     if not path.is_file():

@@ -6,16 +6,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_d9m.comparison.cursor import (
-    START,
-    Entry,
-    Item,
-    Key,
-    Place,
-    Side,
-)
-from lightning_d9m.comparison.probe_diff import Batch
+from lightning_d9m.comparison.cursor import Entry, Side
 from lightning_d9m.ledger.encoding import PROBES_HEAD
+from lightning_d9m.ledger.keys import START, Item, Key, Place
+from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import (
     Digests,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
-from lightning_d9m.probes.settings import KINDS, ROOT
+from lightning_d9m.ledger.kinds import KINDS, ROOT
 
 # Operations that draw: other outputs for equal inputs are other draws, not another arithmetic.
 _DRAWING = (

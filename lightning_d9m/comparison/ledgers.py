@@ -7,13 +7,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from lightning_d9m.comparison.alignment import align_records
-from lightning_d9m.comparison.cursor import Item, describe_record
-from lightning_d9m.comparison.probe_diff import (
-    Batch,
-    BatchComparison,
-    PlaceDifference,
-    compare_batches,
-)
+from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import (
     Difference,
     FieldDifference,
@@ -34,6 +28,8 @@ from lightning_d9m.comparison.result import (
     RankComparison,
 )
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.keys import Item, describe_record
+from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.resumed_runs import LineageReader

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_d9m.comparison.cursor import describe_record
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
+from lightning_d9m.ledger.keys import describe_record
 from lightning_d9m.ledger.records import (
     Digests,
     End,
@@ -14,13 +14,11 @@ from lightning_d9m.ledger.records import (
     Record,
     RunFacts,
 )
+from lightning_d9m.ledger.tables import MISSING, Entry, table_differences
 
 Table: TypeAlias = Mapping[str, Json]
-# Name, value in the earlier run, value in the later one.
-Entry: TypeAlias = tuple[str, Json, Json]
 
 NAMES_KEPT = 10
-MISSING = "missing"
 _TOTAL = "(total)"
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
@@ -150,22 +148,6 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
     return table | _flatten(facts.extra)
-
-
-def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) -> list[Entry]:
-    """Return (name, expected, actual) for each entry that differs, ``"missing"`` if there is none.
-
-    Values of different types differ: 1 is not True, and 1.0 is not 1.
-
-    >>> table_differences({"a": 1, "b": 2}, {"a": True, "b": 2, "c": None})
-    [('a', 1, True), ('c', 'missing', None)]
-    """
-    differing = []
-    for name in expected.keys() | actual.keys():
-        one, other = expected.get(name, MISSING), actual.get(name, MISSING)
-        if type(one) is not type(other) or one != other:
-            differing.append((name, one, other))
-    return sorted(differing, key=lambda entry: entry[0])
 
 
 def record_difference(expected: Record, actual: Record) -> Difference | None:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.record_diff import Difference, FieldDifference
+from lightning_d9m.ledger.kinds import KINDS
 from lightning_d9m.ledger.resumed_runs import Break
-from lightning_d9m.probes.settings import KINDS
 
 # What ranks compute on their own, from what the batch begins with up to the exchange of gradients.
 _COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]

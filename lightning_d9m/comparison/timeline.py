@@ -7,12 +7,13 @@ of moments and modules, those that differ are kept before those that agree, and 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lightning_d9m.comparison.cursor import Item, describe_record
-from lightning_d9m.comparison.probe_diff import Batch, BatchComparison
+from lightning_d9m.comparison.probe_diff import BatchComparison
 from lightning_d9m.comparison.record_diff import list_entries
+from lightning_d9m.ledger.keys import Item, describe_record
+from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_layouts import unpack_places
 from lightning_d9m.ledger.records import Digests
-from lightning_d9m.probes.settings import ROOT
 
 MAX_STEPS = 512
 MAX_MARKS = 256

@@ -37,6 +37,7 @@ class Session:
     Attributes:
         settings: The same.
         fits: How many fits began while it was the active session.
+        seed_is_default: True if nobody chose the seed, so that a Trainer may take another one.
 
     Raises:
         SettingError: When a variable of the user's asks for the opposite.
@@ -46,6 +47,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fits = 0
+        self.seed_is_default = False
         self._scopes = 0
         self._switching = control_is_on()
         if not self._switching:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 else:
     _ParallelStrategy = combined_base("strategies.ParallelStrategy")
 
-STRATEGY_NAME = "horovod_d9m"
-
 
 class HorovodDeterministicStrategy(_ParallelStrategy):
     """Trains one copy of the model per process, bit for bit the same in every run.
@@ -66,7 +64,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         SettingError: A value is not allowed.
     """
 
-    strategy_name = STRATEGY_NAME
+    strategy_name = "horovod_d9m"
     is_distributed = True  # read by Lightning: samplers, self.log(sync_dist=True)
 
     def __init__(  # noqa: PLR0913 - one keyword for each setting
@@ -383,18 +381,3 @@ def _signature(module: Module) -> tuple[str, ...]:
 
 def _fabric_of(package: str) -> str:
     return "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
-
-
-def register() -> None:
-    """Make ``strategy="horovod_d9m"`` known to those of Lightning's packages that are loaded."""
-    for package in import_packages():
-        registry = import_module(f"{package}.strategies").StrategyRegistry
-        if STRATEGY_NAME not in registry:
-            registry.register(
-                STRATEGY_NAME,
-                HorovodDeterministicStrategy,
-                description="Bit-exact data-parallel training with Horovod",
-            )
-
-
-register()

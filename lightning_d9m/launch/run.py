@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.file_errors import explain
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.launch.subprocess_run import describe_command, run_watched
 from lightning_d9m.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
-from lightning_d9m.ledger.reader import explain
 
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import CommandError
+from lightning_d9m.file_errors import explain
 from lightning_d9m.launch.process_tree import Family, list_children, orphans_adopted
-from lightning_d9m.ledger.reader import explain
 from lightning_d9m.text import plain, shown
 
 _TICK_SECONDS = 0.25

@@ -6,7 +6,6 @@ chain finds accidents and naive edits: a record that was changed, removed, added
 signature: who knows this text can compute it anew.
 """
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.encoding import decode_record
+from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
 from lightning_d9m.ledger.probe_layouts import Layouts
 from lightning_d9m.ledger.records import (
     DIGEST_DIGITS,
@@ -31,18 +32,10 @@ from lightning_d9m.ledger.records import (
 from lightning_d9m.ledger.schema import FieldError
 from lightning_d9m.text import shown
 
-CHAIN_START = b"0" * 16
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
 MAX_LINE = 64 * 2**20
 MAX_HEADER = 2**20
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
-
-
-def seal_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
-    """Return (the line that is written, its check) for a record's JSON and the check before it."""
-    head = body[:-1]
-    check = blake2b(previous + head, digest_size=8).hexdigest().encode()
-    return b'%b,"check":"%b"}\n' % (head, check), check
 
 
 class RankReader(AbstractContextManager["RankReader"]):
@@ -234,26 +227,3 @@ def _open_regular(path: Path) -> BinaryIO:
             "rank-N.jsonl."
         )
     return os.fdopen(number, "rb", buffering=2**20)
-
-
-_ADVICE = {
-    errno.ENOENT: "Check the name; a ledger is a folder fit-NNN under the Trainer's log directory.",
-    errno.ENOTDIR: "A part of the path is a file, not a folder; choose another path.",
-    errno.ELOOP: "Its symbolic links lead in a circle; remove them or name the real folder.",
-    errno.EACCES: "Give this user the permission, or choose another folder.",
-    errno.EPERM: "Give this user the permission, or choose another folder.",
-    errno.EROFS: "Choose a folder on a file system that can be written.",
-    errno.ENOSPC: "Free some space, or put the ledger on another disk.",
-    errno.EDQUOT: "Free some space, or put the ledger on another disk.",
-    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f), or record fewer moments.",
-    errno.EEXIST: "Nothing was overwritten; choose a new folder.",
-    errno.ENAMETOOLONG: "Choose a shorter path.",
-}
-
-
-def explain(error: OSError | ValueError) -> str:
-    """Return the cause of a failed file operation and what to do about it."""
-    number = getattr(error, "errno", None)
-    if number is None:
-        return f"{error}."
-    return f"{os.strerror(number)}. {_ADVICE.get(number, 'Check the path and the disk.')}"

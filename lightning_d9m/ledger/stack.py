@@ -16,9 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_d9m.comparison.record_diff import table_differences
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.records import Scalar
+from lightning_d9m.ledger.tables import table_differences
 from lightning_d9m.text import plain
 
 StackDifference: TypeAlias = tuple[str, object, object]

@@ -17,14 +17,16 @@ from lightning_d9m.control.environment import EarlyVariables
 from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
-from lightning_d9m.horovod import strategy as _strategy  # noqa: F401 - makes its name known
 from lightning_d9m.lightning.fault_injection import steer
-from lightning_d9m.lightning.packages import combined_base, rank_zero
+from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import Probing
 from lightning_d9m.lightning.process_group import close_group_at_exit
+from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.lightning.resolved_settings import inherit_settings, resolve_seed
 from lightning_d9m.lightning.resume.checkpoint_state import Resumption
-from lightning_d9m.lightning.trainer_recorder import Testimony, ranks_of
-from lightning_d9m.lightning.trainer_session import Takeover, inherit_settings, resolve_seed
+from lightning_d9m.lightning.strategies import register_strategies
+from lightning_d9m.lightning.trainer_recorder import Testimony
+from lightning_d9m.lightning.trainer_session import Takeover
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.recording.recorder import Policy
 
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
 else:
     _Callback = combined_base("callbacks.Callback")
+
+for _package in import_packages():
+    register_strategies(_package)
 
 
 class DeterminismCallback(_Callback):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.lightning.trainer_recorder import ranks_of
+from lightning_d9m.lightning.ranks import ranks_of
 
 # How many bytes of each rank's are gathered at once: they lie on the device, those of all ranks.
 # The first part holds what a rank has to say in almost every training, so that ranks wait for each

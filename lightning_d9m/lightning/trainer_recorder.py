@@ -4,23 +4,21 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightning_d9m import __version__
-from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.model_tensors import Roster
 from lightning_d9m.hashing.output_digest import OutputDigest
-from lightning_d9m.hashing.training_state import describe_model, replicated_names, take_snapshot
+from lightning_d9m.hashing.training_state import describe_model, take_snapshot
 from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.ledger.records import Digests, End, Header, Json, LoaderFacts, RunFacts
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.ledger.records import Digests, End, Json, RunFacts
 from lightning_d9m.lightning.loggers import log_digest, log_drift
+from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.lightning.run_metadata import _facts_of, _header_of, _replicated
 from lightning_d9m.lightning.trainer_session import Takeover
 from lightning_d9m.lightning.weight_snapshots import keep_weights
 from lightning_d9m.recording.collective import Ranks
@@ -28,9 +26,6 @@ from lightning_d9m.recording.recorder import Policy, Recorder
 
 Moment = Literal["initial", "epoch", "final"]
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
-
-# Under these each rank holds a part of every parameter, so that no two are to be equal.
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy")
 
 
 class Testimony:
@@ -279,81 +274,3 @@ class Testimony:
         with suppress(OSError):  # the file in it cannot be made either, and says why
             Path(folder).mkdir(parents=True, exist_ok=True)
         return Path(folder)
-
-
-def _header_of(trainer: Any, run: Takeover) -> Header:
-    return Header(
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        fit=run.fit,
-        seed=run.settings.seed,
-        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        settings=run.settings.as_record() | ({} if control_is_on() else {"control": "off"}),
-        stack=capture_stack(_layout(trainer)),
-        package=__version__,
-    )
-
-
-def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
-    return {
-        "world.size": trainer.world_size,
-        "world.nodes": trainer.num_nodes,
-        "world.devices_per_node": trainer.num_devices,
-        "world.strategy": type(trainer.strategy).__name__,
-        "world.accelerator": type(trainer.accelerator).__name__,
-    }
-
-
-def _facts_of(trainer: Any, module: Any) -> RunFacts:
-    model, parameters = describe_model(module)
-    loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001 - no public way to them
-    return RunFacts(
-        model=model,
-        parameters=parameters,
-        train=[_facts_of_loader(loader) for loader in loaders],
-        trainer={
-            "precision": str(trainer.precision),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": str(trainer.gradient_clip_val),
-            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
-        },
-    )
-
-
-def _facts_of_loader(loader: object) -> LoaderFacts:
-    batch_size = getattr(loader, "batch_size", None)
-    if batch_size is None:  # a batch sampler of the user's, or no automatic batching
-        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return LoaderFacts(
-        samples=_length(getattr(loader, "dataset", None)),
-        batch_size=batch_size if isinstance(batch_size, int) else None,
-        batches=_length(loader),
-    )
-
-
-def _length(sized: object) -> int | None:
-    """Return a length, or None for what has none: an iterable dataset, say."""
-    try:
-        return len(sized)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def ranks_of(trainer: Any) -> Ranks:
-    """Return the Trainer's ranks, who talk through its strategy."""
-    if trainer.world_size == 1:
-        return Ranks(trainer.global_rank)
-
-    def gather(numbers: Sequence[int]) -> list[list[int]]:
-        local = torch.tensor(numbers, dtype=torch.int64, device=trainer.strategy.root_device)
-        gathered = trainer.strategy.all_gather(local)
-        rows: list[list[int]] = gathered.reshape(trainer.world_size, -1).tolist()
-        return rows
-
-    return Ranks(trainer.global_rank, gather)
-
-
-def _replicated(trainer: Any, module: Any) -> list[str]:
-    if any(base.__name__ in _SHARDING for base in type(trainer.strategy).__mro__):
-        return []
-    return replicated_names(module)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_d9m.comparison.ledgers import Divergence
 from lightning_d9m.comparison.magnitude import Magnitude, measure
-from lightning_d9m.comparison.record_diff import MISSING
 from lightning_d9m.hashing.digest import digest, digest_value
+from lightning_d9m.ledger.tables import MISSING
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.probes.dumps import (

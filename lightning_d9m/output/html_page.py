@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from html import escape
 
-from lightning_d9m import __version__
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.comparison.record_diff import FieldDifference, name_call
 from lightning_d9m.comparison.timeline import Course, module_of
@@ -21,6 +20,7 @@ from lightning_d9m.output.comparison_text import (
 from lightning_d9m.output.html_assets import SCRIPT, STYLE
 from lightning_d9m.output.svg_timeline import draw_growth, draw_timeline
 from lightning_d9m.text import counted, describe_value, shown
+from lightning_d9m.version import __version__
 
 GENERATOR = '<meta name="generator" content="lightning_d9m'
 _RANKS = 64

@@ -7,10 +7,10 @@ from pathlib import PurePath
 from textwrap import wrap
 from urllib.parse import quote
 
-from lightning_d9m import __version__
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.join import OpRow
 from lightning_d9m.lint.rules import RULES, Severity
+from lightning_d9m.version import __version__
 
 _WIDTH = 80
 _INDENT = "  "

@@ -2,16 +2,16 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lightning_d9m.locate.result import describe_place
 from lightning_d9m.text import plain
 
 if TYPE_CHECKING:
-    from lightning_d9m.cli.locate import Found
-    from lightning_d9m.comparison.ledgers import Divergence
     from lightning_d9m.comparison.magnitude import Magnitude
     from lightning_d9m.locate.op_evidence import OpFinding
+    from lightning_d9m.locate.result import Found
 
 _WIDTH = 80
 # By the status of the catalogue's entry; an exempt one has its own.
@@ -23,20 +23,6 @@ _FIXES = {
 _LABEL = re.compile(r"\s*[a-z ]+:|\s+")
 # A line of the program, with the path of its file, is shown whole.
 _LONGEST = 400
-
-
-def describe_place(found: "Sequence[Divergence]") -> str:
-    """Return where runs diverge, in a line."""
-    if not found:
-        return "no place that both runs have"
-    first = found[0]
-    when = f"epoch {first.epoch}, step {first.step}"
-    if first.moment == "batch":
-        when += f", batch {first.batch}"
-    elif first.moment in ("initial", "final"):
-        when = f"the {first.moment} state"
-    call = f", call {first.call}" if first.call else ""
-    return f"{when}: {first.kind} {plain(first.name)}{call}"
 
 
 def describe(found: "Found", *, recipe: bool) -> Iterator[str]:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_d9m.cli.compare import as_json
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.output.run_table import RunRow, format_table
 from lightning_d9m.text import counted

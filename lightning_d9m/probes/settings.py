@@ -10,27 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
-
-# In the order in which a batch meets them.
-KINDS = (
-    "rng",
-    "weight",
-    "buffer",
-    "optimizer",
-    "batch",
-    "input",
-    "output",
-    "op",
-    "monitor",
-    "loss",
-    "grad_output",
-    "local_gradient",
-    "gradient",
-    "scalar",
-)
-ALL = "all"
-# What the module that holds everything is called; its own name is empty.
-ROOT = "(model)"
+from lightning_d9m.ledger.kinds import ALL, KINDS, ROOT
 
 _PREFIX = "LIGHTNING_D9M_"
 DUMP_VARIABLE = f"{_PREFIX}DUMP"

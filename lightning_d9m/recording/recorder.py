@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_d9m.errors import DriftError, LedgerError
-from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, Json, RunFacts
 from lightning_d9m.ledger.stack import check_stack
+from lightning_d9m.ledger.writer import LedgerWriter
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.rank_agreement import (
     RankDifference,

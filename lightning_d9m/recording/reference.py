@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_d9m.comparison.cursor import START, describe_record, record_key, record_place
 from lightning_d9m.comparison.record_diff import (
     Difference,
     FieldDifference,
@@ -15,6 +14,7 @@ from lightning_d9m.comparison.record_diff import (
 )
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.keys import START, describe_record, record_key, record_place
 from lightning_d9m.ledger.records import Digests, Header, Record, RunFacts
 from lightning_d9m.text import (
     counted,

@@ -14,7 +14,8 @@ from lightning_d9m.cli.main import main
 COMMAND = """
 import os, shutil
 from pathlib import Path
-from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 
 place = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m import __version__
 from lightning_d9m.cli.main import build_parser, main
 from lightning_d9m.errors import D9mError
+from lightning_d9m.version import __version__
 
 
 def test_help_names_every_command_at_80_columns(monkeypatch):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.strategies import FSDPStrategy
 
-from lightning_d9m.audit.ops.arms import check_device
+from lightning_d9m.audit.device import check_device
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.audit.ops.worker import plan_cases
 from lightning_d9m.cli import scan

@@ -16,7 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN = """
 import os, sys
 from pathlib import Path
-from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 
 for seed, value in {fits!r}:

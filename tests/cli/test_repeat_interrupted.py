@@ -16,7 +16,8 @@ D9M = (sys.executable, "-m", "lightning_d9m")
 PROJECT = """
 import json, os, signal
 from pathlib import Path
-from lightning_d9m.ledger.folder import LedgerWriter, create_ledger_folder, rank_path
+from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 
 request = os.environ.get("LIGHTNING_D9M_INTERRUPT")

@@ -5,7 +5,7 @@ import torch
 from resuming import Fits
 
 from lightning_d9m.cli.main import main
-from lightning_d9m.lightning.resume.checkpoint_io import KEY
+from lightning_d9m.lightning.checkpoint_io import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 

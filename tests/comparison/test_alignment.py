@@ -12,9 +12,10 @@ from lightning_d9m.comparison import probe_diff as batches_module
 from lightning_d9m.comparison.causes import first_divergences as earliest
 from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
-from lightning_d9m.ledger.reader import CHAIN_START, seal_record
+from lightning_d9m.ledger.folder import rank_path, read_ledger
+from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
 from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.writer import LedgerWriter
 
 PLACES = [
     ("batch", "0", 0),

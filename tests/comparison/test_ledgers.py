@@ -8,8 +8,9 @@ import pytest
 from lightning_d9m.comparison import alignment
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
+from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, LoaderFacts
+from lightning_d9m.ledger.writer import LedgerWriter
 
 
 def compare(one, other, **options):

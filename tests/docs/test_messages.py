@@ -23,8 +23,9 @@ import pytest
 import torch
 
 from lightning_d9m.errors import D9mError
-from lightning_d9m.ledger.folder import LedgerWriter, read_ledger
+from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.writer import LedgerWriter
 
 TESTS = Path(__file__).parents[1]
 ROOM = "lightning_d9m."
@@ -177,9 +178,9 @@ def normalise_one_value(g):
 
 # The module that raises, what makes it raise, and words of the message.
 CASES = [
-    ("lightning.resume.checkpoint_io", save_a_checkpoint_of_something_else, "it holds no dict."),
+    ("lightning.checkpoint_io", save_a_checkpoint_of_something_else, "it holds no dict."),
     (
-        "lightning.resume.checkpoint_io",
+        "lightning.checkpoint_io",
         lambda g: g.module.load_checkpoint(g.folder),
         "cannot be read:",
     ),

@@ -17,8 +17,6 @@ from torch.nn import functional
 
 package, strategy, folder, *scenarios = sys.argv[1:]
 pl = import_module(package)
-if strategy.startswith("horovod"):
-    import lightning_d9m.horovod.strategy  # noqa: F401 - registers the strategy
 warnings.filterwarnings("ignore")
 
 

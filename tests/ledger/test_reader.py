@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger import reader as rank_file
 from lightning_d9m.ledger.encoding import encode_record
-from lightning_d9m.ledger.folder import LedgerWriter, rank_path, read_ledger
-from lightning_d9m.ledger.reader import CHAIN_START, seal_record
+from lightning_d9m.ledger.folder import rank_path, read_ledger
+from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
 from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, Opaque, RunFacts
+from lightning_d9m.ledger.writer import LedgerWriter
 
 
 def seal(lines):

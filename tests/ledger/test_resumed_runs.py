@@ -3,9 +3,10 @@
 import pytest
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import LedgerWriter, read_ledger
+from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.resumed_runs import find_breaks, holds_check
+from lightning_d9m.ledger.writer import LedgerWriter
 
 HEADER = Header(
     rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0"

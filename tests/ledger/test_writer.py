@@ -13,14 +13,9 @@ import pytest
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.encoding import encode_record
-from lightning_d9m.ledger.folder import (
-    LedgerWriter,
-    create_ledger_folder,
-    list_fits,
-    rank_path,
-    read_ledger,
-)
+from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, End
+from lightning_d9m.ledger.writer import LedgerWriter
 
 
 def write_interrupted(writer, record, written, monkeypatch):
@@ -40,7 +35,7 @@ def write_interrupted(writer, record, written, monkeypatch):
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from lightning_d9m.ledger.folder import LedgerWriter
+from lightning_d9m.ledger.writer import LedgerWriter
 from lightning_d9m.ledger.records import Header
 header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
 with LedgerWriter(Path(sys.argv[1])) as writer:
@@ -54,7 +49,7 @@ FILL_UP = """
 import resource, sys
 from pathlib import Path
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import LedgerWriter
+from lightning_d9m.ledger.writer import LedgerWriter
 from lightning_d9m.ledger.records import Header
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.cli.locate import Search
 from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.locate import op_evidence
 from lightning_d9m.locate.op_evidence import find_patch
+from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 
 

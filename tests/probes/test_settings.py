@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.probes.settings import KINDS, ProbeSettings, make_settings
+from lightning_d9m.ledger.kinds import KINDS
+from lightning_d9m.probes.settings import ProbeSettings, make_settings
 
 
 @pytest.mark.parametrize(

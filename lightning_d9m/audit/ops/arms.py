@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_d9m.audit.ops.case import Call, Case, Inputs, NotHereError
 from lightning_d9m.comparison.variability import SpreadMeter, measure_variation
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
-from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.torch_docs import Line, find_lines
 from lightning_d9m.patches.registration import patches_applied
@@ -219,19 +218,3 @@ def _oracle() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-def check_device(device: str) -> None:
-    """Raise if no tensor can be made on a device.
-
-    Raises:
-        SettingError: With what torch says.
-    """
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0].rstrip(".")
-        raise SettingError(
-            f"--device is {device!r}, on which torch {torch.__version__} makes no tensor: {first}. "
-            "Name a device that it has, such as cpu, cuda or cuda:1."
-        ) from error

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.audit.ops.arms import Budget, begin_row, check_device, measure_case
+from lightning_d9m.audit.device import check_device
+from lightning_d9m.audit.ops.arms import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.case import Case
 from lightning_d9m.audit.ops.cases import list_cases
 from lightning_d9m.errors import D9mError, SettingError

@@ -31,7 +31,6 @@ class _State:
 
     started = False
     session: "Session | None" = None
-    default_seed = False
     problem: Exception | None = None
 
 
@@ -49,11 +48,6 @@ def make_lightning_callbacks() -> list[Any]:
 def make_pytorch_lightning_callbacks() -> list[Any]:
     """Return what is added to each ``pytorch_lightning.Trainer``; called when one is built."""
     return _make_callbacks("pytorch_lightning")
-
-
-def has_default_seed(session: "Session") -> bool:
-    """Return whether a session was opened here, with a seed that nobody chose."""
-    return _State.default_seed and session is _State.session
 
 
 def _attempt(act: Callable[[], None]) -> None:
@@ -105,7 +99,7 @@ def _open_session() -> None:
     settings = read_settings(Settings, os.environ)
     if active_session() is None:  # or else the program has called `enable` itself
         _State.session = enable(Settings(**settings))
-        _State.default_seed = "seed" not in settings
+        _State.session.seed_is_default = "seed" not in settings
     _State.started = True
 
 
@@ -113,19 +107,9 @@ def _serve(package: str) -> None:
     """Make the strategy known to a package of Lightning's; its class is loaded when it is used."""
     if not _State.started and _State.problem is None:
         _open_session()
-    registry = sys.modules[f"{package}.strategies"].StrategyRegistry
-    if "horovod_d9m" not in registry:
-        registry.register(
-            "horovod_d9m",
-            _make_strategy,
-            description="Bit-exact data-parallel training with Horovod",
-        )
+    from lightning_d9m.lightning.strategies import register_strategies
 
-
-def _make_strategy() -> Any:
-    from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
-
-    return HorovodDeterministicStrategy()
+    register_strategies(package)
 
 
 def _make_callbacks(package: str) -> list[Any]:

@@ -23,9 +23,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import eager_modules
 from lightning_d9m.probes.dumps import keep, written_arguments
-from lightning_d9m.probes.settings import ROOT, ProbeSettings
+from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Probes
 
 _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")

@@ -15,7 +15,8 @@ from torch.compiler import is_compiling
 
 from lightning_d9m.hashing.leaves import list_leaves
 from lightning_d9m.hashing.model_tensors import plain_name
-from lightning_d9m.probes.settings import ROOT, ProbeSettings
+from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
 
 # A call that is traced rather than run, by one of the two, gives nothing.

@@ -18,10 +18,11 @@ from warnings import catch_warnings, filterwarnings, warn
 from lightning_d9m.control.attribute_patches import Replacements
 from lightning_d9m.control.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.lightning.checkpoint_io import KEY, seal_when_saved
 from lightning_d9m.lightning.gather import gather_values
 from lightning_d9m.lightning.packages import rank_zero
+from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.resume.checkpoint_io import KEY, seal_when_saved
 from lightning_d9m.lightning.resume.exactness import (
     FORMAT,
     describe_strangers,
@@ -34,7 +35,7 @@ from lightning_d9m.lightning.resume.exactness import (
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import Place, find_place, settle, skip_to_end
-from lightning_d9m.lightning.trainer_recorder import Testimony, ranks_of
+from lightning_d9m.lightning.trainer_recorder import Testimony
 from lightning_d9m.lightning.trainer_session import Takeover
 
 Policy = Literal["raise", "warn", "raise_early"]

@@ -15,9 +15,10 @@ from lightning_d9m import DeterminismCallback, probe
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
+from lightning_d9m.ledger.kinds import KINDS
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
-from lightning_d9m.probes.settings import KINDS, ProbeSettings
+from lightning_d9m.probes.settings import ProbeSettings
 
 
 def read_probes(ledger, rank=0):

@@ -14,8 +14,8 @@ from torchmetrics.wrappers import Running
 from trainings import make_model
 
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.lightning.checkpoint_io import KEY
 from lightning_d9m.lightning.resume import metric_state
-from lightning_d9m.lightning.resume.checkpoint_io import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 

@@ -9,7 +9,7 @@ from lightning_d9m.cli.main import main
 from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.resume.checkpoint_io import KEY
+from lightning_d9m.lightning.checkpoint_io import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 

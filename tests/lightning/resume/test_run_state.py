@@ -17,7 +17,7 @@ from lightning_d9m.control import seeding, session
 from lightning_d9m.control.generators import capture_generators, encode_rng
 from lightning_d9m.control.seeding import capture_rng
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.resume.checkpoint_io import KEY
+from lightning_d9m.lightning.checkpoint_io import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 

@@ -13,7 +13,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.resume.checkpoint_io import KEY
+from lightning_d9m.lightning.checkpoint_io import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 

@@ -1,0 +1,36 @@
+"""The output folder of a command."""
+
+from pathlib import Path
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.file_errors import explain
+
+
+def make_output(chosen: Path | None) -> Path:
+    """Make a new folder for this repetition; never one that exists."""
+    candidates = (
+        (Path("d9m-runs") / f"{number:03d}" for number in range(1000))
+        if chosen is None
+        else [chosen]
+    )
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except FileNotFoundError as error:  # /proc, or a link to nowhere: its parents were made
+            raise LedgerError(
+                f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise LedgerError(f"The folder {folder} cannot be made: {explain(error)}") from error
+        return folder.resolve()
+    if chosen is None:
+        raise LedgerError(
+            "d9m-runs holds 1000 repetitions already. Remove old ones, or give a new folder with "
+            "--output."
+        )
+    raise LedgerError(
+        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
+        "--output, or remove it."
+    )

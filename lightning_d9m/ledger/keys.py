@@ -1,0 +1,79 @@
+"""Keys and positions of ledger records."""
+
+from typing import TypeAlias
+
+from lightning_d9m.ledger.probe_batch import Batch
+from lightning_d9m.ledger.records import (
+    Digests,
+    End,
+    Opaque,
+    Probes,
+    Record,
+)
+from lightning_d9m.text import describe_moment, plain
+
+Key: TypeAlias = tuple[object, ...]
+Place: TypeAlias = tuple[int, int, int]
+Item: TypeAlias = Record | Batch
+START: Place = (0, 0, 0)
+# What a record of a kind that this version does not know is identified by.
+_NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
+_LAST = 2**63
+
+
+def record_key(record: Item) -> Key:
+    """Return what identifies a record within its rank, so that counterparts find each other.
+
+    The step of an epoch's digests is no part of it: that two runs reach the end of an epoch at
+    different steps is a difference, not another record.
+    """
+    if isinstance(record, Batch | Probes):
+        return ("probes", record.epoch, record.batch)
+    if isinstance(record, Digests):
+        counted = record.moment in {"initial", "epoch", "final"}
+        return ("digests", record.moment, record.epoch, None if counted else record.step)
+    if isinstance(record, Opaque):
+        key: Key = (record.kind, *map(record.fields.get, _NAMED))
+        try:
+            hash(key)
+        except TypeError:  # a name that is a list or an object
+            return (record.kind, repr(key))
+        return key
+    return (record.as_record()["kind"],)
+
+
+def record_place(record: Item, previous: Place) -> Place:
+    """Return where in the run a record belongs: (epoch, phase of the epoch, step), never falling.
+
+    Args:
+        record: The record.
+        previous: The place of the record before it, for kinds that do not say where they belong.
+    """
+    if isinstance(record, Digests):
+        if record.moment == "final":
+            return (_LAST, 0, 0)
+        phases = {"initial": (0, 0), "epoch": (2, 0)}
+        return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))
+    if isinstance(record, End):
+        return (_LAST, 1, 0)
+    if isinstance(record, Batch | Probes):
+        return max(previous, (record.epoch, 1, record.step))
+    if isinstance(record, Opaque):
+        epoch, step = record.fields.get("epoch", previous[0]), record.fields.get("step")
+        if isinstance(epoch, int) and isinstance(step, int):
+            return max(previous, (epoch, 1, step))
+    return previous
+
+
+def describe_record(record: Item) -> str:
+    """Return a record in a few words, for people."""
+    if isinstance(record, Digests):
+        return describe_moment(record.moment, record.epoch, record.step)
+    if isinstance(record, Batch | Probes):
+        return f"batch {record.batch} of epoch {record.epoch} (step {record.step})"
+    if isinstance(record, Opaque):
+        named = [(name, record.fields[name]) for name in _NAMED if name in record.fields]
+        return " ".join([plain(record.kind), *(f"{name} {plain(value)}" for name, value in named)])
+    return {"run": "the facts of the run", "end": "the end of the run"}.get(
+        str(record.as_record()["kind"]), "the header"
+    )

@@ -1,0 +1,81 @@
+"""The result of a search."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_d9m.comparison.causes import (
+    Cause,
+)
+from lightning_d9m.launch.run_pair import Pair
+from lightning_d9m.text import plain
+
+if TYPE_CHECKING:
+    from lightning_d9m.comparison.ledgers import Divergence
+    from lightning_d9m.comparison.magnitude import Magnitude
+    from lightning_d9m.locate.op_evidence import OpFinding
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+        cause: What kind of cause it is; None when no runs differed.
+        divergences: The first place of each rank that diverges first, as narrow as it was seen.
+        ranks: Number of ranks.
+        pair: The runs in which it was seen.
+        looks: What each look showed, in words.
+        op: What the dumps of the operation show.
+        magnitude: How far the values are apart at the first place, where it is no operation.
+    """
+
+    cause: Cause | None = None
+    divergences: "tuple[Divergence, ...]" = ()
+    ranks: int = 1
+    pair: Pair | None = None
+    looks: list[str] = field(default_factory=list)
+    op: "OpFinding | None" = None
+    magnitude: "Magnitude | None" = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for ``--json``."""
+        record: dict[str, Any] = {
+            "verdict": "equal" if self.cause is None else "different",
+            "looks": self.looks,
+        }
+        if self.cause is None:
+            return record
+        record |= {"cause": self.cause.kind, "text": self.cause.text, "advice": self.cause.advice}
+        record["ranks"] = [entry.rank for entry in self.divergences]
+        if self.pair is not None:
+            record["fit"] = self.pair.fit
+        if self.divergences:
+            first = self.divergences[0]
+            for name in ("moment", "epoch", "step", "batch", "kind", "name", "call", "count"):
+                record[name] = getattr(first, name)
+        if self.op is not None:
+            patch = None if self.op.patch is None else self.op.patch.name
+            magnitude = _recorded(self.op.magnitude)
+            record["op"] = vars(self.op) | {"magnitude": magnitude, "patch": patch}
+        elif self.magnitude is not None:
+            record["magnitude"] = _recorded(self.magnitude)
+        return record
+
+
+def _recorded(magnitude: "Magnitude | None") -> Mapping[str, object] | None:
+    return None if magnitude is None else magnitude.as_record()
+
+
+def describe_place(found: "Sequence[Divergence]") -> str:
+    """Return where runs diverge, in a line."""
+    if not found:
+        return "no place that both runs have"
+    first = found[0]
+    when = f"epoch {first.epoch}, step {first.step}"
+    if first.moment == "batch":
+        when += f", batch {first.batch}"
+    elif first.moment in ("initial", "final"):
+        when = f"the {first.moment} state"
+    call = f", call {first.call}" if first.call else ""
+    return f"{when}: {first.kind} {plain(first.name)}{call}"

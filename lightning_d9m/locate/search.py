@@ -1,0 +1,202 @@
+"""Search for the first divergence of pairs of runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_d9m.comparison.causes import (
+    OUTSIDE,
+    STATE,
+    UNINITIALISED,
+    find_cause,
+    first_divergences,
+    kind_of_place,
+    name_module,
+)
+from lightning_d9m.launch.run_pair import Pair, Runner, escape_name
+from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.locate.result import Found, describe_place
+
+if TYPE_CHECKING:
+    from lightning_d9m.comparison.ledgers import Divergence
+_FIRST = "steps of the epoch"
+_OPERATIONS = "operations of "
+_VALUES = "values"
+_STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
+_MODULES = f"{_STEPS},input,output,grad_output"
+_OPS = f"{_MODULES},op"
+
+
+class Search:
+    """Closes in on a divergence.
+
+    Args:
+        runner: Runs the command in pairs.
+        tries: Pairs for each look, until one differs.
+    """
+
+    def __init__(self, runner: Runner, tries: int) -> None:
+        self._runner = runner
+        self._tries = tries
+        self._found = Found()
+        self._low = 0
+        self._probes: dict[str, str] = {}
+
+    def locate(self) -> Found:
+        """Return what was found."""
+        pair = self._look("whole run")
+        while pair is not None:
+            pair = self._look_into_epoch(pair)
+        self._look_at_values()
+        return self._found
+
+    def _look_into_epoch(self, pair: Pair) -> Pair | None:
+        """Narrow from an epoch; return a pair that diverged in an earlier one, if one has."""
+        known = self._found.cause
+        if known is None or not known.narrows:
+            return None
+        first = self._found.divergences[0]
+        # Each pair diverges at a step of its own; all looks begin where the epoch does, which is
+        # the last moment at which the runs are known to agree.
+        low, high = pair.steps_of_epoch(first.epoch)
+        self._low = low
+        for stage, kinds in ((_FIRST, _STEPS), ("modules of the step", _MODULES)):
+            seen = self._look(stage, probes=kinds, probe_steps=f"{low}:{max(high, low + 1)}")
+            if seen is None:
+                return None
+            if self._found.divergences[0].epoch < first.epoch:
+                return seen
+            if self._found.cause is None or not self._found.cause.narrows:
+                return None
+            high = self._found.divergences[0].step + 1
+        self._look_at_operations(self._found.divergences[0])
+        return None
+
+    def _look_at_operations(self, first: "Divergence") -> None:
+        """Look at the operations of a module, and at what goes into it and flows back into it.
+
+        Those of other modules are left out: of what a program computes besides, for its own use,
+        more may differ than the cause.
+        """
+        module = name_module(first)
+        own = escape_name(module)
+        words = {} if module == ROOT else {"probe_modules": f"{own},{own}.*"}
+        steps = f"{first.step}:{first.step + 1}"
+        self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **words)
+
+    def _look_at_values(self) -> None:
+        """Save the values of the first place that differs, and say how far they are apart."""
+        from lightning_d9m.locate.op_evidence import (
+            examine_op,
+            measure_recorded,
+            measure_saved,
+            split_leaf,
+        )
+
+        found = self._found
+        if not found.divergences or found.pair is None or found.pair.comparison.stack:
+            return
+        first, initial = found.divergences[0], found.divergences[0].moment == "initial"
+        found.magnitude = measure_recorded(first)
+        kind = kind_of_place(first)
+        if found.magnitude is not None or kind is None or not (self._probes or initial):
+            return
+        self._low = first.step if initial else self._low
+        # With the step before, if it is state: that was equal there, or the cause lies elsewhere.
+        start = max(self._low, first.step - 1) if kind in STATE else first.step
+        steps = f"{start}:{first.step + 1}"
+        words = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
+        name = split_leaf(first.name)[0] if kind == "op" else first.name
+        pair = self._look(_VALUES, dump=name, **words)
+        at = None if pair is None else _find_again(first, first_divergences(pair.comparison)[0])
+        if pair is None or at is None:
+            return
+        if kind != "op":
+            found.magnitude = measure_saved(at, kind, pair.dumps)
+            return
+        found.op = examine_op(at, pair.dumps)
+        is_given_other = found.op is not None and not found.op.inputs_equal
+        if is_given_other and found.cause is not None and found.cause.kind == "op":
+            self._fill()
+
+    def _fill(self) -> None:
+        """See whether runs still differ when new memory is filled."""
+        for _ in range(self._tries):
+            if self._runner.run_pair("filled memory", filled=True).differs:
+                self._found.looks.append("filled memory: the runs differ all the same")
+                self._found.cause = OUTSIDE
+                return
+        self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
+        self._found.cause = UNINITIALISED
+
+    def _is_caught(self, stage: str, found: "Sequence[Divergence]", steps: str) -> bool:
+        """Whether a look saw the divergence that is known come, or one of an earlier epoch.
+
+        It is to begin at a probe, within the steps: where the first step that is probed begins from
+        other state, the cause lies before it. At the end of an epoch all of whose steps are probed
+        it began after them.
+        """
+        known = self._found.divergences
+        if not known or not found:
+            return not known
+        first = found[0]
+        if stage == _VALUES and _find_again(known[0], first) is None:
+            return False
+        if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
+            return False  # it came into the module from outside, where nobody looks
+        if first.moment == "epoch":
+            return stage == _VALUES or (stage == _FIRST and first.epoch <= known[0].epoch)
+        if first.moment != "batch":
+            return stage == _VALUES
+        start = int(steps.partition(":")[0])
+        return not (first.step == start > self._low and first.kind in STATE)
+
+    def _look(self, stage: str, *, dump: str = "", **probes: str) -> Pair | None:
+        """Run pairs until one differs, and take it for the finding; None when none does."""
+        missed = 0
+        for _ in range(self._tries):
+            pair = self._runner.run_pair(stage, dump=dump, filled=False, **probes)
+            if not pair.differs:
+                continue
+            found = self._found
+            divergences = first_divergences(pair.comparison)
+            steps = probes.get("probe_steps", "")
+            same_fit = found.pair is None or pair.fit == found.pair.fit
+            if not same_fit or not self._is_caught(stage, divergences, steps):
+                missed += 1
+                continue
+            if stage == _VALUES:
+                again = _find_again(found.divergences[0], divergences[0])
+                found.looks.append(f"{stage}: {describe_place([again] if again else [])}")
+                return pair
+            seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
+            found.cause = find_cause(pair.comparison, batches_seen=seen)
+            found.divergences = divergences
+            found.pair, found.ranks = pair, max(1, len(pair.comparison.ranks))
+            found.looks.append(f"{stage}: {describe_place(divergences)}")
+            self._probes = probes
+            return pair
+        runs = 2 * self._tries
+        outcome = "nothing differs" if not probes else "the divergence did not come back"
+        elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
+        self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
+        return None
+
+
+def _is_within(found: "Divergence", stage: str) -> bool:
+    """Whether something differs by what the module does whose operations are looked at."""
+    module = stage.removeprefix(_OPERATIONS)
+    return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
+
+
+def _find_again(known: "Divergence", first: "Divergence") -> "Divergence | None":
+    """Return a place that is known, as another pair shows it: among the first kind that differs.
+
+    Of a race the first place of that kind is another one in each pair.
+    """
+    if (first.moment, first.kind) != (known.moment, known.kind):
+        return None
+    others = [(at.name, at.call) for at in first.places if at.kind == first.kind]
+    if (known.name, known.call) not in ((first.name, first.call), *others):
+        return None
+    return replace(first, name=known.name, call=known.call)
