@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.loaders import LoaderControl
 from lightning_d9m.control.random_streams import Stream
-from lightning_d9m.control.seeded_dataset import Apart
+from lightning_d9m.control.seeded_dataset import RngGuard
 from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.trainer_session import Takeover
+from lightning_d9m.lightning.trainer_session import TrainerSession
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from digits import Digits, DigitsNet
@@ -117,10 +117,10 @@ def time_entrances():
         _time(Idle, name)
     for owner, names in {
         DeterminismCallback: ("setup", "teardown"),
-        Takeover: ("start_evaluation", "end_evaluation", "restart_epoch"),
+        TrainerSession: ("start_evaluation", "end_evaluation", "restart_epoch"),
         run_state: ("capture_drawn",),
-        LoaderControl: ("take_over", "start_epoch"),
-        Apart: ("begin", "end"),
+        LoaderControl: ("wrap_loader", "start_epoch"),
+        RngGuard: ("begin", "end"),
         Stream: ("derive",),
     }.items():
         for name in names:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.hash_chain import seal_record
+from lightning_d9m.ledger.hash_chain import chain_record
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.writer import LedgerWriter
 
@@ -79,9 +79,9 @@ def write_lines(path, count, *, other_from=None):
                 f'{{"kind":"probes","epoch":0,"step":{batch},"batch":{batch},"layout":0,'
                 f'"digests":"{digest}"}}'
             )
-            line, check = seal_record(body.encode(), check)
+            line, check = chain_record(body.encode(), check)
             file.write(line)
-        file.write(seal_record(b'{"kind":"end","status":"finished"}', check)[0])
+        file.write(chain_record(b'{"kind":"end","status":"finished"}', check)[0])
 
 
 def write_epochs(path, epochs, *, other_from=None):

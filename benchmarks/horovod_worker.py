@@ -102,18 +102,18 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode in {"static", "static-horovod"}:
-        from lightning_d9m.horovod.communicator import Wire
+        from lightning_d9m.horovod.communicator import Communicator
         from lightning_d9m.horovod.environment import switch_on
         from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets
-        from lightning_d9m.horovod.malloc import keep_freed_memory
+        from lightning_d9m.horovod.malloc import disable_malloc_trim
 
         transport = "torch" if mode == "static" else "horovod"
         switch_on(initialized=False, stall_seconds=600, transport=transport)
         import horovod.torch as hvd
 
         hvd.init()
-        keep_freed_memory()
-        wire = Wire(hvd)
+        disable_malloc_trim()
+        wire = Communicator(hvd)
         if transport == "torch":
             wire.connect(limit_seconds=600)
         size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES))

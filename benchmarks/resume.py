@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.loaders import LoaderControl
 from lightning_d9m.control.random_streams import Stream
-from lightning_d9m.control.resumable_sampler import Request
-from lightning_d9m.control.seeded_dataset import Apart, SeededDataset
+from lightning_d9m.control.resumable_sampler import SeededIndex
+from lightning_d9m.control.seeded_dataset import RngGuard, SeededDataset
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000_000
@@ -92,7 +92,7 @@ def measure_position(*, shuffle: bool, workers: int = 0) -> dict[str, float]:
         dataset = Counted(SAMPLES)
         loader = DataLoader(dataset, batch_size=BATCH, shuffle=shuffle, num_workers=workers)
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         control.resume_epoch("train", 0, batches=skip, cycled=bool)
         control.start_epoch("train", 0)
         next(iter(loader))
@@ -198,13 +198,13 @@ def measure_seeding() -> dict[str, float]:
     found = {}
     indices = list(range(BATCH))
     for name, per_sample in (("batch", False), ("sample", True)):
-        apart = Apart()
+        apart = RngGuard()
         stream = Stream(1, 0, 0, "train")
         seeded = SeededDataset(Counted(SAMPLES), stream, per_sample, apart)
         plain = Counted(SAMPLES)
 
-        def fetch(seeded: SeededDataset = seeded, apart: Apart = apart) -> None:
-            seeded.__getitems__(Request(indices, 12345, 0))
+        def fetch(seeded: SeededDataset = seeded, apart: RngGuard = apart) -> None:
+            seeded.__getitems__(SeededIndex(indices, 12345, 0))
             apart.end()
 
         with_seed = median_seconds(fetch, 50)

@@ -22,7 +22,7 @@ from pathlib import Path
 from attribute_names import match_names
 
 from lightning_d9m.cli.scan import choose_version, scan_entries
-from lightning_d9m.lint.files import Entry, list_files
+from lightning_d9m.lint.files import SourceFile, list_files
 from lightning_d9m.lint.rules import RULES
 
 CORPUS = Path(__file__).parents[1] / "tests" / "scan" / "corpus"
@@ -66,7 +66,7 @@ def find_ours(rules):
     version = choose_version(None)
 
     def find(path):
-        [scan] = scan_entries([Entry(str(path))], version, frozenset(rules))
+        [scan] = scan_entries([SourceFile(str(path))], version, frozenset(rules))
         return [finding.line for finding in scan.findings]
 
     return find

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Sequence
 
 
-def shown(value: object, limit: int = 80) -> str:
+def quote(value: object, limit: int = 80) -> str:
     r"""Return a value for people: one line of printable characters, cut at ``limit``.
 
     What a ledger holds is untrusted: a name must not move the cursor of a terminal.
@@ -20,7 +20,7 @@ def shown(value: object, limit: int = 80) -> str:
     return line if len(line) <= limit + 2 else line[: limit - 1] + "..."
 
 
-def plain(value: object, limit: int = 80) -> str:
+def escape(value: object, limit: int = 80) -> str:
     """Return a value as ``shown`` does, without the quotes around a text.
 
     >>> plain("layers.0.weight"), plain(3)
@@ -28,7 +28,7 @@ def plain(value: object, limit: int = 80) -> str:
     """
     if isinstance(value, str) and value.isprintable() and len(value) <= limit:
         return value
-    return shown(value, limit)
+    return quote(value, limit)
 
 
 def printable(line: str) -> str:
@@ -50,7 +50,7 @@ def describe_moment(moment: str, epoch: int, step: int) -> str:
         return "the initial state"
     if moment == "final":
         return f"the final state (epoch {epoch}, step {step})"
-    prefix = "" if moment == "epoch" else f"{plain(moment)}, " if moment else ""
+    prefix = "" if moment == "epoch" else f"{escape(moment)}, " if moment else ""
     return f"{prefix}epoch {epoch} (step {step})"
 
 
@@ -65,7 +65,7 @@ def describe_value(value: str) -> str:
             return f"{value} ({float.fromhex(value)!r})"
         except (ValueError, OverflowError):
             pass
-    return plain(value)
+    return escape(value)
 
 
 def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
@@ -74,12 +74,12 @@ def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
     >>> describe_names(["a", "b", "c", "d"], 9)
     'a, b, c and 6 more'
     """
-    listed = ", ".join(plain(name) for name in names[:limit])
+    listed = ", ".join(escape(name) for name in names[:limit])
     more = count - min(len(names), limit)
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def pluralize(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun; the plural is formed with an s unless it is given.
 
     >>> counted(1, "record"), counted(2500, "record")

@@ -17,6 +17,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from ledger_runs import runs  # noqa: F401 - a fixture
 
+from lightning_d9m.control import session
+
 # A busy machine is slow, and that is no finding.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -80,3 +82,11 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no trace of an earlier ``seed_everything``."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """Let each fit count as the first of its process, as it would in a run of its own."""
+    start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
+    start()
+    return start

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "scan" / "corpus"
+FOLDER = Path(__file__).parent / "lint" / "corpus"
 _EXPECTED = re.compile(r"# expect: (.+)$")
 
 

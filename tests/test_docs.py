@@ -94,8 +94,13 @@ def test_the_ledger_page_shows_records_as_they_are():
 
 
 def test_the_ledger_page_names_every_field():
-    for kind in (records.Layout, records.Probes, records.Resume):
-        line = re.search(rf"^\| `{kind.__name__.lower()}` \|.*$", LEDGER, re.MULTILINE)[0]
+    kinds = {
+        "layout": records.ProbeLayout,
+        "probes": records.ProbesRecord,
+        "resume": records.Resume,
+    }
+    for name, kind in kinds.items():
+        line = re.search(rf"^\| `{name}` \|.*$", LEDGER, re.MULTILINE)[0]
         for field in fields(kind):
             assert field.name == "extra" or f"`{field.name}`" in line, field.name
 

@@ -15,7 +15,7 @@ from lightning_d9m.audit.training.report import (
     render_plot,
     render_text,
 )
-from lightning_d9m.audit.training.runs import ARMS, Training
+from lightning_d9m.audit.training.runs import CONDITIONS, Training
 from lightning_d9m.cli.arguments import add_command_arguments, command_of
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.launch.subprocess_run import run_watched
@@ -49,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     words = command_of(arguments)
     _check(arguments, words)
     output = _make_output(arguments.output)
-    trainings: dict[str, list[Training]] = {arm: [] for arm in ARMS}
+    trainings: dict[str, list[Training]] = {arm: [] for arm in CONDITIONS}
     for number in range(1, arguments.runs + 1):
-        for arm in ARMS:  # by turns, so that both see the machine in the same moods
+        for arm in CONDITIONS:  # by turns, so that both see the machine in the same moods
             folder = output / f"{arm}-{number:03d}"
             folder.mkdir()
             print(f"run {number} of {arguments.runs}, {arm} the recipe", file=sys.stderr)
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             if number > 1:  # they have been held against the first run's, and are large
                 shutil.rmtree(folder / "weights", ignore_errors=True)
     result = render_json(trainings)
-    for arm in ARMS:
+    for arm in CONDITIONS:
         shutil.rmtree(output / f"{arm}-001" / "weights", ignore_errors=True)
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
     for fit in result["fits"]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_d9m.control.doctor import Finding
+    from lightning_d9m.control.doctor import CheckResult
 
 _WIDTH = 80
 _INDENT = " " * 9
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def format_finding(finding: "Finding") -> Iterator[str]:
+def format_finding(finding: "CheckResult") -> Iterator[str]:
     """Yield a finding's lines, at most 80 columns wide."""
     yield from _wrap(f"{finding.status:8} {finding.name}: {finding.found}", "")
     if finding.reason:

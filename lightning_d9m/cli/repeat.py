@@ -8,7 +8,7 @@ from lightning_d9m.cli.repeat_interrupted import interrupt_and_resume
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
-from lightning_d9m.output.repeat_text import Report
+from lightning_d9m.output.repeat_text import RepeatReport
 
 _FEWEST_RUNS = 2
 _MOST_RUNS = 1000
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         runs = interrupt_and_resume(words, output, timeout=arguments.timeout)
     else:
         runs = _repeat(words, output, arguments)
-    report = Report(runs, output)
+    report = RepeatReport(runs, output)
     report.print_out(as_one_object=arguments.json)
     return 0 if report.equal else 1
 

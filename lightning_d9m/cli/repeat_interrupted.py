@@ -20,11 +20,11 @@ from lightning_d9m.launch.interruption_points import (
     RESUME,
     SURVEY,
     EpochShape,
-    Place,
+    InterruptionPoint,
     choose_places,
 )
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
-from lightning_d9m.output.repeat_text import Report
+from lightning_d9m.output.repeat_text import RepeatReport
 
 _CHECKPOINTS = "checkpoints"
 
@@ -72,7 +72,7 @@ def _read_survey(folder: Path) -> list[EpochShape]:
 def _resumed(
     words: list[str],
     output: Path,
-    places: list[tuple[Place, str]],
+    places: list[tuple[InterruptionPoint, str]],
     straight: Run,
     timeout: float | None,
 ) -> Iterator[Run]:
@@ -92,12 +92,14 @@ def _resumed(
             run = Run(read_fits(folder, words), f"{happens}, resumed")
         except CommandError as error:
             raise CommandError(f"In run {number}, {happens}, resumed: {error}") from error
-        if Report([straight, run], output).equal:
+        if RepeatReport([straight, run], output).equal:
             _remove(checkpoints)  # one that led to other bits is kept, to be looked at
         yield run
 
 
-def _kill(words: list[str], folder: Path, place: Place, title: str, timeout: float | None) -> Path:
+def _kill(
+    words: list[str], folder: Path, place: InterruptionPoint, title: str, timeout: float | None
+) -> Path:
     """Run the command until it is killed at a place; return the folder with its checkpoint."""
     checkpoints = make_run_folder(folder, _CHECKPOINTS)
     mark = checkpoints / MARK

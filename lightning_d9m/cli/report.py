@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.comparison.timeline import Course
+from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.folder import read_ledger
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, write the page, and return 0 when the runs are equal, else 1."""
     if not arguments.json:
         _check_output(arguments.output, force=arguments.force)
-    course = Course()
+    course = Timeline()
     ledgers = read_ledger(arguments.expected), read_ledger(arguments.actual)
     with progress_shown() as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=course.watch)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if comparison.equal else 1
 
 
-def _facts(comparison: Comparison, course: Course) -> dict[str, object]:
+def _facts(comparison: Comparison, course: Timeline) -> dict[str, object]:
     growth = {
         name: [[s.first, s.last, s.compared, s.differing] for s in found.ordered()]
         for name, found in (("places", course.places), ("weights", course.weights))

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.files import Entry, list_files
+from lightning_d9m.lint.files import SourceFile, list_files
 from lightning_d9m.lint.join import join_ops, read_records
 from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def scan_entries(
-    entries: Iterable[Entry],
+    entries: Iterable[SourceFile],
     torch_version: str,
     rules: frozenset[str],
     jobs: int = 1,
@@ -131,7 +131,7 @@ def scan_entries(
         return list(pool.map(partial(_scan_apart, scan), entries, chunksize=_CHUNK))
 
 
-def _scan_apart(scan: "partial[FileScan]", entry: Entry) -> FileScan:
+def _scan_apart(scan: "partial[FileScan]", entry: SourceFile) -> FileScan:
     with scanning_prepared():
         return scan(entry)
 

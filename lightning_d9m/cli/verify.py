@@ -11,7 +11,7 @@ from typing import Any
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.records import Digests
-from lightning_d9m.text import plain
+from lightning_d9m.text import escape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def _find_in(ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, 
             if _holds(record, digests):
                 found.append(f"{record.moment} {record.epoch} (step {record.step})")
     if found:
-        print(f"{ledger.path}: its weights are those of {', '.join(map(plain, found[:8]))}")
+        print(f"{ledger.path}: its weights are those of {', '.join(map(escape, found[:8]))}")
         return 0
     between = bool(state) and state["place"]["moment"] != "epoch"
     if between and _was_written_for(ledger, rank, state):

@@ -6,21 +6,21 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_d9m.comparison.cursor import Entry, Side
+from lightning_d9m.comparison.cursor import LedgerCursor, LedgerRecord
 from lightning_d9m.ledger.encoding import PROBES_HEAD
-from lightning_d9m.ledger.keys import START, Item, Key, Place
+from lightning_d9m.ledger.keys import START, Item, Key, LedgerPosition
 from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import (
     Digests,
-    Probes,
+    ProbesRecord,
 )
 from lightning_d9m.ledger.schema import KNOWN_KINDS
 
-Pair: TypeAlias = tuple[Item | None, Item | None]
+RecordPair: TypeAlias = tuple[Item | None, Item | None]
 
 # A pair of records with equal bytes and of a kind that this version does not know: not parsed.
-UNPARSED: Pair = (None, None)
+UNPARSED: RecordPair = (None, None)
 
 _KINDS = tuple(b'{"kind":"%b"' % kind.encode() for kind in KNOWN_KINDS)
 _EQUAL_DIGESTS = re.compile(
@@ -39,7 +39,7 @@ def align_records(
     *,
     whole: bool = True,
     named: Callable[[], bool] = lambda: True,
-) -> Iterator[Pair]:
+) -> Iterator[RecordPair]:
     """Pair the records of two runs, as streams: memory is bounded by one step's records.
 
     The run that is behind (by epoch and step) advances. Within one step, records find each other
@@ -59,7 +59,7 @@ def align_records(
         or (None, record) for what one run has alone; ``UNPARSED``. The probes of a batch come as a
         ``Batch``, or as several where only some of its records are equal.
     """
-    one, other = Side(expected), Side(actual)
+    one, other = LedgerCursor(expected), LedgerCursor(actual)
     merge = _Merge()
     one.advance(other)
     other.advance(one)
@@ -79,7 +79,7 @@ def align_records(
     yield from merge.flush()
 
 
-def _read_equal(one: Side, other: Side, *, whole: bool) -> Pair | None:
+def _read_equal(one: LedgerCursor, other: LedgerCursor, *, whole: bool) -> RecordPair | None:
     """Return the records that both runs have reached if their bytes mean the same."""
     body = one.body
     if body is None or body != other.body or one.entry or other.entry:
@@ -89,7 +89,7 @@ def _read_equal(one: Side, other: Side, *, whole: bool) -> Pair | None:
     if not whole and (quick := _read_quickly(one, other, body)) is not None:
         return quick, quick
     record = one.reader.parse(body)
-    if isinstance(record, Probes):
+    if isinstance(record, ProbesRecord):
         if not one.reader.layouts.agrees(record.layout, other.reader.layouts):
             return None
         batch = one.begin(record)
@@ -98,7 +98,7 @@ def _read_equal(one: Side, other: Side, *, whole: bool) -> Pair | None:
     return record, record
 
 
-def _read_quickly(one: Side, other: Side, body: bytes) -> Digests | Batch | None:
+def _read_quickly(one: LedgerCursor, other: LedgerCursor, body: bytes) -> Digests | Batch | None:
     """Return what equal records are of, and nothing else."""
     if (head := _EQUAL_DIGESTS.match(body)) is not None:
         return _unparsed(head)
@@ -108,7 +108,7 @@ def _read_quickly(one: Side, other: Side, body: bytes) -> Digests | Batch | None
     return batch
 
 
-def _read_unlike(one: Side, other: Side) -> Pair | None:
+def _read_unlike(one: LedgerCursor, other: LedgerCursor) -> RecordPair | None:
     """Return the records that both runs have reached if they differ in digests and nothing else.
 
     Digests of a moment do where their texts differ in values alone; that the rest is well formed is
@@ -131,14 +131,16 @@ def _read_unlike(one: Side, other: Side) -> Pair | None:
     return _unparsed(heads[0], one.body), _unparsed(heads[1], other.body)
 
 
-def _read_unlike_probes(one: Side, other: Side, head: re.Match[bytes]) -> Pair | None:
+def _read_unlike_probes(
+    one: LedgerCursor, other: LedgerCursor, head: re.Match[bytes]
+) -> RecordPair | None:
     ours, theirs = one.body, other.body
     if ours is None or theirs is None or not theirs.startswith(head[0]):
         return None
     if not one.reader.layouts.agrees(int(head[4]), other.reader.layouts):
         return None
     records = one.reader.parse(ours), other.reader.parse(theirs)
-    if not isinstance(records[0], Probes) or not isinstance(records[1], Probes):
+    if not isinstance(records[0], ProbesRecord) or not isinstance(records[1], ProbesRecord):
         return None
     return one.begin(records[0]), other.begin(records[1])
 
@@ -159,13 +161,13 @@ def _unparsed(head: re.Match[bytes], body: bytes | None = None) -> Digests:
 class _Merge:
     """The records of the current step that wait for their counterparts."""
 
-    floor: Place = START
+    floor: LedgerPosition = START
     waiting: tuple[dict[Key, deque[Item]], dict[Key, deque[Item]]] = field(
         default_factory=lambda: ({}, {})
     )
     kept: int = 0
 
-    def step(self, *sides: Side) -> Generator[Pair, None, tuple[bool, bool]]:
+    def step(self, *sides: LedgerCursor) -> Generator[RecordPair, None, tuple[bool, bool]]:
         """Take the record of the run that is behind, or both; return which was taken."""
         one, other = (side.look(self.floor) for side in sides)
         if one and other and one.key == other.key and not self._awaits(one.key):
@@ -184,7 +186,7 @@ class _Merge:
                 yield from self._take(side, entry)
         return taken
 
-    def flush(self) -> Iterator[Pair]:
+    def flush(self) -> Iterator[RecordPair]:
         """Give up on the records that wait: no counterpart can come any more."""
         for records in self.waiting[0].values():
             yield from ((record, None) for record in records)
@@ -198,7 +200,7 @@ class _Merge:
         """Whether an earlier record with this key has yet to find its counterpart."""
         return key in self.waiting[0] or key in self.waiting[1]
 
-    def _take(self, side: int, entry: Entry) -> Iterator[Pair]:
+    def _take(self, side: int, entry: LedgerRecord) -> Iterator[RecordPair]:
         others = self.waiting[1 - side]
         if queue := others.get(entry.key):
             found = queue.popleft()

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from lightning_d9m.ledger.encoding import PROBES_HEAD
-from lightning_d9m.ledger.keys import Item, Key, Place, record_key, record_place
+from lightning_d9m.ledger.keys import Item, Key, LedgerPosition, record_key, record_place
 from lightning_d9m.ledger.probe_batch import MOST_PLACES, Batch
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import (
     DIGEST_DIGITS,
-    Layout,
-    Probes,
+    ProbeLayout,
+    ProbesRecord,
 )
 
 _LAYOUT = b'{"kind":"layout"'
@@ -17,16 +17,16 @@ _PROBES = b'{"kind":"probes"'
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerRecord:
     """The record that one run has reached."""
 
     item: Item
     size: int
     key: Key
-    place: Place
+    place: LedgerPosition
 
 
-class Side:
+class LedgerCursor:
     """Where one of two runs is.
 
     Attributes:
@@ -40,7 +40,7 @@ class Side:
     def __init__(self, reader: RankReader) -> None:
         self.reader = reader
         self.body: bytes | None = None
-        self.entry: Entry | None = None
+        self.entry: LedgerRecord | None = None
         self._bodies = reader.bodies()
         self._following: bytes | None = None
         self.layout: tuple[bytes, int] | None = None
@@ -49,7 +49,7 @@ class Side:
         self._batch = (-1, -1)
         self._offset = 0
 
-    def advance(self, twin: "Side | None" = None) -> None:
+    def advance(self, twin: "LedgerCursor | None" = None) -> None:
         """Go to the next record; the layouts before it are remembered."""
         self.entry = None
         if self._following is not None:
@@ -57,27 +57,27 @@ class Side:
         else:
             self.body = self._pull(twin)
 
-    def look(self, floor: Place) -> Entry | None:
+    def look(self, floor: LedgerPosition) -> LedgerRecord | None:
         """Return the record that was reached, parsed; of probes, all that follow in the batch."""
         if self.body is None:
             return None
         if self.entry is None:
             item: Item = self.reader.parse(self.body)
             size = len(self.body)
-            if isinstance(item, Probes):
+            if isinstance(item, ProbesRecord):
                 item = self._collect(item)
                 size = 32 * item.size
-            self.entry = Entry(item, size, record_key(item), record_place(item, floor))
+            self.entry = LedgerRecord(item, size, record_key(item), record_place(item, floor))
         return self.entry
 
-    def begin(self, record: Probes) -> Batch:
+    def begin(self, record: ProbesRecord) -> Batch:
         """Return a batch with one record, in its place within its batch."""
         batch = self._enter(record.epoch, record.step, record.batch)
         batch.add(record, self.reader.layouts)
         self._offset += batch.size
         return batch
 
-    def measure(self, body: bytes, twin: "Side") -> Batch | None:
+    def measure(self, body: bytes, twin: "LedgerCursor") -> Batch | None:
         """Return a batch that is equal on both sides without its record; None if that must be read.
 
         Its digests are as many as the places of its layout; what they are need not be known.
@@ -107,7 +107,7 @@ class Side:
             self._offset = 0
         return Batch(epoch, step, number, self._offset)
 
-    def _collect(self, record: Probes) -> Batch:
+    def _collect(self, record: ProbesRecord) -> Batch:
         batch = self.begin(record)
         while (body := self._pull(None)) is not None and batch.size < MOST_PLACES:
             # Most batches are one record: then the next need not be parsed to be told apart.
@@ -117,7 +117,7 @@ class Side:
             if not body.startswith(_PROBES):
                 break
             following = self.reader.parse(body)
-            if not isinstance(following, Probes) or self._batch != (
+            if not isinstance(following, ProbesRecord) or self._batch != (
                 following.epoch,
                 following.batch,
             ):
@@ -127,7 +127,7 @@ class Side:
         self._following = body
         return batch
 
-    def _pull(self, twin: "Side | None") -> bytes | None:
+    def _pull(self, twin: "LedgerCursor | None") -> bytes | None:
         for body in self._bodies:
             if not body.startswith(_LAYOUT):
                 return body
@@ -136,6 +136,6 @@ class Side:
                 self.layout = twin.layout
                 continue
             layout = self.reader.parse(body)
-            if isinstance(layout, Layout):
+            if isinstance(layout, ProbeLayout):
                 self.layout = (body, layout.id)
         return None

@@ -9,8 +9,8 @@ from typing import TypeAlias
 from lightning_d9m.comparison.alignment import align_records
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import (
-    Difference,
     FieldDifference,
+    RecordDifference,
     batch_difference,
     header_refusals,
     list_entries,
@@ -34,14 +34,14 @@ from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.resumed_runs import LineageReader
 from lightning_d9m.ledger.stack import stack_differences
-from lightning_d9m.text import plain
+from lightning_d9m.text import escape
 
 __all__ = [
     "Comparison",
     "Divergence",
     "OneSided",
     "RankComparison",
-    "Watch",
+    "RecordObserver",
     "compare_ledgers",
     "first_divergences",
 ]
@@ -49,7 +49,7 @@ __all__ = [
 _TICK = 2**16
 
 
-Watch: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
+RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
 
 
 def first_divergences(expected: Ledger, actual: Ledger) -> list[Divergence]:
@@ -73,7 +73,7 @@ def compare_ledgers(
     actual: Ledger,
     *,
     progress: Callable[[int], None] | None = None,
-    watch: Watch | None = None,
+    watch: RecordObserver | None = None,
 ) -> Comparison:
     """Compare two ledgers rank by rank.
 
@@ -152,7 +152,7 @@ class _Tally:
     digests: int = 0
     epochs: int = 0
     differing: int = 0
-    first: Difference | None = None
+    first: RecordDifference | None = None
     divergence: Divergence | None = None
     refusals: list[FieldDifference] = field(default_factory=list)
     batches: int = 0
@@ -208,7 +208,7 @@ class _Tally:
             if places:
                 known = self.only_places[side]
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                first = known.first or f"{plain(name)} in {describe_record(other)}"
+                first = known.first or f"{escape(name)} in {describe_record(other)}"
                 self.only_places[side] = OneSided(known.count + len(places), first)
         if found.count:
             self.differing_batches += number != self.differing_batch
@@ -242,7 +242,9 @@ def _at_place(rank: int, found: BatchComparison) -> Divergence:
     )
 
 
-def _at_record(rank: int, found: Difference, entries: Iterable[PlaceDifference]) -> Divergence:
+def _at_record(
+    rank: int, found: RecordDifference, entries: Iterable[PlaceDifference]
+) -> Divergence:
     return Divergence(
         rank=rank,
         moment=found.moment,
@@ -265,7 +267,7 @@ def _compare_rank(
     rank: int,
     files: tuple[RankReader, RankReader],
     progress: Callable[[int], None],
-    watch: Watch | None,
+    watch: RecordObserver | None,
 ) -> tuple[RankComparison, list[FieldDifference]]:
     """Compare two files; stop where they turn out to be incomparable."""
     tally = _Tally(rank, watched=watch is not None)

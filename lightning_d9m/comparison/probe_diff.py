@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_layouts import unpack_places
-from lightning_d9m.ledger.records import Place
+from lightning_d9m.ledger.records import ProbeKey
 
 # Fields of a record of probes that this version does not know are places of this kind.
 OTHER = "other fields"
@@ -78,7 +78,7 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
     one = ours if match.expected is None else [ours[n] for n in match.expected]
     other = theirs if match.actual is None else [theirs[n] for n in match.actual]
     differing: list[PlaceDifference] = []
-    places: Sequence[Place] = ()
+    places: Sequence[ProbeKey] = ()
     if one == other:
         count = 0
     elif listed:
@@ -125,8 +125,8 @@ class _Match(NamedTuple):
 
     expected: list[int] | None
     actual: list[int] | None
-    only_expected: list[tuple[int, Place]]
-    only_actual: list[tuple[int, Place]]
+    only_expected: list[tuple[int, ProbeKey]]
+    only_actual: list[tuple[int, ProbeKey]]
 
 
 # The same few layouts come again and again.
@@ -145,12 +145,12 @@ def _match(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _Match:
     )
 
 
-def _list_places(tokens: Iterable[bytes]) -> list[Place]:
+def _list_places(tokens: Iterable[bytes]) -> list[ProbeKey]:
     return [place for token in tokens for place in unpack_places(token)]
 
 
 def _count_kinds(
-    places: Sequence[Place], differing: list[PlaceDifference]
+    places: Sequence[ProbeKey], differing: list[PlaceDifference]
 ) -> dict[str, tuple[int, int]]:
     if not differing:
         return {}

@@ -14,7 +14,7 @@ from lightning_d9m.ledger.records import (
     Record,
     RunFacts,
 )
-from lightning_d9m.ledger.tables import MISSING, Entry, table_differences
+from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
 
 Table: TypeAlias = Mapping[str, Json]
 
@@ -65,7 +65,7 @@ class FieldDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RecordDifference:
     """How one record differs from its counterpart.
 
     Attributes:
@@ -150,10 +150,10 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
     return table | _flatten(facts.extra)
 
 
-def record_difference(expected: Record, actual: Record) -> Difference | None:
+def record_difference(expected: Record, actual: Record) -> RecordDifference | None:
     """Return how two records with the same key differ, or None when they hold the same evidence."""
     by_group: dict[str, tuple[int, int]] = {}
-    first: tuple[str, list[Entry]] | None = None
+    first: tuple[str, list[TableValue]] | None = None
     total = 0
     for group, size, named in _differing(expected, actual):
         total += size
@@ -165,7 +165,7 @@ def record_difference(expected: Record, actual: Record) -> Difference | None:
     group, named = first
     fields = actual.as_record()
     epoch, step = fields.get("epoch"), fields.get("step")
-    return Difference(
+    return RecordDifference(
         kind=str(fields["kind"]),
         where=describe_record(actual),
         moment=actual.moment if isinstance(actual, Digests) else "",
@@ -191,13 +191,13 @@ def list_entries(expected: Record, actual: Record) -> Iterator[PlaceDifference]:
         yield PlaceDifference(number, group, name, 0, one, other)
 
 
-def batch_difference(found: BatchComparison, where: str) -> Difference | None:
+def batch_difference(found: BatchComparison, where: str) -> RecordDifference | None:
     """Return how the probes of a batch differ, or None when those in common agree."""
     if not found.differing:
         return None
     first = found.differing[0]
     same_kind = [entry for entry in found.differing if entry.kind == first.kind]
-    return Difference(
+    return RecordDifference(
         kind="probes",
         where=where,
         moment="",
@@ -244,7 +244,7 @@ def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
         yield path, value
 
 
-def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[Entry]]]:
+def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[TableValue]]]:
     """Yield each group with the number of its entries, and those that differ.
 
     They come as the earlier run listed them, which may be the order of the model.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_d9m.comparison.probe_diff import PlaceDifference
-from lightning_d9m.comparison.record_diff import Difference, FieldDifference
+from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference
 from lightning_d9m.ledger.kinds import KINDS
 from lightning_d9m.ledger.resumed_runs import Break
 
@@ -123,7 +123,7 @@ class RankComparison:
     digests: int
     epochs: int
     differing: int
-    first: Difference | None
+    first: RecordDifference | None
     only_expected: OneSided
     only_actual: OneSided
     expected_complete: bool
@@ -196,7 +196,7 @@ class Comparison:
         return self.verdict == "equal"
 
     @property
-    def first(self) -> tuple[int, Difference] | None:
+    def first(self) -> tuple[int, RecordDifference] | None:
         """The rank that diverges first, and how."""
         found = {rank.rank: rank.first for rank in self.ranks if rank.first is not None}
         return next(((d.rank, found[d.rank]) for d in self.divergences), None)

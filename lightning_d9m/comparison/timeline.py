@@ -25,7 +25,7 @@ _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "w
 
 
 @dataclass(slots=True)
-class Step:
+class TimelineStep:
     """What was compared in one step, or in several that were merged.
 
     Attributes:
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Growth:
+class StepHistogram:
     """The number of differences by step.
 
     Attributes:
@@ -52,18 +52,18 @@ class Growth:
     """
 
     limit: int = MAX_STEPS
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, TimelineStep] = field(default_factory=dict)
     width: int = 1
 
     def add(self, step: int, compared: int, differing: int, alone: int = 0) -> None:
         """Count a step."""
-        self._merge(Step(step, step, compared, differing, alone))
+        self._merge(TimelineStep(step, step, compared, differing, alone))
         while len(self.steps) > self.limit:
             old, self.steps, self.width = self.steps, {}, 2 * self.width
             for entry in old.values():
                 self._merge(entry)
 
-    def _merge(self, new: Step) -> None:
+    def _merge(self, new: TimelineStep) -> None:
         entry = self.steps.setdefault(new.first // self.width, new)
         if entry is not new:
             entry.first, entry.last = min(entry.first, new.first), max(entry.last, new.last)
@@ -71,13 +71,13 @@ class Growth:
             entry.differing += new.differing
             entry.alone += new.alone
 
-    def ordered(self) -> list[Step]:
+    def ordered(self) -> list[TimelineStep]:
         """Return the steps in order."""
         return [self.steps[number] for number in sorted(self.steps)]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimelinePoint:
     """A record of digests, and how it compares.
 
     Attributes:
@@ -107,26 +107,26 @@ class Module:
 
 
 @dataclass(slots=True)
-class Course:
+class Timeline:
     """Collects; hand ``watch`` to ``compare_ledgers``.
 
     Attributes:
-        places: Growth of the difference among probes.
-        weights: Growth of the difference among the digests of epochs.
+        places: StepHistogram of the difference among probes.
+        weights: StepHistogram of the difference among the digests of epochs.
         ranks: All that was compared on each rank, by step.
         epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
         differing: Modules in which something differs, by path; "" is the model itself.
         agreeing: The others.
     """
 
-    places: Growth = field(default_factory=Growth)
-    weights: Growth = field(default_factory=Growth)
-    ranks: dict[int, Growth] = field(default_factory=dict)
+    places: StepHistogram = field(default_factory=StepHistogram)
+    weights: StepHistogram = field(default_factory=StepHistogram)
+    ranks: dict[int, StepHistogram] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     differing: dict[str, Module] = field(default_factory=dict)
     agreeing: dict[str, None] = field(default_factory=dict)
     # Those that differ and those that agree, each with its number in the order of reading.
-    _moments: tuple[list[tuple[int, Moment]], list[tuple[int, Moment]]] = field(
+    _moments: tuple[list[tuple[int, TimelinePoint]], list[tuple[int, TimelinePoint]]] = field(
         default_factory=lambda: ([], [])
     )
     _counted: int = 0
@@ -134,7 +134,7 @@ class Course:
     _seen: set[int] = field(default_factory=set)
 
     @property
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[TimelinePoint]:
         """The records of digests, at most ``MAX_MOMENTS``; those that differ go before others."""
         differing, agreeing = self._moments
         kept = differing + agreeing[: MAX_MOMENTS - len(differing)]
@@ -173,7 +173,7 @@ class Course:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
     def _mark(self, rank: int, step: int, compared: int, differing: int, alone: int) -> None:
-        line = self.ranks.setdefault(rank, Growth(MAX_MARKS))
+        line = self.ranks.setdefault(rank, StepHistogram(MAX_MARKS))
         line.add(step, compared, differing, alone)
 
     def _take_batch(
@@ -205,7 +205,7 @@ class Course:
             item = one or other
             if isinstance(item, Digests):
                 status = "only actual" if one is None else "only expected"
-                self._add_moment(Moment(rank, describe_record(item), status))
+                self._add_moment(TimelinePoint(rank, describe_record(item), status))
                 self._mark(rank, item.step, 0, 0, 1)
             return
         for group, names in other.groups.items():
@@ -216,7 +216,7 @@ class Course:
         sizes = {group: len(names) for group, names in other.groups.items()}
         listed = tuple((g, n, max(n, sizes.get(g, 0))) for g, n in groups.items())
         status = "different" if entries else "equal"
-        self._add_moment(Moment(rank, describe_record(other), status, listed))
+        self._add_moment(TimelinePoint(rank, describe_record(other), status, listed))
         self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
         self.weights.add(other.step, sizes.get("weights", 0), groups["weights"])
         for entry in entries:
@@ -224,7 +224,7 @@ class Course:
             where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
             self._differs(module_of(entry.kind, entry.name), where)
 
-    def _add_moment(self, moment: Moment) -> None:
+    def _add_moment(self, moment: TimelinePoint) -> None:
         kept = self._moments[moment.status == "equal"]
         if len(kept) < MAX_MOMENTS:
             kept.append((self._counted, moment))

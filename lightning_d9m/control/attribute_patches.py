@@ -8,7 +8,7 @@ from typing import Any
 _MISSING = object()
 
 
-class Replacements:
+class AttributePatches:
     """Replaces attributes, and puts all of them back, in reverse.
 
     The owners are not kept alive: a loader that Lightning reloads every epoch may die meanwhile.

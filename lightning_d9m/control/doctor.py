@@ -35,7 +35,7 @@ _VARIABLES = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at.
 
     Attributes:
@@ -53,7 +53,7 @@ class Finding:
     fix: str = ""
 
 
-def find_problems() -> list[Finding]:
+def find_problems() -> list[CheckResult]:
     """Look at the interpreter, torch, the variables and the threads; problems come first.
 
     Nothing is changed, and no device is initialised.
@@ -61,13 +61,13 @@ def find_problems() -> list[Finding]:
     return sort_findings(_look())
 
 
-def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
+def sort_findings(findings: Iterable[CheckResult]) -> list[CheckResult]:
     """Return problems first, then notes, each in the order that they came in."""
     order = {"problem": 0, "note": 1, "ok": 2}
     return sorted(findings, key=lambda finding: order[finding.status])
 
 
-def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str) -> Finding:
+def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str) -> CheckResult:
     """Judge a variable that need not be set.
 
     Args:
@@ -78,13 +78,13 @@ def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str
     """
     found = os.environ.get(name)
     if found is None:
-        return Finding(name, "ok", f"not set; {unset}")
+        return CheckResult(name, "ok", f"not set; {unset}")
     if found in allowed:
-        return Finding(name, "ok", found or "empty")
-    return Finding(name, "problem", found, reason, f"Unset it, or set {name}={allowed[0]}.")
+        return CheckResult(name, "ok", found or "empty")
+    return CheckResult(name, "problem", found, reason, f"Unset it, or set {name}={allowed[0]}.")
 
 
-def _look() -> Iterator[Finding]:
+def _look() -> Iterator[CheckResult]:
     yield _look_at_torch_version()
     yield _look_at_hash_seed()
     yield _look_at_seed()
@@ -97,10 +97,10 @@ def _look() -> Iterator[Finding]:
     yield _look_at_dynamic_threads()
 
 
-def _look_at_torch_version() -> Finding:
+def _look_at_torch_version() -> CheckResult:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
-        return Finding(
+        return CheckResult(
             "torch",
             "problem",
             torch.__version__,
@@ -108,7 +108,7 @@ def _look_at_torch_version() -> Finding:
             f"pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'",
         )
     if torch.version.hip is not None:
-        return Finding(
+        return CheckResult(
             "torch",
             "note",
             f"{torch.__version__} for ROCm",
@@ -116,13 +116,13 @@ def _look_at_torch_version() -> Finding:
             "whatever torch's flag says.",
             "torch.backends.cuda.enable_mem_efficient_sdp(False)",
         )
-    return Finding("torch", "ok", torch.__version__)
+    return CheckResult("torch", "ok", torch.__version__)
 
 
-def _look_at_hash_seed() -> Finding:
+def _look_at_hash_seed() -> CheckResult:
     if describe_hash_seed_problem() is None:
-        return Finding("PYTHONHASHSEED", "ok", "fixed")
-    return Finding(
+        return CheckResult("PYTHONHASHSEED", "ok", "fixed")
+    return CheckResult(
         "PYTHONHASHSEED",
         "problem",
         "not fixed",
@@ -131,13 +131,13 @@ def _look_at_hash_seed() -> Finding:
     )
 
 
-def _look_at_seed() -> Finding:
+def _look_at_seed() -> CheckResult:
     text = os.environ.get("PL_GLOBAL_SEED")
     if not text:
-        return Finding("PL_GLOBAL_SEED", "ok", "not set; seed_everything sets it")
+        return CheckResult("PL_GLOBAL_SEED", "ok", "not set; seed_everything sets it")
     if text.isdecimal() and int(text) <= HIGHEST_SEED:
-        return Finding("PL_GLOBAL_SEED", "ok", text)
-    return Finding(
+        return CheckResult("PL_GLOBAL_SEED", "ok", text)
+    return CheckResult(
         "PL_GLOBAL_SEED",
         "problem",
         text,
@@ -147,11 +147,11 @@ def _look_at_seed() -> Finding:
     )
 
 
-def _look_at_nccl() -> Finding:
+def _look_at_nccl() -> CheckResult:
     found = os.environ.get(environment.NCCL)
     if found is None or not environment.allows_nvls(found):
-        return Finding(environment.NCCL, "ok", found or "not set; the callback sets it")
-    return Finding(
+        return CheckResult(environment.NCCL, "ok", found or "not set; the callback sets it")
+    return CheckResult(
         environment.NCCL,
         "problem",
         found,
@@ -160,13 +160,13 @@ def _look_at_nccl() -> Finding:
     )
 
 
-def _look_at_flags() -> Iterator[Finding]:
+def _look_at_flags() -> Iterator[CheckResult]:
     flags = capture_flags()
     on = flags["torch.deterministic_algorithms"]
     found = "on" if on else "off, as torch starts; the callback switches them on"
-    yield Finding("deterministic algorithms", "ok", found)
+    yield CheckResult("deterministic algorithms", "ok", found)
     if flags["cudnn.benchmark"]:
-        yield Finding(
+        yield CheckResult(
             "cuDNN benchmark",
             "problem",
             "on as Python starts",
@@ -175,10 +175,10 @@ def _look_at_flags() -> Iterator[Finding]:
             " (and Trainer(benchmark=True) from programs).",
         )
     else:
-        yield Finding("cuDNN benchmark", "ok", "off")
+        yield CheckResult("cuDNN benchmark", "ok", "off")
 
 
-def _look_at_precision() -> Finding:
+def _look_at_precision() -> CheckResult:
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     allowed = {
         "TF32 in matrix products": _uses_tf32(cuda),
@@ -189,8 +189,8 @@ def _look_at_precision() -> Finding:
     }
     names = [name for name, is_allowed in allowed.items() if is_allowed]
     if not names:
-        return Finding("precision", "ok", "full")
-    return Finding(
+        return CheckResult("precision", "ok", "full")
+    return CheckResult(
         "precision",
         "note",
         f"{', '.join(names)} on CUDA devices",
@@ -204,13 +204,13 @@ def _uses_tf32(backend: Any) -> bool:
     return getattr(backend, "fp32_precision", None) == "tf32"
 
 
-def _look_at_threads() -> Finding:
+def _look_at_threads() -> CheckResult:
     cores, usable = os.cpu_count() or 1, _count_usable_cores()
     found = f"{torch.get_num_threads()} on {usable} of {cores} cores"
     # One number for each level of nesting; torch takes the first, and ignores what is no number.
     if os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit():
-        return Finding("CPU threads", "ok", f"{found}, fixed by OMP_NUM_THREADS")
-    return Finding(
+        return CheckResult("CPU threads", "ok", f"{found}, fixed by OMP_NUM_THREADS")
+    return CheckResult(
         "CPU threads",
         "note",
         f"{found}, chosen by torch",
@@ -228,11 +228,11 @@ def _count_usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _look_at_dynamic_threads() -> Finding:
+def _look_at_dynamic_threads() -> CheckResult:
     found = os.environ.get(DYNAMIC)
     if not threads_vary():
-        return Finding(DYNAMIC, "ok", found or "not set")
-    return Finding(
+        return CheckResult(DYNAMIC, "ok", found or "not set")
+    return CheckResult(
         DYNAMIC,
         "problem",
         str(found),

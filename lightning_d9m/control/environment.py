@@ -76,7 +76,7 @@ def allows_nvls(algorithms: str) -> bool:
 
 
 @dataclass
-class _State:
+class _VariableState:
     """What this process's holders have set; one for the process, as the environment is."""
 
     holders: int = 0
@@ -85,7 +85,7 @@ class _State:
     in_force: dict[str, str] | None = None
 
 
-_state = _State()
+_state = _VariableState()
 
 
 class EarlyVariables:

@@ -14,16 +14,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.attribute_patches import Replacements
+from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.generators import capture_generators, restore_generators
 from lightning_d9m.control.random_streams import Stream
-from lightning_d9m.control.resumable_sampler import Requests, is_foreign, unwrap
+from lightning_d9m.control.resumable_sampler import ResumableSampler, is_foreign, unwrap
 from lightning_d9m.control.samplers import copy_loader, find_samplers, is_rankless, make_generator
 from lightning_d9m.control.seeded_dataset import (
-    Apart,
+    NoRngGuard,
+    RngGuard,
     SeededCollate,
     SeededDataset,
-    Untouched,
     WorkerInit,
     draws_nothing,
 )
@@ -50,8 +50,8 @@ class LoaderControl:
         self._fit = fit
         self._rank = rank
         self._per_sample_rng = per_sample_rng
-        self._taken: list[_Taken] = []
-        self._replacements = Replacements()
+        self._taken: list[_ControlledLoader] = []
+        self._replacements = AttributePatches()
         self._consumed: dict[str, _Consumed] = {}
 
     def resume(self, fit: int) -> None:
@@ -95,7 +95,7 @@ class LoaderControl:
             if taken.stage == stage and taken.at_start
         }
 
-    def take_over(self, loader: Any, stage: str) -> Any:
+    def wrap_loader(self, loader: Any, stage: str) -> Any:
         """Let a loader draw from streams of its own; return what to iterate.
 
         That is the loader itself, but for one that another stage has taken over already: it is
@@ -114,16 +114,16 @@ class LoaderControl:
         if isinstance(loader, DataLoader):
             return self._take(loader, stage)
         if isinstance(loader, Mapping):
-            taken = {key: self.take_over(value, stage) for key, value in loader.items()}
+            taken = {key: self.wrap_loader(value, stage) for key, value in loader.items()}
             same = all(taken[key] is loader[key] for key in taken)
             return loader if same else taken
         if isinstance(loader, list | tuple):
-            items = [self.take_over(item, stage) for item in loader]
+            items = [self.wrap_loader(item, stage) for item in loader]
             same = all(new is old for new, old in zip(items, loader, strict=True))
             return loader if same else items
         flattened = getattr(loader, "flattened", None)
         if isinstance(flattened, list):
-            items = self.take_over(flattened, stage)
+            items = self.wrap_loader(flattened, stage)
             if items is not flattened:
                 self._replacements.replace(loader, "flattened", items)
         return loader
@@ -154,7 +154,7 @@ class LoaderControl:
         """
         for taken in self._taken:
             if taken.stage == stage:
-                taken.take_back(epoch)
+                taken.unwrap_loader(epoch)
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:
@@ -173,7 +173,9 @@ class LoaderControl:
                 loader = _copy_original(loader)
                 break
         stream = Stream(self._seed, self._fit, self._rank, stage)
-        taken = _Taken(loader, stream, self._replacements, per_sample=self._per_sample_rng)
+        taken = _ControlledLoader(
+            loader, stream, self._replacements, per_sample=self._per_sample_rng
+        )
         self._taken.append(taken)
         return loader
 
@@ -188,11 +190,11 @@ class _Consumed:
     samplers: Mapping[str, Any]
 
 
-class _Taken:
+class _ControlledLoader:
     """One loader under control."""
 
     def __init__(
-        self, loader: Any, stream: Stream, replacements: Replacements, *, per_sample: bool
+        self, loader: Any, stream: Stream, replacements: AttributePatches, *, per_sample: bool
     ) -> None:
         self.loader = weakref.ref(loader)
         self.stage = stream.stage
@@ -224,20 +226,20 @@ class _Taken:
         self._foreign = is_foreign(find_samplers(loader))
         users = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         still = draws_nothing(loader)
-        self._requests = Requests(users, stream, foreign=self._foreign, still=still)
+        self._requests = ResumableSampler(users, stream, foreign=self._foreign, still=still)
         batching = loader.batch_sampler is not None
         replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
         if not iterable:
             if hasattr(loader, "load_state_dict"):
                 # torchdata's: the place in the epoch is found here.
                 replacements.replace(loader, "load_state_dict", _ignore)
-            apart = Untouched() if still else Apart()
+            apart = NoRngGuard() if still else RngGuard()
             seeded = SeededDataset(loader.dataset, stream, per_sample and not still, apart)
             replacements.replace(loader, "dataset", seeded)
             replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, apart))
         # torch itself seeds a data pipe anew in every epoch, and takes it apart to do so.
         elif stream.shared is not None and not isinstance(loader.dataset, IterDataPipe):
-            seeded = SeededDataset(loader.dataset, stream, per_sample, Apart())
+            seeded = SeededDataset(loader.dataset, stream, per_sample, RngGuard())
             replacements.replace(loader, "dataset", seeded)
 
     @property
@@ -254,7 +256,7 @@ class _Taken:
         samplers = [] if loader is None or not self._foreign else find_samplers(loader)
         return {str(number): sampler for number, sampler in enumerate(samplers)}
 
-    def take_back(self, epoch: int) -> None:
+    def unwrap_loader(self, epoch: int) -> None:
         """Forget what samplers have drawn in an epoch that was started."""
         if self.started == epoch:
             restore_generators(self._owners(), self.at_start)

@@ -8,7 +8,7 @@ from typing import Any
 _MISSING = object()
 
 
-def put_around(
+def wrap_method(
     stack: ExitStack, owner: Any, name: str, around: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """Let each call of a method run inside a context, until ``stack`` is closed.

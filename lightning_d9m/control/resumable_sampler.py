@@ -29,7 +29,7 @@ _KNOWN = {"builtins", "torch", "torchdata", "lightning", "lightning_fabric", "py
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SeededIndex:
     """What a loader asks of its dataset. It is sent to a worker, so it can be pickled.
 
     Attributes:
@@ -53,7 +53,7 @@ class Request:
         return iter(self.indices)
 
 
-class Requests:
+class ResumableSampler:
     """Stands in for the sampler that a loader takes its batches from, and numbers them.
 
     It answers for the user's sampler in everything else.
@@ -98,7 +98,7 @@ class Requests:
         """
         vars(self).update(_round=0, _skip=skip, _cycled=cycled)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[SeededIndex]:
         # A generator: torch makes two iterators for new workers and takes from the second only.
         while True:
             number = self._round
@@ -116,7 +116,7 @@ class Requests:
                 return
         for place, indices in enumerate(batches, skipped):
             seed = 0 if self._still else stream.derive("batch", index=f"{number}.{place}")
-            yield Request(indices, seed, stream.epoch)
+            yield SeededIndex(indices, seed, stream.epoch)
 
     def _iterate(self) -> Iterable[Any]:
         if not self._foreign:
@@ -181,7 +181,7 @@ def _no_position(data: Any) -> str:
 
 def unwrap(sampler: Any) -> Any:
     """Return the user's sampler for one that stands in for it, or else what was given."""
-    return vars(sampler)["_users"] if type(sampler) is Requests else sampler
+    return vars(sampler)["_users"] if type(sampler) is ResumableSampler else sampler
 
 
 def is_foreign(samplers: Iterable[Any]) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data._utils import collate as _collate
 
 from lightning_d9m.control.random_streams import Stream
-from lightning_d9m.control.resumable_sampler import Request
+from lightning_d9m.control.resumable_sampler import SeededIndex
 from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
 from lightning_d9m.errors import SettingError
 
@@ -43,7 +43,7 @@ class WorkerInit:
             self.users(worker)
 
 
-class Apart:
+class RngGuard:
     """The generators of the process while a batch is loaded in it: seeded, and then given back.
 
     In a worker there is nothing to give back.
@@ -65,7 +65,7 @@ class Apart:
             restore_rng(kept)
 
 
-class Untouched(Apart):
+class NoRngGuard(RngGuard):
     """For data that ``draws_nothing``: what nobody draws from is neither seeded nor kept."""
 
     def begin(self, seed: int) -> None:
@@ -95,7 +95,7 @@ def draws_nothing(loader: Any) -> bool:
 class SeededCollate:
     """The user's ``collate_fn``, which draws on from where the samples of its batch left off."""
 
-    def __init__(self, users: Callable[[Any], Any], apart: Apart) -> None:
+    def __init__(self, users: Callable[[Any], Any], apart: RngGuard) -> None:
         vars(self).update(users=users, _apart=apart)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +126,7 @@ class SeededDataset:
         apart: What gives the generators back when the batch is made.
     """
 
-    def __init__(self, dataset: Any, stream: Stream, per_sample: bool, apart: Apart) -> None:
+    def __init__(self, dataset: Any, stream: Stream, per_sample: bool, apart: RngGuard) -> None:
         # Not as attributes: those are the user's dataset's.
         vars(self).update(
             _dataset=dataset, _stream=stream, _per_sample=per_sample, _apart=apart, _iterated=False
@@ -163,11 +163,11 @@ class SeededDataset:
 
     def __getitem__(self, asked: Any) -> Any:
         # A sample on its own: of a loader that does not batch, or of code that is no loader.
-        if isinstance(asked, Request):
+        if isinstance(asked, SeededIndex):
             return self._fetch(asked, lambda: self._fetch_sample(asked.indices, asked.epoch))
         if not self._per_sample:
             return self._dataset[asked]
-        alone = Request(asked, 0, self._stream.epoch)
+        alone = SeededIndex(asked, 0, self._stream.epoch)
         try:
             return self[alone]
         finally:
@@ -175,13 +175,13 @@ class SeededDataset:
 
     def __getitems__(self, asked: Any) -> Any:
         """Fetch a batch at once, as torch's loader asks for it."""
-        if isinstance(asked, Request):
+        if isinstance(asked, SeededIndex):
             return self._fetch(asked, lambda: self._fetch_batch(asked.indices, asked.epoch))
         if self._per_sample:
             return [self[index] for index in asked]
         return self._fetch_batch(asked, self._stream.epoch)
 
-    def _fetch(self, asked: Request, fetch: Callable[[], Any]) -> Any:
+    def _fetch(self, asked: SeededIndex, fetch: Callable[[], Any]) -> Any:
         self._apart.begin(asked.seed)
         try:
             return fetch()

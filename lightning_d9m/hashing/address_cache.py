@@ -12,27 +12,27 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.hashing import xxh3_cpu
-from lightning_d9m.hashing.tensor_bytes import Plain, locate, take_apart
+from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor, locate
 
 _data_ptr, _stride = Tensor.data_ptr, Tensor.stride
 _shape_and_dtype = attrgetter("shape", "dtype")
 
 
-class Located(NamedTuple):
+class TensorAddresses(NamedTuple):
     """Where tensors lie: what precedes each in its digest, and what is hashed for it."""
 
     headers: list[bytes]
     chunks: xxh3_cpu.Chunks
 
 
-class Whereabouts:
+class AddressCache:
     """Where the tensors lay that were last asked for."""
 
     def __init__(self) -> None:
-        self._located: Located | None = None
+        self._located: TensorAddresses | None = None
         self._form: tuple[list[Any], ...] | None = None
 
-    def find(self, tensors: Sequence[Tensor]) -> Located | None:
+    def find(self, tensors: Sequence[Tensor]) -> TensorAddresses | None:
         """Return where tensors lie; None unless all lie on the CPU, real and in order.
 
         What was found before counts as long as each has the address, shape, strides and dtype that
@@ -60,20 +60,20 @@ class Whereabouts:
             return self._located
 
 
-def digest_located(located: Located) -> list[str]:
+def digest_located(located: TensorAddresses) -> list[str]:
     """Return the digests of what lies in memory of this process, as ``digest_many`` does."""
     return list(map(xxh3_128_hexdigest, map(add, located.headers, located.chunks.hash())))
 
 
-def _locate(tensors: Sequence[Tensor]) -> Located | None:
+def _locate(tensors: Sequence[Tensor]) -> TensorAddresses | None:
     headers: list[bytes] = []
     memory: list[tuple[int, int]] = []
     for tensor in tensors:
-        part = take_apart(tensor)
+        part = flatten_tensor(tensor)
         # A copy in order would be of this moment only.
-        there = isinstance(part, Plain) and part.data is tensor
+        there = isinstance(part, DenseTensor) and part.data is tensor
         if not there or tensor.device.type != "cpu" or tensor.is_complex():
             return None
         headers.append(part.header)
         memory.append(locate(tensor))
-    return Located(headers, xxh3_cpu.Chunks(memory))
+    return TensorAddresses(headers, xxh3_cpu.Chunks(memory))

@@ -35,7 +35,7 @@ class Damage:
         return bool(self.changed or self.added or self.missing or self.values)
 
 
-def make_seal(content: Mapping[str, Any]) -> dict[str, Any]:
+def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the seal of a checkpoint's content: plain values, 16 bytes for each tensor.
 
     Args:
@@ -51,7 +51,7 @@ def make_seal(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"tensors": table, "values": values}
 
 
-def check_seal(content: Mapping[str, Any], seal: Mapping[str, Any]) -> Damage:
+def check_manifest(content: Mapping[str, Any], seal: Mapping[str, Any]) -> Damage:
     """Hold a checkpoint's content against its seal."""
     data = seal["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]

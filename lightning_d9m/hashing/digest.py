@@ -15,7 +15,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from lightning_d9m.hashing import xxh3_cpu
-from lightning_d9m.hashing.tensor_bytes import VERSION, Plain, locate, take_apart
+from lightning_d9m.hashing.tensor_bytes import VERSION, DenseTensor, flatten_tensor, locate
 from lightning_d9m.hashing.value_bytes import Piece, encode
 
 # What to hash at the end: bytes as they are, and digests by their number among the plain tensors.
@@ -50,7 +50,7 @@ def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
     Raises:
         DigestError: As digest(), for the first tensor that has none.
     """
-    plain: list[Plain] = []
+    plain: list[DenseTensor] = []
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
         recipes = [_plan(tensor, plain) for tensor in tensors]
         digests = _hash_all(plain)
@@ -75,7 +75,7 @@ def digest_value(value: object) -> str:
     >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
     '6b6610f8b7295d2fa4d80d3ea0427121'
     """
-    plain: list[Plain] = []
+    plain: list[DenseTensor] = []
     pieces = [f"{VERSION} value\n".encode(), *encode(value)]
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
         recipe = _plan_pieces(pieces, plain)
@@ -83,17 +83,17 @@ def digest_value(value: object) -> str:
     return _follow(recipe, digests).hex()
 
 
-def _plan(tensor: torch.Tensor, plain: list[Plain]) -> _Recipe:
+def _plan(tensor: torch.Tensor, plain: list[DenseTensor]) -> _Recipe:
     """Adds a tensor's plain tensors to ``plain``; says how they form its digest."""
-    parts = take_apart(tensor)
-    if isinstance(parts, Plain):
+    parts = flatten_tensor(tensor)
+    if isinstance(parts, DenseTensor):
         plain.append(parts)
         return len(plain) - 1
     context = [] if parts.context is None else encode(parts.context)
     return _plan_pieces([parts.header, *parts.components, *context], plain)
 
 
-def _plan_pieces(pieces: Sequence[Piece], plain: list[Plain]) -> _Recipe:
+def _plan_pieces(pieces: Sequence[Piece], plain: list[DenseTensor]) -> _Recipe:
     return [piece if isinstance(piece, bytes) else _plan(piece, plain) for piece in pieces]
 
 
@@ -104,7 +104,7 @@ def _follow(recipe: _Recipe, digests: Sequence[bytes]) -> bytes:
     return xxh3_128_digest(b"".join(parts))
 
 
-def _hash_all(plain: Sequence[Plain]) -> list[bytes]:
+def _hash_all(plain: Sequence[DenseTensor]) -> list[bytes]:
     by_device: dict[torch.device, list[int]] = {}
     for index, part in enumerate(plain):
         by_device.setdefault(part.data.device, []).append(index)

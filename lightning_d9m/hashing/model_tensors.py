@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_d9m.hashing.address_cache import Located, Whereabouts
+from lightning_d9m.hashing.address_cache import AddressCache, TensorAddresses
 
 _TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
 
@@ -30,14 +30,14 @@ class Standing(dict[str, Tensor]):
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(tensors)
         self._tensors = list(self.values())
-        self._whereabouts = Whereabouts()
+        self._whereabouts = AddressCache()
 
-    def locate(self) -> Located | None:
-        """Return where the tensors lie; see :meth:`Whereabouts.find`."""
+    def locate(self) -> TensorAddresses | None:
+        """Return where the tensors lie; see :meth:`AddressCache.find`."""
         return self._whereabouts.find(self._tensors)
 
 
-class Roster:
+class ModelTensors:
     """A model's parameters and buffers, walked again only when it has others.
 
     Args:
@@ -49,7 +49,7 @@ class Roster:
     """
 
     def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
-        self.whereabouts = Whereabouts()
+        self.whereabouts = AddressCache()
         self._model = model
         self._takes = lambda entry: takes is None or takes(entry[0])
         self._tables: list[dict[str, Any]] = []

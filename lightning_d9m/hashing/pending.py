@@ -15,14 +15,14 @@ import torch
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.hashing import xxh3_cpu
-from lightning_d9m.hashing.address_cache import Located, digest_located
+from lightning_d9m.hashing.address_cache import TensorAddresses, digest_located
 from lightning_d9m.hashing.digest import _follow, _load_kernel, _plan, _Recipe
 from lightning_d9m.hashing.tensor_bytes import (
-    Plain,
+    DenseTensor,
+    flatten_tensor,
     locate,
     locate_quickly,
     remember_form,
-    take_apart,
 )
 
 _Copy = tuple[bytes, bytes]  # what precedes a value in its digest, and the value, padded
@@ -30,7 +30,7 @@ _LITTLE = 16384  # bytes
 
 
 @dataclass
-class _Flight:
+class _PendingDigest:
     """What is under way on one device."""
 
     leaves: list[torch.Tensor] = field(default_factory=list)
@@ -51,7 +51,7 @@ class DigestQueue:
         self._recipes: list[_Recipe | str | _Copy] = []
         self._headers: list[bytes] = []
         self._digests: list[bytes] = []
-        self.flights: dict[torch.device, _Flight] = {}
+        self.flights: dict[torch.device, _PendingDigest] = {}
 
     def __len__(self) -> int:
         """The number of digests."""
@@ -61,7 +61,7 @@ class DigestQueue:
         """Put a digest that is known already in its place."""
         self._recipes.append(digest)
 
-    def add_located(self, located: Located) -> None:
+    def add_located(self, located: TensorAddresses) -> None:
         """Put the digests of memory of this process in their places."""
         self._recipes += digest_located(located)
 
@@ -88,7 +88,7 @@ class DigestQueue:
             DigestError: As ``digest``, for the first tensor that has none; then none is added.
         """
         start = len(self._digests)
-        plain: list[Plain] = []
+        plain: list[DenseTensor] = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
             recipes = [_plan(tensor, plain) for tensor in tensors]
             memory = [locate(part.data) for part in plain]
@@ -133,12 +133,14 @@ class DigestQueue:
     def _add_other(self, tensor: torch.Tensor) -> None:
         """Begin the digest of a tensor of a form that is new, or not in order, or elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            parts = take_apart(tensor)
-        if isinstance(parts, Plain) and parts.data is tensor:
+            parts = flatten_tensor(tensor)
+        if isinstance(parts, DenseTensor) and parts.data is tensor:
             remember_form(parts)
         self.add([tensor])
 
-    def _begin(self, plain: Sequence[Plain], memory: Sequence[tuple[int, int]], start: int) -> None:
+    def _begin(
+        self, plain: Sequence[DenseTensor], memory: Sequence[tuple[int, int]], start: int
+    ) -> None:
         here: list[int] = []
         there: dict[torch.device, list[int]] = {}
         for index, part in enumerate(plain):
@@ -156,7 +158,7 @@ class DigestQueue:
     def _begin_there(
         self,
         device: torch.device,
-        plain: Sequence[Plain],
+        plain: Sequence[DenseTensor],
         memory: Sequence[tuple[int, int]],
         start: int,
         indices: Sequence[int],
@@ -168,7 +170,7 @@ class DigestQueue:
                 (own,) = xxh3_cpu.hash_chunks([locate(copy)])
                 self._digests[start + index] = xxh3_128_digest(plain[index].header + own)
             return
-        flight = self.flights.setdefault(device, _Flight())
+        flight = self.flights.setdefault(device, _PendingDigest())
         places = [memory[index] for index in indices]
         flight.leaves.append(kernel.start_hashing(places, device))
         flight.memory += places

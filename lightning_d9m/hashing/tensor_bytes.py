@@ -26,14 +26,14 @@ _MOST_FORMS = 4096
 _forms: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], tuple[bytes, int, int]] = {}
 
 
-class Plain(NamedTuple):
+class DenseTensor(NamedTuple):
     """A tensor whose elements lie in memory in row-major order."""
 
     header: bytes
     data: torch.Tensor
 
 
-class Composite(NamedTuple):
+class NestedTensor(NamedTuple):
     """A tensor that is kept as other things: tensors, and values that describe it."""
 
     header: bytes
@@ -41,7 +41,7 @@ class Composite(NamedTuple):
     context: object = None
 
 
-def take_apart(tensor: torch.Tensor) -> Plain | Composite:
+def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
     """Finds the bytes of a tensor. Nothing is copied that already lies in row-major order.
 
     To be called under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
@@ -55,11 +55,11 @@ def take_apart(tensor: torch.Tensor) -> Plain | Composite:
             return other
     if tensor.is_nested:
         components = tensor.detach().unbind()
-        return Composite(_header(tensor.dtype, (len(components),), "nested"), components)
+        return NestedTensor(_header(tensor.dtype, (len(components),), "nested"), components)
     layout = tensor.layout
     if layout in _SPARSE:
         header = _header(tensor.dtype, tensor.shape, str(layout).removeprefix("torch."))
-        return Composite(header, _SPARSE[layout](tensor.detach()))
+        return NestedTensor(header, _SPARSE[layout](tensor.detach()))
     if layout is not torch.strided:
         raise _refuse(
             tensor, f"the order of its elements is that of {layout}", "Pass its to_dense()."
@@ -75,7 +75,7 @@ def take_apart(tensor: torch.Tensor) -> Plain | Composite:
     header = _header(tensor.dtype, tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         tensor = _lay_out(tensor)
-    return Plain(header, tensor)
+    return DenseTensor(header, tensor)
 
 
 def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
@@ -83,7 +83,7 @@ def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
 
     Returns:
         What precedes them in its digest, and their address and size; None when a closer look is
-        needed, with ``take_apart`` and ``locate``.
+        needed, with ``flatten_tensor`` and ``locate``.
     """
     if type(tensor) not in _ORDINARY or not tensor.is_cpu:
         return None
@@ -103,7 +103,7 @@ def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
     )
 
 
-def remember_form(part: Plain) -> None:
+def remember_form(part: DenseTensor) -> None:
     """Lets ``locate_quickly`` find the bytes of tensors that have this one's dtype and strides.
 
     Not of complex ones, which may be conjugated.
@@ -152,7 +152,7 @@ def _lay_out(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if integer is None else tensor.view(integer)).contiguous()
 
 
-def _take_other_apart(tensor: torch.Tensor) -> Plain | Composite | None:
+def _take_other_apart(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:
     """Takes apart a subclass that keeps its elements in other tensors; None: it has them itself."""
     kind = type(tensor)
     if not isinstance(tensor, torch.Tensor):
@@ -167,15 +167,15 @@ def _take_other_apart(tensor: torch.Tensor) -> Plain | Composite | None:
     wrapper = cast(Any, tensor)
     if hasattr(kind, "to_local"):  # DTensor: this rank's shard, as if it were a tensor of its own
         with torch.no_grad():
-            return take_apart(wrapper.to_local())
+            return flatten_tensor(wrapper.to_local())
     if hasattr(kind, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
-        return take_apart(wrapper.wait())
+        return flatten_tensor(wrapper.wait())
     if not hasattr(kind, "__tensor_flatten__"):
         reason = f"{kind.__qualname__} does not say where its elements are"
         raise _refuse(tensor, reason, "Pass a materialized tensor, or the tensors that it wraps.")
     names, context = wrapper.__tensor_flatten__()
     header = _header(tensor.dtype, tensor.shape, f"{kind.__module__}.{kind.__qualname__}")
-    return Composite(header, [getattr(tensor, name) for name in names], (list(names), context))
+    return NestedTensor(header, [getattr(tensor, name) for name in names], (list(names), context))
 
 
 def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:

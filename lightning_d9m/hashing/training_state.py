@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.address_cache import digest_located
 from lightning_d9m.hashing.digest import digest_many, digest_value
-from lightning_d9m.hashing.model_tensors import Roster, plain_name
+from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    model: nn.Module | Roster,
+    model: nn.Module | ModelTensors,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
 ) -> Snapshot:
@@ -58,7 +58,7 @@ def take_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    roster = model if isinstance(model, Roster) else Roster(model)
+    roster = model if isinstance(model, ModelTensors) else ModelTensors(model)
     parameters, buffers, names = roster.look()
     tensors: dict[tuple[str, str], Tensor] = {}
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}

@@ -28,7 +28,7 @@ _VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankInfo:
     """The place of this process among all."""
 
     rank: int = 0
@@ -37,13 +37,13 @@ class Layout:
     node_rank: int = 0
 
 
-def read_layout(environment: Mapping[str, str]) -> Layout:
+def read_layout(environment: Mapping[str, str]) -> RankInfo:
     """Read the place from what the launcher set; a single process when there was no launcher."""
     for names in _VARIABLES:
         if names[0] in environment:
             rank, size, local_rank, node_rank = (int(environment.get(n, "0")) for n in names)
-            return Layout(rank, max(1, size), local_rank, node_rank)
-    return Layout()
+            return RankInfo(rank, max(1, size), local_rank, node_rank)
+    return RankInfo()
 
 
 class HorovodEnvironment(_ClusterEnvironment):
@@ -58,7 +58,7 @@ class HorovodEnvironment(_ClusterEnvironment):
 
     def adopt(self, hvd: Any) -> None:
         """Take over what Horovod says, once it is initialised."""
-        self._layout = Layout(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
+        self._layout = RankInfo(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
 
     @property
     def creates_processes_externally(self) -> bool:

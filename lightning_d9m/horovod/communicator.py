@@ -41,7 +41,7 @@ _normal_tensors = torch.inference_mode(mode=False)
 
 
 @dataclass(frozen=True)
-class Claim:
+class CollectiveIntent:
     """What a rank is about to do.
 
     Attributes:
@@ -58,7 +58,7 @@ class Claim:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
-class Wire:
+class Communicator:
     """The collectives of one run.
 
     Args:
@@ -83,7 +83,7 @@ class Wire:
     @property
     def asks(self) -> bool:
         """Whether a rank that waits for a sum finds out what the others do."""
-        return self._transport.is_patient
+        return self._transport.supports_unbounded_wait
 
     def connect(self, *, limit_seconds: float) -> None:
         """Let all travel by torch's Gloo from now on; all ranks have to do so.
@@ -116,7 +116,7 @@ class Wire:
             agree: Claims what this rank does; called when others turn out to do something else.
         """
         while not pending.is_done_within(_SLICE_SECONDS):
-            if self.asks and self._is_awaited_elsewhere(doing):
+            if self.asks and self._peer_is_waiting(doing):
                 agree()
         self._take(pending, doing)
         self._finished += 1
@@ -139,7 +139,7 @@ class Wire:
         except RuntimeError as error:  # HorovodInternalError is one
             raise self._lost(doing, error) from error
 
-    def agree(self, claim: Claim) -> None:
+    def agree(self, claim: CollectiveIntent) -> None:
         """Go on when all ranks are about to do the same. This is a barrier, too.
 
         Raises:
@@ -158,7 +158,7 @@ class Wire:
         except TimeoutError as error:
             raise self._lost(doing, error) from error
         if not is_common:
-            self._explain(Claim(doing, items()))
+            self._explain(CollectiveIntent(doing, items()))
 
     def announce(self, error: BaseException) -> None:
         """Tell the others why this rank ends; they raise at their next exchange.
@@ -167,11 +167,11 @@ class Wire:
         """
         if self.broken is not None or self.size == 1:
             return
-        claim = Claim("ends with an error")
+        claim = CollectiveIntent("ends with an error")
         try:
             limit = time.monotonic() + self._grace
             if not self._is_common(claim.fingerprint(), claim.doing, limit):
-                self._explain(Claim(f"ends with {_describe(error)}"))
+                self._explain(CollectiveIntent(f"ends with {_describe(error)}"))
         except (RankLostError, RanksDisagreeError, TimeoutError):
             return
         self.broken = RankLostError(
@@ -197,7 +197,7 @@ class Wire:
         Raises:
             RanksDisagreeError: The ranks bring different shapes or dtypes, or do something else.
         """
-        self.agree(Claim(f"{name} of a tensor {tuple(tensor.shape)}, {tensor.dtype}"))
+        self.agree(CollectiveIntent(f"{name} of a tensor {tuple(tensor.shape)}, {tensor.dtype}"))
         if self.size == 1:
             return tensor.detach().clone()[None]
         if tensor.numel() == 0:
@@ -273,7 +273,7 @@ class Wire:
             lowest, opposite, _ = answer.tolist()
         return bool(lowest == -opposite)
 
-    def _is_awaited_elsewhere(self, doing: str) -> bool:
+    def _peer_is_waiting(self, doing: str) -> bool:
         """Ask, without waiting: whether a rank claims something, and none has finished this sum."""
         if self._question is None:
             self._question = self._claim(_ASKS)
@@ -289,10 +289,12 @@ class Wire:
         numbers = torch.tensor([fingerprint, -fingerprint, -self._finished])
         return self._start(self._transport.minimise, numbers, "d9m.agree")
 
-    def _explain(self, claim: Claim) -> None:
+    def _explain(self, claim: CollectiveIntent) -> None:
         current = sys.exc_info()[1]
         if current is not None and not claim.doing.startswith("ends with"):
-            claim = Claim(f"{claim.doing}, while handling {_describe(current)}", claim.items)
+            claim = CollectiveIntent(
+                f"{claim.doing}, while handling {_describe(current)}", claim.items
+            )
         claims = self.gather_objects(claim)
         self.broken = RanksDisagreeError(
             compose_disagreement(claims), claims=[each.doing for each in claims]
@@ -311,7 +313,7 @@ class Wire:
         return self.broken
 
 
-def compose_disagreement(claims: Sequence[Claim]) -> str:
+def compose_disagreement(claims: Sequence[CollectiveIntent]) -> str:
     """Say in words how the claims of the ranks differ."""
     if len({claim.doing for claim in claims}) > 1:
         lines = [f"  rank {rank}: {claim.doing}" for rank, claim in enumerate(claims)]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_d9m.control.doctor import Finding, judge_variable
+from lightning_d9m.control.doctor import CheckResult, judge_variable
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.environment import PINNED, import_horovod
 
@@ -20,7 +20,7 @@ _REASONS = {
 }
 
 
-def look_at_installation() -> Iterator[Finding]:
+def look_at_installation() -> Iterator[CheckResult]:
     """Yield what was found; Horovod is left out where it is not installed."""
     yield _look_at_lightning()
     found = _find_version("horovod")
@@ -32,12 +32,12 @@ def look_at_installation() -> Iterator[Finding]:
     yield _look_at_elastic()
 
 
-def _look_at_lightning() -> Finding:
+def _look_at_lightning() -> CheckResult:
     versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
     found = [f"{name} {number}" for name, number in versions.items() if number is not None]
     if found:
-        return Finding("Lightning", "ok", ", ".join(found))
-    return Finding(
+        return CheckResult("Lightning", "ok", ", ".join(found))
+    return CheckResult(
         "Lightning",
         "note",
         "not installed",
@@ -46,11 +46,11 @@ def _look_at_lightning() -> Finding:
     )
 
 
-def _look_at_extension(found: str) -> Finding:
+def _look_at_extension(found: str) -> CheckResult:
     try:
         import_horovod()
     except SettingError as error:
-        return Finding(
+        return CheckResult(
             "Horovod",
             "problem",
             f"{found}, which cannot be imported ({error.__cause__})",
@@ -58,15 +58,15 @@ def _look_at_extension(found: str) -> Finding:
             "was built for another torch.",
             "d9m install-horovod",
         )
-    return Finding("Horovod", "ok", found)
+    return CheckResult("Horovod", "ok", found)
 
 
-def _look_at_elastic() -> Finding:
+def _look_at_elastic() -> CheckResult:
     name = "HOROVOD_ELASTIC"
     found = os.environ.get(name, "")
     if found in ("", "0"):
-        return Finding(name, "ok", found or "not set")
-    return Finding(
+        return CheckResult(name, "ok", found or "not set")
+    return CheckResult(
         name,
         "problem",
         found,

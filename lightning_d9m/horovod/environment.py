@@ -44,7 +44,7 @@ _switched_on: dict[str, str] | None = None  # the variables with which this proc
 
 
 @dataclass(frozen=True)
-class Switched:
+class SavedEnvironment:
     """Variables as they were before `switch_on`."""
 
     previous: Mapping[str, str | None]
@@ -60,7 +60,7 @@ class Switched:
 
 def switch_on(
     *, initialized: bool, stall_seconds: float, transport: Literal["horovod", "torch"] = "horovod"
-) -> Switched:
+) -> SavedEnvironment:
     """Set the variables for a Horovod that starts next, or check those of one that runs.
 
     Args:
@@ -102,7 +102,7 @@ def switch_on(
     missing = {n: v for n, v in {**wanted, **bounds}.items() if n not in os.environ}
     previous = {name: os.environ.get(name) for name in missing}
     os.environ.update(missing)
-    return Switched(previous)
+    return SavedEnvironment(previous)
 
 
 def _check_running(wanted: Mapping[str, str]) -> None:

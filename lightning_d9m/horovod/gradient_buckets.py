@@ -59,7 +59,7 @@ class _Mode(Enum):
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _PendingReduction:
     handle: Any
     target: Tensor
     wire: Tensor
@@ -113,7 +113,7 @@ class GradientBuckets:
         self._mode = _Mode.OUTSIDE
         self._hooks: dict[int, Any] = {}
         self._places: dict[int, tuple[Bucket, int]] = {}
-        self._flights: list[_Flight] = []
+        self._flights: list[_PendingReduction] = []
         self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
         self._buckets: list[Bucket] = []
         self._is_common = False  # whether all ranks are known to have these buckets
@@ -244,7 +244,7 @@ class GradientBuckets:
                 target = torch.view_as_real(target).view(-1)
             wire = target if self._travels_as_it_is(bucket.flat) else self._prepare(target)
             name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
-            self._flights.append(_Flight(self._reducer.start(wire, name), target, wire))
+            self._flights.append(_PendingReduction(self._reducer.start(wire, name), target, wire))
 
     @torch.no_grad()
     def _pack_large(self, bucket: Bucket, position: int) -> None:

@@ -9,7 +9,7 @@ _MMAP_BYTES = 2**25  # the largest value that glibc takes
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
-def keep_freed_memory() -> bool:
+def disable_malloc_trim() -> bool:
     """Let glibc keep up to 256 MiB of freed memory for what is allocated next.
 
     A backward pass allocates each gradient and frees it when it is packed. By default glibc hands

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.horovod.communicator import Wire
+from lightning_d9m.horovod.communicator import Communicator
 
 
-def reduce_over_ranks(tensor: Tensor, reduce_op: Any, wire: Wire) -> Tensor:
+def reduce_over_ranks(tensor: Tensor, reduce_op: Any, wire: Communicator) -> Tensor:
     """Reduce a tensor over all ranks, in rank order.
 
     Args:
@@ -23,7 +23,7 @@ def reduce_over_ranks(tensor: Tensor, reduce_op: Any, wire: Wire) -> Tensor:
     return _combine(wire.gather_equal(tensor, f"{name}-reduction").unbind(), name)
 
 
-def gather_with_gradients(tensor: Tensor, wire: Wire) -> Tensor:
+def gather_with_gradients(tensor: Tensor, wire: Communicator) -> Tensor:
     """Stack every rank's tensor to (world, ...) and carry gradients back."""
     return cast(Tensor, _Gather.apply(tensor, wire))  # type: ignore[no-untyped-call]
 
@@ -32,13 +32,13 @@ class _Gather(torch.autograd.Function):
     """`all_gather` whose gradient is the sum of what all ranks sent back for this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, wire: Communicator) -> Tensor:
         ctx.wire = wire
         return wire.gather_equal(tensor, "all_gather")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        wire: Wire = ctx.wire
+        wire: Communicator = ctx.wire
         everyone = wire.gather_equal(gradients[0], "the gradient of all_gather")
         return _combine([part[wire.rank] for part in everyone.unbind()], "sum"), None
 

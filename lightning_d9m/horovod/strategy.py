@@ -13,16 +13,16 @@ from torch.nn import Module
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
-from lightning_d9m.horovod.communicator import Claim, Wire
+from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
 from lightning_d9m.horovod.environment import (
-    Switched,
+    SavedEnvironment,
     check_ranks,
     describe_rank,
     import_horovod,
     switch_on,
 )
 from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
-from lightning_d9m.horovod.malloc import keep_freed_memory
+from lightning_d9m.horovod.malloc import disable_malloc_trim
 from lightning_d9m.horovod.reductions import (
     gather_with_gradients,
     reduce_over_ranks,
@@ -106,8 +106,8 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         self._transport = transport
         self._broadcast_buffers = broadcast_buffers
         self._stall_seconds = stall_seconds
-        self._wire: Wire | None = None
-        self._switched: Switched | None = None
+        self._wire: Communicator | None = None
+        self._switched: SavedEnvironment | None = None
         self._buckets: GradientBuckets | None = None
         self._buffers: list[dict[str, Tensor | None]] = []
         self._metrics: Metrics | None = None
@@ -161,7 +161,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         return self._transport or ("torch" if on_cpu else "horovod")
 
     @property
-    def wire(self) -> Wire:
+    def wire(self) -> Communicator:
         """The collectives of this run, from ``setup_environment`` on."""
         if self._wire is None:
             raise SettingError(
@@ -180,10 +180,10 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         if not running:
             hvd.init()
         if self.root_device.type == "cpu":
-            keep_freed_memory()
+            disable_malloc_trim()
         cast(HorovodEnvironment, self.cluster_environment).adopt(hvd)
         self.set_world_ranks()
-        self._wire = Wire(hvd)
+        self._wire = Communicator(hvd)
         super().setup_environment()
         fabric = _fabric_of(import_packages()[0])
         import_module(f"{fabric}.utilities.seed").reset_seed()  # as every strategy of Lightning
@@ -196,7 +196,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
                 "precision": str(self.precision_plugin.precision),
             }
         )
-        self._wire.agree(Claim("the start of the run"))
+        self._wire.agree(CollectiveIntent("the start of the run"))
         check_ranks(self._wire.gather_objects(described))
         if self.transport == "torch":
             self._wire.connect(limit_seconds=stall)
@@ -214,7 +214,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     def _setup_model(self, model: Module) -> Module:
         module = cast(Module, self.lightning_module)
         self._buffers = [m._buffers for m in module.modules() if m._buffers]  # noqa: SLF001
-        self.wire.agree(Claim("the first broadcast of the model", _signature(module)))
+        self.wire.agree(CollectiveIntent("the first broadcast of the model", _signature(module)))
         tensors = [*module.parameters(), *self._current_buffers()]
         with torch.no_grad():
             self.wire.broadcast_tensors(tensors, "d9m.model")
@@ -298,14 +298,14 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Every rank's tensor, whose shapes may differ; what torchmetrics asks for."""
         refuse_group(group)
-        self.wire.agree(Claim("the synchronisation of a metric"))
+        self.wire.agree(CollectiveIntent("the synchronisation of a metric"))
         return self.wire.gather_tensors(tensor)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the picklable object of rank ``src``."""
         if self._wire is None or self.world_size == 1:
             return obj
-        self.wire.agree(Claim(f"a broadcast from rank {src}"))
+        self.wire.agree(CollectiveIntent(f"a broadcast from rank {src}"))
         return self.wire.broadcast_object(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
@@ -313,7 +313,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         if self._wire is None or self._wire.broken is not None:
             return
         try:
-            self._wire.agree(Claim(f"the barrier {name!r}"))
+            self._wire.agree(CollectiveIntent(f"the barrier {name!r}"))
         except RankLostError:
             # After the run (a script that saves a checkpoint at its end) a rank may have left.
             if self._switched is not None:
@@ -329,23 +329,25 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     def on_train_start(self) -> None:
         """Ranks with different numbers of batches would wait for each other: say so at once."""
         trainer = cast(Any, self.lightning_module).trainer
-        self.wire.agree(Claim(f"training on {trainer.num_training_batches} batches per epoch"))
+        self.wire.agree(
+            CollectiveIntent(f"training on {trainer.num_training_batches} batches per epoch")
+        )
 
     def on_train_end(self) -> None:
         """A rank that has run out of batches meets here those that have not."""
-        self.wire.agree(Claim("the end of training"))
+        self.wire.agree(CollectiveIntent("the end of training"))
 
     def on_validation_end(self) -> None:
         """The same for a collective that only some ranks called while validating."""
-        self.wire.agree(Claim("the end of validation"))
+        self.wire.agree(CollectiveIntent("the end of validation"))
 
     def on_test_end(self) -> None:
         """The same while testing."""
-        self.wire.agree(Claim("the end of testing"))
+        self.wire.agree(CollectiveIntent("the end of testing"))
 
     def on_predict_end(self) -> None:
         """The same while predicting."""
-        self.wire.agree(Claim("the end of prediction"))
+        self.wire.agree(CollectiveIntent("the end of prediction"))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one."""

@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_d9m.errors import SettingError
 
-Gather = Callable[[Tensor], Tensor]
+GatherTensor = Callable[[Tensor], Tensor]
 
 
-def synchronize(model: Module, gather: Gather) -> None:
+def synchronize(model: Module, gather: GatherTensor) -> None:
     """Let every batch norm layer of a model take its statistics over all ranks.
 
     Args:
@@ -36,7 +36,7 @@ def unsynchronize(model: Module) -> None:
             module.__dict__.pop("forward", None)
 
 
-def _forward(module: _BatchNorm, gather: Gather, x: Tensor) -> Tensor:
+def _forward(module: _BatchNorm, gather: GatherTensor, x: Tensor) -> Tensor:
     own_statistics = module.running_mean is None
     if not (module.training or own_statistics):
         return type(module).forward(module, x)

@@ -45,10 +45,10 @@ class Transport(Protocol):
     Sums and broadcasts have one order, the same on every rank; so have minima and what is gathered.
 
     Attributes:
-        is_patient: Whether what only some ranks have started may lie for hours.
+        supports_unbounded_wait: Whether what only some ranks have started may lie for hours.
     """
 
-    is_patient: bool
+    supports_unbounded_wait: bool
 
     def sum(self, tensor: Tensor, name: str) -> Pending:
         """Start to sum a tensor over the ranks in place."""
@@ -96,7 +96,9 @@ class _HorovodPending:
 class HorovodTransport:
     """Horovod's own collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name."""
 
-    is_patient = False  # it warns of what lies for a minute, and ends the run in the end
+    supports_unbounded_wait = (
+        False  # it warns of what lies for a minute, and ends the run in the end
+    )
 
     def __init__(self, hvd: ModuleType) -> None:
         self._hvd: Any = hvd
@@ -157,7 +159,7 @@ class TorchTransport:
         limit_seconds: A sum or a broadcast that takes longer fails.
     """
 
-    is_patient = True
+    supports_unbounded_wait = True
 
     def __init__(
         self,

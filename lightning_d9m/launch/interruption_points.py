@@ -18,12 +18,14 @@ SURVEY = "survey"
 CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
 
-Kind = Literal["epoch", "batch", "validation", "validated"]
-_PLACE = re.compile(rf"({'|'.join(get_args(Kind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII)
+InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
+_PLACE = re.compile(
+    rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
-class Place:
+class InterruptionPoint:
     """A place within a fit.
 
     Attributes:
@@ -34,7 +36,7 @@ class Place:
         later: How many more batches are trained before the process is killed.
     """
 
-    kind: Kind
+    kind: InterruptionKind
     epoch: int
     number: int = 0
     later: int = 0
@@ -65,14 +67,14 @@ class EpochShape:
         return self.accumulated > 1 and self.batches > 1
 
 
-def parse_place(text: str) -> Place:
+def parse_place(text: str) -> InterruptionPoint:
     """Read a place from its text.
 
     Raises:
         SettingError: When it is none.
 
     >>> parse_place("batch:1:7+3")
-    Place(kind='batch', epoch=1, number=7, later=3)
+    InterruptionPoint(kind='batch', epoch=1, number=7, later=3)
     """
     match = _PLACE.fullmatch(text)
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
@@ -80,11 +82,11 @@ def parse_place(text: str) -> Place:
             f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, epoch:E, validated:E, "
             "batch:E:N or validation:E:N, with whole numbers, and +N after it for N batches more."
         )
-    kind: Kind = match[1]  # type: ignore[assignment]
-    return Place(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
+    kind: InterruptionKind = match[1]  # type: ignore[assignment]
+    return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
-def choose_places(epochs: Sequence[EpochShape]) -> list[tuple[Place, str]]:
+def choose_places(epochs: Sequence[EpochShape]) -> list[tuple[InterruptionPoint, str]]:
     """Choose one place of each kind that a fit has, near its middle, and say what happens there.
 
     Args:
@@ -93,18 +95,18 @@ def choose_places(epochs: Sequence[EpochShape]) -> list[tuple[Place, str]]:
     return list(_choose(epochs))
 
 
-def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[Place, str]]:
+def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, str]]:
     middle = len(epochs) // 2
     if middle > 0:
         number = epochs[middle - 1].epoch
-        yield Place("epoch", number), f"killed at the end of epoch {number}"
+        yield InterruptionPoint("epoch", number), f"killed at the end of epoch {number}"
     if shape := _nearest(epochs, lambda shape: shape.batches > shape.accumulated):
         # At a step of the optimizer, with training that went on after the checkpoint.
         step = shape.accumulated
         done = max(step, shape.batches // 2 // step * step)
         later = shape.batches - done + 1 if shape is not epochs[-1] else 0
         yield (
-            Place("batch", shape.epoch, done, later),
+            InterruptionPoint("batch", shape.epoch, done, later),
             f"saved after batch {done} of {shape.batches} of epoch {shape.epoch}, killed "
             + (f"{later} batches later" if later else "there"),
         )
@@ -112,17 +114,17 @@ def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[Place, str]]:
         within = [n for n in range(1, shape.batches) if n % shape.accumulated]
         done = within[len(within) // 2]
         yield (
-            Place("batch", shape.epoch, done),
+            InterruptionPoint("batch", shape.epoch, done),
             f"killed after batch {done} of epoch {shape.epoch}, between accumulated batches",
         )
     if shape := _nearest(epochs, lambda shape: shape.validation > 0):
         done = max(1, shape.validation // 2)
         yield (
-            Place("validation", shape.epoch, done),
+            InterruptionPoint("validation", shape.epoch, done),
             f"killed in epoch {shape.epoch}'s validation, after batch {done} of {shape.validation}",
         )
         yield (
-            Place("validated", shape.epoch),
+            InterruptionPoint("validated", shape.epoch),
             f"killed at the end of epoch {shape.epoch}'s validation",
         )
 

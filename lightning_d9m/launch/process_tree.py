@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 @contextmanager
-def orphans_adopted() -> Iterator[bool]:
+def subreaper_enabled() -> Iterator[bool]:
     """Be the parent of descendants that lose theirs; yields whether the system lets us."""
     before = _exchange_subreaper(1)
     try:
@@ -34,7 +34,7 @@ def orphans_adopted() -> Iterator[bool]:
 
 
 @dataclass(frozen=True)
-class Family:
+class ProcessTree:
     """A command and all that descends from it.
 
     Attributes:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_d9m.text import counted
+from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,7 +72,7 @@ class RunProgress:
         self._show(f"{ending}, {self._epochs()}", end="\n")
 
     def _epochs(self) -> str:
-        return counted(self._counter.count(), "epoch")
+        return pluralize(self._counter.count(), "epoch")
 
     def _show(self, text: str, *, end: str) -> None:
         start, rest = ("\r", "\x1b[K") if self._live else ("", "")

@@ -19,7 +19,7 @@ _FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMO
 
 
 @dataclass(frozen=True)
-class Pair:
+class RunPair:
     """Two runs and how they compare.
 
     Attributes:
@@ -68,7 +68,9 @@ class Runner:
     tell: Callable[[str], None]
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
 
-    def run_pair(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> Pair:
+    def run_pair(
+        self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
+    ) -> RunPair:
         """Run twice and compare; the names of ``probes`` are those of the settings.
 
         Args:
@@ -108,7 +110,9 @@ class Runner:
                 f"{', '.join(found[1])}. Each run must fit the same models in the same order."
             )
         pairs = [
-            Pair(name, compare_ledgers(ledger, found[1][name]), ledger, len(found[0]), tuple(dumps))
+            RunPair(
+                name, compare_ledgers(ledger, found[1][name]), ledger, len(found[0]), tuple(dumps)
+            )
             for name, ledger in found[0].items()
         ]
         pair = next((pair for pair in pairs if pair.differs), pairs[-1])

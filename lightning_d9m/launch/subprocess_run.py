@@ -15,8 +15,8 @@ from typing import Any
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.file_errors import explain
-from lightning_d9m.launch.process_tree import Family, list_children, orphans_adopted
-from lightning_d9m.text import plain, shown
+from lightning_d9m.launch.process_tree import ProcessTree, list_children, subreaper_enabled
+from lightning_d9m.text import escape, quote
 
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
@@ -78,19 +78,19 @@ def run_watched(
 
 def describe_command(command: Sequence[str]) -> str:
     """Return a command in quotes, cut where it is long."""
-    return shown(" ".join(command), _TAIL_WIDTH)
+    return quote(" ".join(command), _TAIL_WIDTH)
 
 
 def _watch(
     command: Sequence[str],
     environment: Mapping[str, str],
     log: Path,
-    wait: Callable[[Family, list[int]], int | None],
+    wait: Callable[[ProcessTree, list[int]], int | None],
 ) -> tuple[int | None, dict[int, str]]:
     """Return what ``wait`` returns, and what the command left running when it had ended well."""
     others = list_children()
-    with _signals_kept() as received, orphans_adopted() as adopted:
-        family = Family(_start(command, environment, log), others, adopted)
+    with _signals_deferred() as received, subreaper_enabled() as adopted:
+        family = ProcessTree(_start(command, environment, log), others, adopted)
         left: dict[int, str] = {}
         try:
             status = wait(family, received)
@@ -133,7 +133,7 @@ def _start(
 
 
 def _wait(
-    family: Family,
+    family: ProcessTree,
     received: list[int],
     *,
     timeout: float | None,
@@ -158,7 +158,7 @@ def _wait(
 
 
 @contextmanager
-def _signals_kept() -> Iterator[list[int]]:
+def _signals_deferred() -> Iterator[list[int]]:
     """Keep what asks this process to end until the body is done; then do as asked.
 
     Yields:
@@ -193,7 +193,7 @@ def _describe_left(left: Mapping[int, str]) -> str:
     """Return one line on processes that were still running when their command had ended."""
     names = Counter(left.values()).most_common()
     listed = ", ".join(
-        plain(name) + (f" ({count})" if count > 1 else "") for name, count in names[:_NAMES]
+        escape(name) + (f" ({count})" if count > 1 else "") for name, count in names[:_NAMES]
     )
     more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
     what = "1 process" if len(left) == 1 else f"{len(left)} processes"

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from lightning_d9m.ledger.records import Json, Probes, Record
+from lightning_d9m.ledger.records import Json, ProbesRecord, Record
 from lightning_d9m.ledger.schema import MAX_WHOLE, FieldError, holds_digests, parse_record
 
 MAX_DEPTH = 16
@@ -77,7 +77,7 @@ PROBES_HEAD = re.compile(
 )
 
 
-def _decode_probes(body: bytes) -> Probes | None:
+def _decode_probes(body: bytes) -> ProbesRecord | None:
     """Read probes as lightning_d9m writes them, ten times faster than as any JSON."""
     head = PROBES_HEAD.match(body)
     if head is None or not body.endswith(b'"}'):
@@ -87,7 +87,7 @@ def _decode_probes(body: bytes) -> Probes | None:
         return None
     epoch, step, batch, layout = map(int, head.groups())
     text = digests.decode("ascii")
-    return Probes(epoch=epoch, step=step, batch=batch, layout=layout, digests=text)
+    return ProbesRecord(epoch=epoch, step=step, batch=batch, layout=layout, digests=text)
 
 
 _PROBES_FIELDS = ["kind", "epoch", "step", "batch", "layout", "digests"]

@@ -17,7 +17,7 @@ from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests, End, Header, Record
 from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.ledger.schema import MAX_RANKS
-from lightning_d9m.text import plain
+from lightning_d9m.text import escape
 
 _FIT = re.compile(r"fit-([0-9]{3,9})")
 _EVALUATION = re.compile(r"(?:predict|test|validate)-[0-9]{3,9}")
@@ -202,7 +202,7 @@ def _find_fit(folder: Path, ignoring: Path | None) -> Path:
     if ignoring is not None:
         fits = [fit for fit in fits if fit.resolve() != ignoring.resolve()]
     if len(fits) > 1:
-        names = ", ".join(plain(str(fit)) for fit in fits[:4]) + (", ..." if fits[4:] else "")
+        names = ", ".join(escape(str(fit)) for fit in fits[:4]) + (", ..." if fits[4:] else "")
         raise LedgerError(f"{folder} holds {len(fits)} ledgers: {names}. Name one of them.")
     if not fits or not _rank_files(fits[0]):
         raise LedgerError(

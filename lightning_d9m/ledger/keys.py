@@ -7,15 +7,15 @@ from lightning_d9m.ledger.records import (
     Digests,
     End,
     Opaque,
-    Probes,
+    ProbesRecord,
     Record,
 )
-from lightning_d9m.text import describe_moment, plain
+from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]
-Place: TypeAlias = tuple[int, int, int]
+LedgerPosition: TypeAlias = tuple[int, int, int]
 Item: TypeAlias = Record | Batch
-START: Place = (0, 0, 0)
+START: LedgerPosition = (0, 0, 0)
 # What a record of a kind that this version does not know is identified by.
 _NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
 _LAST = 2**63
@@ -27,7 +27,7 @@ def record_key(record: Item) -> Key:
     The step of an epoch's digests is no part of it: that two runs reach the end of an epoch at
     different steps is a difference, not another record.
     """
-    if isinstance(record, Batch | Probes):
+    if isinstance(record, Batch | ProbesRecord):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):
         counted = record.moment in {"initial", "epoch", "final"}
@@ -42,7 +42,7 @@ def record_key(record: Item) -> Key:
     return (record.as_record()["kind"],)
 
 
-def record_place(record: Item, previous: Place) -> Place:
+def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
     """Return where in the run a record belongs: (epoch, phase of the epoch, step), never falling.
 
     Args:
@@ -56,7 +56,7 @@ def record_place(record: Item, previous: Place) -> Place:
         return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))
     if isinstance(record, End):
         return (_LAST, 1, 0)
-    if isinstance(record, Batch | Probes):
+    if isinstance(record, Batch | ProbesRecord):
         return max(previous, (record.epoch, 1, record.step))
     if isinstance(record, Opaque):
         epoch, step = record.fields.get("epoch", previous[0]), record.fields.get("step")
@@ -69,11 +69,13 @@ def describe_record(record: Item) -> str:
     """Return a record in a few words, for people."""
     if isinstance(record, Digests):
         return describe_moment(record.moment, record.epoch, record.step)
-    if isinstance(record, Batch | Probes):
+    if isinstance(record, Batch | ProbesRecord):
         return f"batch {record.batch} of epoch {record.epoch} (step {record.step})"
     if isinstance(record, Opaque):
         named = [(name, record.fields[name]) for name in _NAMED if name in record.fields]
-        return " ".join([plain(record.kind), *(f"{name} {plain(value)}" for name, value in named)])
+        return " ".join(
+            [escape(record.kind), *(f"{name} {escape(value)}" for name, value in named)]
+        )
     return {"run": "the facts of the run", "end": "the end of the run"}.get(
         str(record.as_record()["kind"]), "the header"
     )

@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass, field
 
 from lightning_d9m.ledger.probe_layouts import Layouts
-from lightning_d9m.ledger.records import DIGEST_DIGITS, Probes
+from lightning_d9m.ledger.records import DIGEST_DIGITS, ProbesRecord
 
 # A batch with more places is compared in parts of about so many, which bounds memory.
 MOST_PLACES = 2**17
@@ -28,11 +28,11 @@ class Batch:
     step: int
     batch: int
     offset: int
-    parts: list[Probes] = field(default_factory=list)
+    parts: list[ProbesRecord] = field(default_factory=list)
     layouts: list[bytes] = field(default_factory=list)
     size: int = 0
 
-    def add(self, record: Probes, layouts: Layouts) -> None:
+    def add(self, record: ProbesRecord, layouts: Layouts) -> None:
         """Append a record, read just now."""
         self.parts.append(record)
         self.layouts.append(layouts.token(record.layout))

@@ -5,7 +5,7 @@ import zlib
 from collections import OrderedDict
 from functools import lru_cache
 
-from lightning_d9m.ledger.records import Layout, Place
+from lightning_d9m.ledger.records import ProbeKey, ProbeLayout
 from lightning_d9m.ledger.schema import FieldError
 
 # A writer refers to layouts of at most this many places in all; older ones may be forgotten.
@@ -23,7 +23,7 @@ class Layouts:
         self.packed: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._places = 0
 
-    def add(self, layout: Layout) -> None:
+    def add(self, layout: ProbeLayout) -> None:
         """Remember a layout; an older one of the same number counts no more."""
         text = json.dumps(layout.places, separators=(",", ":")).encode("ascii")
         self._put(layout.id, (len(layout.places), zlib.compress(text, 1)))
@@ -67,7 +67,7 @@ class Layouts:
 
 # A training has few layouts that come again and again.
 @lru_cache(maxsize=16)
-def unpack_places(token: bytes) -> tuple[Place, ...]:
+def unpack_places(token: bytes) -> tuple[ProbeKey, ...]:
     """Return the places, in order of execution, of the layout with this token."""
     entries = json.loads(zlib.decompress(token))
     return tuple((kind, name, call) for kind, name, call in entries)

@@ -18,19 +18,19 @@ from typing import BinaryIO
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.encoding import decode_record
-from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
+from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.probe_layouts import Layouts
 from lightning_d9m.ledger.records import (
     DIGEST_DIGITS,
     SCHEMA,
     Digests,
     Header,
-    Layout,
-    Probes,
+    ProbeLayout,
+    ProbesRecord,
     Record,
 )
 from lightning_d9m.ledger.schema import FieldError
-from lightning_d9m.text import shown
+from lightning_d9m.text import quote
 
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
 MAX_LINE = 64 * 2**20
@@ -108,9 +108,9 @@ class RankReader(AbstractContextManager["RankReader"]):
         """
         try:
             record = decode_record(body)
-            if isinstance(record, Layout):
+            if isinstance(record, ProbeLayout):
                 self.layouts.add(record)
-            elif isinstance(record, Probes):
+            elif isinstance(record, ProbesRecord):
                 self.layouts.check_size(record.layout, len(record.digests) // DIGEST_DIGITS)
         except FieldError as error:
             raise self._malformed(error) from error
@@ -134,7 +134,7 @@ class RankReader(AbstractContextManager["RankReader"]):
             )
         body = line[:-_TAIL] + b"}"
         if not line.startswith(b'{"kind":"header",'):
-            raise self._not_a_ledger(f"begins with {shown(line[:40].decode('latin-1'))}")
+            raise self._not_a_ledger(f"begins with {quote(line[:40].decode('latin-1'))}")
         if not line.endswith(b"\n"):
             if len(line) > MAX_HEADER:
                 raise self._not_a_ledger(f"has a first line of more than {MAX_HEADER} bytes")
@@ -152,7 +152,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         if header.schema > SCHEMA:
             raise self._newer(header.schema, header.package)
         self.line = 1
-        expected, self._check = seal_record(body, CHAIN_START)
+        expected, self._check = chain_record(body, CHAIN_START)
         if line != expected:
             raise self._broken(line)
         return header
@@ -175,8 +175,8 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def _newer(self, schema: int, package: object) -> LedgerError:
         return LedgerError(
-            f"{self.path} has schema {shown(schema)}; the lightning_d9m that is installed reads "
-            f"schema {SCHEMA}. It was written by lightning_d9m {shown(package)}: install that "
+            f"{self.path} has schema {quote(schema)}; the lightning_d9m that is installed reads "
+            f"schema {SCHEMA}. It was written by lightning_d9m {quote(package)}: install that "
             "version or a later one."
         )
 
@@ -209,8 +209,8 @@ def _describe(line: bytes) -> str:
     except FieldError:
         return ""
     if isinstance(record, Digests):
-        return f" (digests, {shown(record.moment)}, epoch {record.epoch}, step {record.step})"
-    return f" ({shown(record.as_record()['kind'])})"
+        return f" (digests, {quote(record.moment)}, epoch {record.epoch}, step {record.step})"
+    return f" ({quote(record.as_record()['kind'])})"
 
 
 def _open_regular(path: Path) -> BinaryIO:

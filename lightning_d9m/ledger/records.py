@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 Scalar: TypeAlias = str | int | float | bool | None
 Json: TypeAlias = Any
 # Kind, name, call: where a value was met within a batch.
-Place: TypeAlias = tuple[str, str, int]
+ProbeKey: TypeAlias = tuple[str, str, int]
 
 SCHEMA = 1
 MAX_NAME = 4096
@@ -168,7 +168,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ProbeLayout:
     """The places of probes, which later records refer to by number.
 
     Attributes:
@@ -178,7 +178,7 @@ class Layout:
     """
 
     id: int
-    places: tuple[Place, ...]
+    places: tuple[ProbeKey, ...]
 
     def as_record(self) -> dict[str, Json]:
         """Return the record that is written."""
@@ -187,14 +187,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probes:
+class ProbesRecord:
     """Digests at the places of one batch, or of a part of it.
 
     Attributes:
         epoch: Counted from 0.
         step: The global step when the batch began.
         batch: Index of the batch within the epoch.
-        layout: Number of the ``Layout`` that names the places.
+        layout: Number of the ``ProbeLayout`` that names the places.
         digests: 32 hex digits for each place, concatenated.
         extra: Fields that this version does not know.
     """
@@ -264,4 +264,4 @@ class Opaque:
         return {"kind": self.kind, **self.fields}
 
 
-Record: TypeAlias = Header | RunFacts | Digests | Layout | Probes | Resume | End | Opaque
+Record: TypeAlias = Header | RunFacts | Digests | ProbeLayout | ProbesRecord | Resume | End | Opaque

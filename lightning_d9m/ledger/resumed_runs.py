@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import Digests, Json, Layout
+from lightning_d9m.ledger.records import Digests, Json, ProbeLayout
 
 _RESUME = b'{"kind":"resume"'
 _LAYOUT = b'{"kind":"layout"'
@@ -212,4 +212,4 @@ def _is_earlier(reader: RankReader, body: bytes, epoch: int) -> bool:
     if isinstance(record, Digests):
         return record.moment == "epoch" and record.epoch < epoch
     found = record.as_record().get("epoch")
-    return isinstance(record, Layout) or (type(found) is int and found < epoch)
+    return isinstance(record, ProbeLayout) or (type(found) is int and found < epoch)

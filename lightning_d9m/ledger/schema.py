@@ -17,17 +17,17 @@ from lightning_d9m.ledger.records import (
     End,
     Header,
     Json,
-    Layout,
     LoaderFacts,
     Opaque,
-    Place,
-    Probes,
+    ProbeKey,
+    ProbeLayout,
+    ProbesRecord,
     Record,
     Resume,
     RunFacts,
     Scalar,
 )
-from lightning_d9m.text import shown
+from lightning_d9m.text import quote
 
 MAX_RANKS = 65_536
 MAX_WHOLE = 2**63 - 1
@@ -46,7 +46,7 @@ class FieldError(ValueError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"field {shown(field)} {problem}")
+        super().__init__(f"field {quote(field)} {problem}")
         self.field = field
         self.problem = problem
 
@@ -68,14 +68,14 @@ class _Fields:
         value = self.take(name)
         if not isinstance(value, str) or len(value) > limit:
             allowed = f"must be a text of at most {limit} characters"
-            raise FieldError(self.path + name, f"{allowed}, and is {shown(value)}")
+            raise FieldError(self.path + name, f"{allowed}, and is {quote(value)}")
         return value
 
     def whole(self, name: str, *, low: int = 0, high: int = MAX_WHOLE) -> int:
         value = self.take(name)
         if type(value) is not int or not low <= value <= high:
             allowed = f"must be a whole number from {low} to {high}"
-            raise FieldError(self.path + name, f"{allowed}, and is {shown(value)}")
+            raise FieldError(self.path + name, f"{allowed}, and is {quote(value)}")
         return value
 
     def whole_or_none(self, name: str) -> int | None:
@@ -86,11 +86,11 @@ class _Fields:
     def table(self, name: str) -> dict[str, Json]:
         value = self.take(name)
         if not isinstance(value, dict):
-            raise FieldError(self.path + name, f"must be an object, and is {shown(value)}")
+            raise FieldError(self.path + name, f"must be an object, and is {quote(value)}")
         if value and max(map(len, value)) > MAX_NAME:
             long = max(value, key=len)
             allowed = f"must have names of at most {MAX_NAME} characters"
-            raise FieldError(self.path + name, f"{allowed}, and has {shown(long)}")
+            raise FieldError(self.path + name, f"{allowed}, and has {quote(long)}")
         return value
 
     def scalars(self, name: str) -> dict[str, Scalar]:
@@ -100,7 +100,7 @@ class _Fields:
             finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, str | int | float | None) or not small or not finite:
                 allowed = "must be a short text, a finite number, a boolean or null"
-                raise FieldError(f"{self.path}{name}.{key}", f"{allowed}, and is {shown(value)}")
+                raise FieldError(f"{self.path}{name}.{key}", f"{allowed}, and is {quote(value)}")
         return table
 
     def digest(self, name: str) -> str:
@@ -134,7 +134,7 @@ def holds_digests(text: bytes) -> bool:
 
 def _digest(path: str, value: Json) -> str:
     if not isinstance(value, str) or _HEX_32.fullmatch(value) is None:
-        raise FieldError(path, f"must be 32 lowercase hex digits, and is {shown(value)}")
+        raise FieldError(path, f"must be 32 lowercase hex digits, and is {quote(value)}")
     return value
 
 
@@ -145,7 +145,7 @@ def _hex_float(path: str, value: Json) -> str:
     except (ValueError, OverflowError):
         canonical = False
     if not canonical:
-        raise FieldError(path, f"must be a text that float.hex() gives, and is {shown(value)}")
+        raise FieldError(path, f"must be a text that float.hex() gives, and is {quote(value)}")
     return str(value)
 
 
@@ -168,11 +168,11 @@ def _parse_header(fields: _Fields) -> Header:
 def _parse_run(fields: _Fields) -> RunFacts:
     train = fields.take("train")
     if not isinstance(train, list):
-        raise FieldError("train", f"must be a list, and is {shown(train)}")
+        raise FieldError("train", f"must be a list, and is {quote(train)}")
     loaders = []
     for number, entry in enumerate(train):
         if not isinstance(entry, dict):
-            raise FieldError(f"train.{number}", f"must be an object, and is {shown(entry)}")
+            raise FieldError(f"train.{number}", f"must be an object, and is {quote(entry)}")
         loader = _Fields(entry, f"train.{number}.")
         loaders.append(
             LoaderFacts(
@@ -207,37 +207,37 @@ def _parse_digests(fields: _Fields) -> Digests:
     )
 
 
-def _parse_layout(fields: _Fields) -> Layout:
+def _parse_layout(fields: _Fields) -> ProbeLayout:
     number, listed = fields.whole("id"), fields.take("places")
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_PLACES:
-        found = f"has {len(listed)}" if isinstance(listed, list) else f"is {shown(listed)}"
+        found = f"has {len(listed)}" if isinstance(listed, list) else f"is {quote(listed)}"
         raise FieldError("places", f"must be a list of 1 to {MAX_PLACES} places, and {found}")
     places = tuple(_parse_place(index, entry) for index, entry in enumerate(listed))
     if len(set(places)) < len(places):
         (twice, _), *_ = Counter(places).most_common(1)
-        raise FieldError("places", f"names a place twice: {shown(twice)}")
+        raise FieldError("places", f"names a place twice: {quote(twice)}")
     if fields.rest:
         # Two layouts mean the same exactly when their places are equal.
         raise FieldError(next(iter(fields.rest)), "is not a field of a layout")
-    return Layout(number, places)
+    return ProbeLayout(number, places)
 
 
-def _parse_place(index: int, entry: Json) -> Place:
+def _parse_place(index: int, entry: Json) -> ProbeKey:
     if isinstance(entry, list) and len(entry) == 3:  # noqa: PLR2004 - kind, name, call
         kind, name, call = entry
         texts = isinstance(kind, str) and isinstance(name, str)
         if texts and len(kind) + len(name) <= MAX_NAME and type(call) is int and call >= 0:
             return kind, name, call
     allowed = f"must be [kind, name, call], texts of at most {MAX_NAME} characters and a number"
-    raise FieldError(f"places.{index}", f"{allowed}, and is {shown(entry)}")
+    raise FieldError(f"places.{index}", f"{allowed}, and is {quote(entry)}")
 
 
-def _parse_probes(fields: _Fields) -> Probes:
+def _parse_probes(fields: _Fields) -> ProbesRecord:
     digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_PLACES)
     if not digests.isascii() or not holds_digests(digests.encode()):
         allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
         raise FieldError("digests", f"{allowed}, and has {len(digests)} characters")
-    return Probes(
+    return ProbesRecord(
         epoch=fields.whole("epoch"),
         step=fields.whole("step"),
         batch=fields.whole("batch"),
@@ -251,7 +251,7 @@ def _parse_resume(fields: _Fields) -> Resume:
     check = fields.text("parent_check")
     if check and _CHECK.fullmatch(check) is None:
         allowed = "must be 16 lowercase hex digits, or empty where there is no ledger"
-        raise FieldError("parent_check", f"{allowed}, and is {shown(check)}")
+        raise FieldError("parent_check", f"{allowed}, and is {quote(check)}")
     return Resume(
         parent=fields.text("parent"),
         parent_check=check,
@@ -265,7 +265,7 @@ def _parse_resume(fields: _Fields) -> Resume:
 def _parse_end(fields: _Fields) -> End:
     status = fields.text("status")
     if status not in ("finished", "failed"):
-        raise FieldError("status", f"must be 'finished' or 'failed', and is {shown(status)}")
+        raise FieldError("status", f"must be 'finished' or 'failed', and is {quote(status)}")
     error = fields.text("error") if fields.rest.get("error") is not None else None
     fields.rest.pop("error", None)
     return End(status=status, error=error, extra=fields.rest)
@@ -290,10 +290,10 @@ def parse_record(fields: Json) -> Record:
         FieldError: When a field is missing, has another type, or is out of bounds.
     """
     if not isinstance(fields, dict):
-        raise FieldError("kind", f"is missing: the record is {shown(fields)}, not an object")
+        raise FieldError("kind", f"is missing: the record is {quote(fields)}, not an object")
     kind = fields.get("kind")
     if not isinstance(kind, str) or len(kind) > MAX_NAME:
-        found = f"must be a short text, and is {shown(kind)}" if "kind" in fields else "is missing"
+        found = f"must be a short text, and is {quote(kind)}" if "kind" in fields else "is missing"
         raise FieldError("kind", found)
     if "check" in fields:
         raise FieldError("check", "occurs twice")

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.records import Scalar
 from lightning_d9m.ledger.tables import table_differences
-from lightning_d9m.text import plain
+from lightning_d9m.text import escape
 
 StackDifference: TypeAlias = tuple[str, object, object]
 
@@ -323,7 +323,7 @@ def _describe(differences: Sequence[StackDifference]) -> str:
 def format_differences(differences: Sequence[StackDifference]) -> str:
     """Lay out differences for people: the field, and below it both values, aligned."""
     return "\n".join(
-        f"  {plain(field)}\n    expected: {plain(one, _MAX_VALUE)}\n"
-        f"    actual:   {plain(other, _MAX_VALUE)}"
+        f"  {escape(field)}\n    expected: {escape(one, _MAX_VALUE)}\n"
+        f"    actual:   {escape(other, _MAX_VALUE)}"
         for field, one, other in differences
     )

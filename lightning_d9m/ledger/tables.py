@@ -8,11 +8,11 @@ from lightning_d9m.ledger.records import (
 )
 
 # Name, value in the earlier run, value in the later one.
-Entry: TypeAlias = tuple[str, Json, Json]
+TableValue: TypeAlias = tuple[str, Json, Json]
 MISSING = "missing"
 
 
-def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) -> list[Entry]:
+def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) -> list[TableValue]:
     """Return (name, expected, actual) for each entry that differs, ``"missing"`` if there is none.
 
     Values of different types differ: 1 is not True, and 1.0 is not 1.

@@ -8,11 +8,11 @@ from pathlib import Path
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.encoding import encode_record
-from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
+from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.reader import MAX_HEADER, MAX_LINE
 from lightning_d9m.ledger.records import Json
 from lightning_d9m.ledger.schema import FieldError
-from lightning_d9m.text import shown
+from lightning_d9m.text import quote
 
 
 class LedgerWriter(AbstractContextManager["LedgerWriter"]):
@@ -62,12 +62,12 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         try:
             body = encode_record(record)
         except FieldError as error:
-            kind = shown(record.get("kind"))
+            kind = quote(record.get("kind"))
             raise LedgerError(f"A record {kind} for {self.path} is malformed: {error}.") from error
         try:
             if self._begun[0] != self._size or record.get("kind") != "probes":
                 self._settle(self._file)
-            line, check = seal_record(body, self._check)
+            line, check = chain_record(body, self._check)
             self._begun = (self._size + len(line), check)
             self._append(self._file, line)
             self._size, self._check = self._begun

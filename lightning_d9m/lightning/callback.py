@@ -17,16 +17,16 @@ from lightning_d9m.control.environment import EarlyVariables
 from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.fault_injection import steer
+from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
-from lightning_d9m.lightning.probing.recorder import Probing
+from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.process_group import close_group_at_exit
 from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.lightning.resolved_settings import inherit_settings, resolve_seed
-from lightning_d9m.lightning.resume.checkpoint_state import Resumption
+from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.strategies import register_strategies
-from lightning_d9m.lightning.trainer_recorder import Testimony
-from lightning_d9m.lightning.trainer_session import Takeover
+from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
+from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.recording.recorder import Policy
 
@@ -127,10 +127,10 @@ class DeterminismCallback(_Callback):
             on_drift=on_drift,
             on_stack_difference=on_stack_difference,
         )
-        self._testimony = Testimony(
+        self._testimony = TrainerRecorder(
             policy, None if ledger_dir is None else Path(ledger_dir), _listed(ignored_metrics)
         )
-        self._resumption = Resumption(on_inexact_resume)
+        self._resumption = CheckpointState(on_inexact_resume)
         probe_settings = make_settings(
             probes=probes,
             probe_modules=probe_modules,
@@ -138,8 +138,8 @@ class DeterminismCallback(_Callback):
             probe_ranks=probe_ranks,
             replay_every=replay_every,
         )
-        self._probing = Probing(probe_settings, _listed(ignored_metrics))
-        self._takeover: Takeover | None = None
+        self._probing = ProbeRecorder(probe_settings, _listed(ignored_metrics))
+        self._takeover: TrainerSession | None = None
         # The launcher and NCCL start before `setup` is called: what they read is set here, and
         # restored when a run ends.
         self._early = EarlyVariables()
@@ -269,7 +269,7 @@ class DeterminismCallback(_Callback):
         self._run.end_evaluation("predict")
 
     @property
-    def _run(self) -> Takeover:
+    def _run(self) -> TrainerSession:
         assert self._takeover is not None, "Lightning calls `setup` before any other hook"
         return self._takeover
 
@@ -277,9 +277,9 @@ class DeterminismCallback(_Callback):
         self._check_trainer(trainer)
         self._early.set()
         settings = inherit_settings(replace(self._settings, seed=resolve_seed(self._seed)))
-        self._takeover = Takeover(trainer, settings, stage)
+        self._takeover = TrainerSession(trainer, settings, stage)
         self._resumption.attach(trainer, self._takeover)
-        steer(trainer, stage)
+        apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:
             _report_hash_seed()
         if stage == "fit":

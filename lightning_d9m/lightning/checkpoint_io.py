@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.hashing.checkpoint_digests import Damage, check_seal, make_seal
-from lightning_d9m.text import describe_names, plain
+from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
+from lightning_d9m.text import describe_names, escape
 
 KEY = "lightning_d9m"
 
@@ -48,7 +48,7 @@ def loads_checked(strategy: Any) -> Iterator[None]:
         del strategy.load_checkpoint
 
 
-def seal_when_saved(trainer: Any) -> None:
+def save_with_manifest(trainer: Any) -> None:
     """Seal the checkpoint when it is written: until then others may change it."""
     strategy = trainer.strategy
     if is_sharded(strategy) or "save_checkpoint" in vars(strategy):
@@ -59,7 +59,7 @@ def seal_when_saved(trainer: Any) -> None:
         del strategy.save_checkpoint
         state = checkpoint.get(KEY)
         if state is not None and trainer.is_global_zero:
-            state["seal"] = make_seal(checkpoint)
+            state["seal"] = make_manifest(checkpoint)
         return original(checkpoint, *args, **kwargs)
 
     strategy.save_checkpoint = save_checkpoint
@@ -77,7 +77,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {plain(str(error))}") from error
+        raise CheckpointError(f"{path} cannot be read: {escape(str(error))}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is no checkpoint of a Trainer: it holds no dict.")
     return checkpoint
@@ -117,7 +117,7 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     if "seal" not in state:
         return False
     rest = {name: value for name, value in state.items() if name != "seal"}
-    damage = check_seal({**checkpoint, KEY: rest}, state["seal"])
+    damage = check_manifest({**checkpoint, KEY: rest}, state["seal"])
     if damage:
         raise CheckpointError(
             f"The checkpoint {path} is damaged: {_describe(damage)}. Take another copy of it, or "

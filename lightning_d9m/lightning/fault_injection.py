@@ -3,7 +3,8 @@
 ``d9m repeat --interrupt`` sets the variables. They steer the first fit of a process, so that the
 user's program is not changed:
 
-- ``LIGHTNING_D9M_INTERRUPT``: ``survey``, or a place such as ``batch:1:7``; see :class:`Place`;
+- ``LIGHTNING_D9M_INTERRUPT``: ``survey``, or a point such as ``batch:1:7``; see
+  :class:`InterruptionPoint`;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder that then receives the survey, or the checkpoint and
   a mark that the place was reached;
 - ``LIGHTNING_D9M_RESUME``: a checkpoint that the fit goes on from, as ``fit(ckpt_path=...)`` does.
@@ -26,7 +27,7 @@ from lightning_d9m.launch.interruption_points import (
     RESUME,
     SURVEY,
     EpochShape,
-    Place,
+    InterruptionPoint,
     parse_place,
 )
 from lightning_d9m.lightning.packages import combined_base
@@ -39,13 +40,15 @@ else:
     _Checkpoint = combined_base("callbacks.Checkpoint")
 
 
-class _State:
+class _FaultState:
     """How many fits this process has begun."""
 
     fits = 0
 
 
-def steer(trainer: Any, stage: str, environment: Mapping[str, str] = os.environ) -> None:
+def apply_interrupt_variables(
+    trainer: Any, stage: str, environment: Mapping[str, str] = os.environ
+) -> None:
     """Let the variables steer a run that begins; called in ``setup``.
 
     Raises:
@@ -53,8 +56,8 @@ def steer(trainer: Any, stage: str, environment: Mapping[str, str] = os.environ)
     """
     if stage != "fit":
         return
-    _State.fits += 1
-    if _State.fits > 1:
+    _FaultState.fits += 1
+    if _FaultState.fits > 1:
         return
     if path := environment.get(RESUME):
         _resume(trainer, Path(path))
@@ -65,9 +68,9 @@ def steer(trainer: Any, stage: str, environment: Mapping[str, str] = os.environ)
                 "folder that receives the checkpoint."
             )
         trainer.callbacks.append(
-            Surveyor(Path(folder))
+            EpochShapeCallback(Path(folder))
             if request == SURVEY
-            else Interrupter(Path(folder), parse_place(request))
+            else CheckpointAndKill(Path(folder), parse_place(request))
         )
 
 
@@ -85,7 +88,7 @@ def _resume(trainer: Any, path: Path) -> None:
     connector.resume_start = resume_start
 
 
-class Surveyor(_Callback):
+class EpochShapeCallback(_Callback):
     """Notes where a fit can be interrupted, and changes nothing.
 
     Args:
@@ -121,7 +124,7 @@ class Surveyor(_Callback):
             (self._folder / SURVEY).write_text(json.dumps(epochs))
 
 
-class Interrupter(_Checkpoint):
+class CheckpointAndKill(_Checkpoint):
     """Saves a checkpoint at a place, and kills its process there.
 
     It saves where a ModelCheckpoint would, after all other callbacks; at the end of an epoch after
@@ -132,7 +135,7 @@ class Interrupter(_Checkpoint):
         place: The place.
     """
 
-    def __init__(self, folder: Path, place: Place) -> None:
+    def __init__(self, folder: Path, place: InterruptionPoint) -> None:
         self._folder = folder
         self._place = place
         self._validation = 0

@@ -7,14 +7,15 @@ from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model, replicated_names
 from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
 from lightning_d9m.ledger.stack import capture_stack
-from lightning_d9m.lightning.trainer_session import Takeover
+from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.version import __version__
 
 # Under these each rank holds a part of every parameter, so that no two are to be equal.
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy")
 
 
-def _header_of(trainer: Any, run: Takeover) -> Header:
+def make_header(trainer: Any, run: TrainerSession) -> Header:
+    """Return the ledger header of a run of this rank."""
     return Header(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
@@ -37,7 +38,8 @@ def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
     }
 
 
-def _facts_of(trainer: Any, module: Any) -> RunFacts:
+def describe_run(trainer: Any, module: Any) -> RunFacts:
+    """Return the model, data and Trainer settings that two comparable runs must share."""
     model, parameters = describe_model(module)
     loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001 - no public way to them
     return RunFacts(
@@ -72,7 +74,8 @@ def _length(sized: object) -> int | None:
         return None
 
 
-def _replicated(trainer: Any, module: Any) -> list[str]:
+def find_replicated(trainer: Any, module: Any) -> list[str]:
+    """Return the names of the tensors that must be equal on all ranks; none if sharded."""
     if any(base.__name__ in _SHARDING for base in type(trainer.strategy).__mro__):
         return []
     return replicated_names(module)

@@ -11,24 +11,24 @@ from typing import Any, Literal
 import torch
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.hashing.model_tensors import Roster
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.output_digest import OutputDigest
 from lightning_d9m.hashing.training_state import describe_model, take_snapshot
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.records import Digests, End, Json, RunFacts
 from lightning_d9m.lightning.loggers import log_digest, log_drift
 from lightning_d9m.lightning.ranks import ranks_of
-from lightning_d9m.lightning.run_metadata import _facts_of, _header_of, _replicated
-from lightning_d9m.lightning.trainer_session import Takeover
+from lightning_d9m.lightning.run_metadata import describe_run, find_replicated, make_header
+from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.lightning.weight_snapshots import keep_weights
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.recorder import Policy, Recorder
 
-Moment = Literal["initial", "epoch", "final"]
+RecordKind = Literal["initial", "epoch", "final"]
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 
 
-class Testimony:
+class TrainerRecorder:
     """The evidence of one Trainer's fits, one after the other.
 
     Args:
@@ -44,7 +44,7 @@ class Testimony:
         self._ledger_dir = ledger_dir
         self._ignored_metrics = tuple(ignored_metrics)
         self._ranks = Ranks(0)
-        self._roster: Roster | None = None
+        self._roster: ModelTensors | None = None
         self._recorder: Recorder | None = None
         self._outputs: OutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
@@ -61,7 +61,7 @@ class Testimony:
         """Raise now, rather than after the set-up, if the reference cannot be read."""
         self._policy.check_reference()
 
-    def begin(self, trainer: Any, module: Any, run: Takeover) -> None:
+    def begin(self, trainer: Any, module: Any, run: TrainerSession) -> None:
         """Open the ledger of a fit and record the state that training starts from.
 
         Raises:
@@ -71,13 +71,13 @@ class Testimony:
             self._loss = None
             self._evaluations.clear()
         self._epoch = trainer.current_epoch
-        self._roster = Roster(module)
+        self._roster = ModelTensors(module)
         self._ranks = ranks_of(trainer)
         header, facts, replicated = self._ranks.together(
             lambda: (
-                _header_of(trainer, run),
-                _facts_of(trainer, module),
-                _replicated(trainer, module),
+                make_header(trainer, run),
+                describe_run(trainer, module),
+                find_replicated(trainer, module),
             )
         )
         self._recorder = Recorder(
@@ -122,7 +122,7 @@ class Testimony:
             # Lightning has detached the loss of an automatic optimization already.
             self._loss = loss.detach() if loss.requires_grad else loss
 
-    def record(self, trainer: Any, module: Any, run: Takeover, moment: Moment) -> None:
+    def record(self, trainer: Any, module: Any, run: TrainerSession, moment: RecordKind) -> None:
         """Record one moment, and hold it against the reference and the other ranks.
 
         Raises:
@@ -151,7 +151,7 @@ class Testimony:
         if self._recorder is not None:
             self._recorder.append(record)
 
-    def begin_evaluation(self, trainer: Any, module: Any, run: Takeover, stage: str) -> None:
+    def begin_evaluation(self, trainer: Any, module: Any, run: TrainerSession, stage: str) -> None:
         """Begin to digest what an evaluation returns; one that is no part of a fit gets a ledger.
 
         Raises:
@@ -163,7 +163,7 @@ class Testimony:
         if trainer.state.fn == "fit":
             return
         self._ranks = ranks_of(trainer)
-        header = self._ranks.together(lambda: _header_of(trainer, run))
+        header = self._ranks.together(lambda: make_header(trainer, run))
         folder = self._make_folder(trainer, stage)
         self._recorder = Recorder(folder, header, policy=Policy(), ranks=self._ranks)
         model, parameters = describe_model(module)
@@ -207,7 +207,7 @@ class Testimony:
             self._recorder.append(record)
         self._evaluations.clear()
 
-    def _append_model(self, trainer: Any, module: Any, moment: Moment) -> None:
+    def _append_model(self, trainer: Any, module: Any, moment: RecordKind) -> None:
         """Record what is evaluated, so that other weights are told from other arithmetic."""
         assert self._recorder is not None, "begin_evaluation() comes first"
         snapshot = take_snapshot(module)
@@ -229,7 +229,9 @@ class Testimony:
         if recorder is not None:
             recorder.end(End(status=status, error=error))
 
-    def _digests_of(self, trainer: Any, module: Any, run: Takeover, moment: Moment) -> Digests:
+    def _digests_of(
+        self, trainer: Any, module: Any, run: TrainerSession, moment: RecordKind
+    ) -> Digests:
         if moment != "final":  # other callbacks may have given back their switches by then
             run.verify()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]

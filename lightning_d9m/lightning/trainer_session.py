@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from lightning_d9m.control.attribute_patches import Replacements
+from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.loaders import LoaderControl
 from lightning_d9m.control.seeding import RngState, capture_rng, derive_seed, restore_rng, seed_all
 from lightning_d9m.control.session import deterministic, next_fit
@@ -15,7 +15,7 @@ from lightning_d9m.lightning.checkpoint_io import loads_checked
 _STAGES = {"sanity_check": "validate"}
 
 
-class Takeover:
+class TrainerSession:
     """Everything that is switched, seeded and wrapped from ``setup`` to ``teardown``.
 
     Args:
@@ -47,7 +47,7 @@ class Takeover:
             )
             stack.callback(self._loaders.release)
             stack.enter_context(loads_checked(trainer.strategy))
-            replacements = Replacements()
+            replacements = AttributePatches()
             stack.callback(replacements.undo)
             self._wrap_process_dataloader(replacements)
             if stage == "fit":
@@ -141,7 +141,7 @@ class Takeover:
     def _seed(self, purpose: str, epoch: int) -> int:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
 
-    def _set_validation_apart(self, replacements: Replacements) -> None:
+    def _set_validation_apart(self, replacements: AttributePatches) -> None:
         """Let the validation of a fit draw from a stream of its own, from first to last.
 
         Lightning makes its iterators, which may draw, before ``on_validation_start``, and the hooks
@@ -159,7 +159,7 @@ class Takeover:
 
         replacements.replace(loop, "run", run)
 
-    def _wrap_process_dataloader(self, replacements: Replacements) -> None:
+    def _wrap_process_dataloader(self, replacements: AttributePatches) -> None:
         """Take each loader over after Lightning has put its sampler in, before it is iterated."""
         strategy = self._trainer.strategy
         original: Callable[[object], object] = strategy.process_dataloader
@@ -168,7 +168,7 @@ class Takeover:
             processed = original(loader)
             name = self._trainer.state.stage.value
             stage = _STAGES.get(name, name)
-            taken = self._loaders.take_over(processed, stage)
+            taken = self._loaders.wrap_loader(processed, stage)
             if stage != "train":
                 self._loaders.start_epoch(stage, self._evaluation)
                 return taken

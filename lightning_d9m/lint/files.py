@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = frozenset(
 
 
 @dataclass(frozen=True)
-class Entry:
+class SourceFile:
     """A file to scan, or why something is not.
 
     Attributes:
@@ -46,7 +46,7 @@ class Entry:
     problem: str = ""
 
 
-def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[Entry]:
+def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[SourceFile]:
     """Yield each file once, in the order of the paths given and then of names.
 
     Args:
@@ -69,7 +69,7 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[E
         if path.is_dir():
             yield from _walk(str(path), "", patterns, seen, ())
         elif _is_new(str(path), seen):
-            yield Entry(str(path))
+            yield SourceFile(str(path))
 
 
 def _walk(  # noqa: C901 - one case for each kind of entry
@@ -78,12 +78,14 @@ def _walk(  # noqa: C901 - one case for each kind of entry
     patterns: tuple[str, ...],
     seen: set[tuple[int, int]],
     above: tuple[tuple[int, int], ...],
-) -> Iterator[Entry]:
+) -> Iterator[SourceFile]:
     try:
         state = Path(folder).stat()
         key = (state.st_dev, state.st_ino)
         if key in above:
-            yield Entry(folder, "This link leads back to a folder around it; it is not followed.")
+            yield SourceFile(
+                folder, "This link leads back to a folder around it; it is not followed."
+            )
             return
         if key in seen:
             return
@@ -91,7 +93,7 @@ def _walk(  # noqa: C901 - one case for each kind of entry
         with os.scandir(folder) as listed:
             entries = sorted(listed, key=lambda entry: entry.name)
     except OSError as error:
-        yield Entry(folder, f"The folder cannot be read: {error.strerror or error}.")
+        yield SourceFile(folder, f"The folder cannot be read: {error.strerror or error}.")
         return
     folders = []
     for entry in entries:
@@ -111,7 +113,7 @@ def _walk(  # noqa: C901 - one case for each kind of entry
             and (is_file or entry.is_symlink())
             and _is_new(entry.path, seen)
         ):
-            yield Entry(entry.path)
+            yield SourceFile(entry.path)
     for path, below in folders:
         yield from _walk(path, below, patterns, seen, (*above, key))
 

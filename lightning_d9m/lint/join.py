@@ -44,7 +44,7 @@ _ENTRIES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredOp:
     """What an audit measured of an op in torch's default arm."""
 
     distinct: int
@@ -68,10 +68,10 @@ class OpRow:
     op: str
     lines: list[str] = field(default_factory=list)
     alerts: int = 0
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredOp] = field(default_factory=list)
 
     @property
-    def worst(self) -> Measured | None:
+    def worst(self) -> MeasuredOp | None:
         """The case with the most distinct outputs, and of these that with the greatest Vermv."""
         return max(self.measured, key=lambda m: (m.distinct, m.vermv or 0.0), default=None)
 
@@ -128,7 +128,7 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
     for finding in findings:
         if finding.op:
             row(finding.op).lines.append(finding.place)
-    measured: dict[str, list[Measured]] = defaultdict(list)
+    measured: dict[str, list[MeasuredOp]] = defaultdict(list)
     for record in records:
         if alert := _ALERT.search(str(record.get("error", ""))):
             row(name_alert(alert[1])).alerts += 1
@@ -157,7 +157,7 @@ def name_alert(kernel: str) -> str:
     return kernel
 
 
-def _read_measured(record: Mapping[str, Any]) -> Measured | None:
+def _read_measured(record: Mapping[str, Any]) -> MeasuredOp | None:
     """Return the figures of a row of an audit in torch's default arm, if it is one that ran."""
     if "op" not in record:
         return None
@@ -168,7 +168,7 @@ def _read_measured(record: Mapping[str, Any]) -> Measured | None:
         return None
     if not isinstance(figures, Mapping) or "distinct" not in figures:
         return None
-    return Measured(
+    return MeasuredOp(
         int(figures["distinct"]),
         int(figures.get("runs", 0)),
         *(figures.get(name) for name in ("vs", "vermv", "vc")),

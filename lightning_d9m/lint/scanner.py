@@ -23,7 +23,7 @@ from lightning_d9m.lint.checks.order import (
 from lightning_d9m.lint.checks.seeds import check_seed
 from lightning_d9m.lint.checks.settings import TURNED_ON, check_setting, check_setting_call
 from lightning_d9m.lint.checks.training import check_environment, check_training
-from lightning_d9m.lint.files import Entry
+from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.source import (
@@ -35,7 +35,7 @@ from lightning_d9m.lint.source import (
 )
 from lightning_d9m.lint.suppression import Suppression, read_suppressions
 from lightning_d9m.lint.triggers import find_lines, has_suppression
-from lightning_d9m.lint.walk import Check, Report, walk
+from lightning_d9m.lint.walk import Check, ReportFinding, walk
 from lightning_d9m.patches.catalog.catalog import find_op
 
 LARGEST = 5_000_000
@@ -101,7 +101,7 @@ def scanning_prepared() -> Iterator[None]:
 
 
 def scan_file(
-    entry: Entry, torch_version: str, rules: frozenset[str], largest: int = LARGEST
+    entry: SourceFile, torch_version: str, rules: frozenset[str], largest: int = LARGEST
 ) -> FileScan:
     """Scan one file; what keeps it from being scanned is a finding too.
 
@@ -136,7 +136,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
     lines = find_lines(data, torch=package.startswith(_TORCH_PACKAGES))
     suppressing = has_suppression(data)
     result.walked = bool(lines) or suppressing
-    reports: list[Report] = []
+    reports: list[ReportFinding] = []
     try:
         if result.walked:
             tree = ast.parse(source.text)
@@ -182,7 +182,7 @@ class _Places:
         self.path = path
         self.lines = source.text.split("\n")
 
-    def describe(self, report: Report) -> Finding:
+    def describe(self, report: ReportFinding) -> Finding:
         node = report.node
         line, end_line = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined] # reported nodes have places
         rule = RULES[report.rule]

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from lightning_d9m.lint.scopes import Scope, resolve
 
-Kind = Literal["tensor", "cpu tensor", "other", "unknown"]
+ValueKind = Literal["tensor", "cpu tensor", "other", "unknown"]
 
 
 class _Unknown:
@@ -108,7 +108,7 @@ def list_values(node: ast.AST, scope: Scope) -> tuple[list[ast.AST], ast.AST]:
 
 def read_kind(  # noqa: PLR0911 - one case for each kind of expression
     node: ast.AST | None, scope: Scope, depth: int = _DEPTH
-) -> Kind:
+) -> ValueKind:
     """Return what an expression's value is: a tensor, something else, or unknown."""
     if depth == 0 or node is None:
         return "unknown"
@@ -134,7 +134,7 @@ def read_kind(  # noqa: PLR0911 - one case for each kind of expression
     return "other" if isinstance(node, literal) else "unknown"
 
 
-def _kind_of_name(node: ast.Name, scope: Scope, depth: int) -> Kind:
+def _kind_of_name(node: ast.Name, scope: Scope, depth: int) -> ValueKind:
     found, where = scope.find(node.id)
     for binding in found:
         if binding.kind == "import":
@@ -158,7 +158,7 @@ def _annotated(node: ast.AST, scope: Scope) -> str | None:
     return resolve(node, scope)
 
 
-def _kind_of_call(node: ast.Call, scope: Scope, depth: int) -> Kind:
+def _kind_of_call(node: ast.Call, scope: Scope, depth: int) -> ValueKind:
     name = resolve(node.func, scope)
     if name is not None:
         if name.startswith("torch."):
@@ -174,7 +174,7 @@ def _kind_of_call(node: ast.Call, scope: Scope, depth: int) -> Kind:
     return "unknown"
 
 
-def _kind_of_package(name: str) -> Kind:
+def _kind_of_package(name: str) -> ValueKind:
     return "other" if name.partition(".")[0] in _FOREIGN else "unknown"
 
 

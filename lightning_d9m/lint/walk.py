@@ -14,7 +14,7 @@ _DECORATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportFinding:
     """What a check has to say of a node; empty texts are the rule's own."""
 
     rule: str
@@ -26,7 +26,7 @@ class Report:
 
 
 @dataclass
-class Place:
+class NodeContext:
     """Where the walk is.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
         return next((node for node in reversed(self.parents) if isinstance(node, kinds)), None)
 
 
-Check: TypeAlias = Callable[[ast.AST, Place], Iterator[Report]]
+Check: TypeAlias = Callable[[ast.AST, NodeContext], Iterator[ReportFinding]]
 
 
 def walk(
@@ -59,7 +59,7 @@ def walk(
     lines: Sequence[int],
     checks: Mapping[type[ast.AST], Sequence[Check]],
     package: str,
-) -> list[Report]:
+) -> list[ReportFinding]:
     """Run checks on all nodes that touch some lines.
 
     Args:
@@ -68,19 +68,19 @@ def walk(
         checks: By the type of the node that they look at.
         package: The dotted name of the module's package.
     """
-    place = Place()
+    place = NodeContext()
     place.scope = Scope(tree, None, package)
-    found: list[Report] = []
+    found: list[ReportFinding] = []
     _descend(tree, place, lines, checks, found)
     return found
 
 
 def _descend(
     node: ast.AST,
-    place: Place,
+    place: NodeContext,
     lines: Sequence[int],
     checks: Mapping[type[ast.AST], Sequence[Check]],
-    found: list[Report],
+    found: list[ReportFinding],
 ) -> None:
     for check in checks.get(type(node), ()):
         found.extend(check(node, place))

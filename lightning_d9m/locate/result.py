@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.comparison.causes import (
     Cause,
 )
-from lightning_d9m.launch.run_pair import Pair
-from lightning_d9m.text import plain
+from lightning_d9m.launch.run_pair import RunPair
+from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.ledgers import Divergence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
@@ -33,7 +33,7 @@ class Found:
     cause: Cause | None = None
     divergences: "tuple[Divergence, ...]" = ()
     ranks: int = 1
-    pair: Pair | None = None
+    pair: RunPair | None = None
     looks: list[str] = field(default_factory=list)
     op: "OpFinding | None" = None
     magnitude: "Magnitude | None" = None
@@ -78,4 +78,4 @@ def describe_place(found: "Sequence[Divergence]") -> str:
     elif first.moment in ("initial", "final"):
         when = f"the {first.moment} state"
     call = f", call {first.call}" if first.call else ""
-    return f"{when}: {first.kind} {plain(first.name)}{call}"
+    return f"{when}: {first.kind} {escape(first.name)}{call}"

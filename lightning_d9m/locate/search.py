@@ -13,9 +13,9 @@ from lightning_d9m.comparison.causes import (
     kind_of_place,
     name_module,
 )
-from lightning_d9m.launch.run_pair import Pair, Runner, escape_name
+from lightning_d9m.launch.run_pair import Runner, RunPair, escape_name
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.locate.result import Found, describe_place
+from lightning_d9m.locate.result import SearchResult, describe_place
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.ledgers import Divergence
@@ -38,11 +38,11 @@ class Search:
     def __init__(self, runner: Runner, tries: int) -> None:
         self._runner = runner
         self._tries = tries
-        self._found = Found()
+        self._found = SearchResult()
         self._low = 0
         self._probes: dict[str, str] = {}
 
-    def locate(self) -> Found:
+    def locate(self) -> SearchResult:
         """Return what was found."""
         pair = self._look("whole run")
         while pair is not None:
@@ -50,7 +50,7 @@ class Search:
         self._look_at_values()
         return self._found
 
-    def _look_into_epoch(self, pair: Pair) -> Pair | None:
+    def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
         """Narrow from an epoch; return a pair that diverged in an earlier one, if one has."""
         known = self._found.cause
         if known is None or not known.narrows:
@@ -151,7 +151,7 @@ class Search:
         start = int(steps.partition(":")[0])
         return not (first.step == start > self._low and first.kind in STATE)
 
-    def _look(self, stage: str, *, dump: str = "", **probes: str) -> Pair | None:
+    def _look(self, stage: str, *, dump: str = "", **probes: str) -> RunPair | None:
         """Run pairs until one differs, and take it for the finding; None when none does."""
         missed = 0
         for _ in range(self._tries):

@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence, RankComparison
-from lightning_d9m.comparison.record_diff import Difference, FieldDifference, name_call
-from lightning_d9m.text import counted, describe_names, describe_value, plain
+from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference, name_call
+from lightning_d9m.text import describe_names, describe_value, escape, pluralize
 
 _WIDTH = 80
 _RANGES_SHOWN = 8
@@ -18,8 +18,8 @@ _LONGEST = 4_096
 def format_comparison(comparison: Comparison) -> list[str]:
     """Lay out a comparison in lines: what explains a difference comes before the difference."""
     lines = [
-        f"expected: {plain(str(comparison.expected), _LONGEST)}",
-        f"actual:   {plain(str(comparison.actual), _LONGEST)}",
+        f"expected: {escape(str(comparison.expected), _LONGEST)}",
+        f"actual:   {escape(str(comparison.actual), _LONGEST)}",
     ]
     if is_one_ledger(comparison):
         lines.append("Both are one ledger, so this shows nothing about two runs.")
@@ -51,9 +51,9 @@ def is_one_ledger(comparison: Comparison) -> bool:
 def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
     # Most of the time all ranks differ in the same way: then they need no mention.
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
-    yield f"  {plain(entry.field)}{where}"
-    yield f"    expected: {plain(entry.expected, _VALUE)}"
-    yield f"    actual:   {plain(entry.actual, _VALUE)}"
+    yield f"  {escape(entry.field)}{where}"
+    yield f"    expected: {escape(entry.expected, _VALUE)}"
+    yield f"    actual:   {escape(entry.actual, _VALUE)}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -98,13 +98,13 @@ def _format_divergences(comparison: Comparison) -> Iterator[str]:
         yield from _wrap(_begin(f"{name_ranks(sorted(numbers))} {verb} {sentence}"))
 
 
-def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]:
+def _format_divergence(rank: RankComparison, first: RecordDifference) -> Iterator[str]:
     yield from _wrap(f"Rank {rank.rank} diverges first in {first.where}:")
     for group, (count, of) in first.by_group.items():
-        yield f"  {plain(group)}: {count} of {of} differ"
+        yield f"  {escape(group)}: {count} of {of} differ"
     if first.names != ("(total)",):
         count = first.by_group.get(first.group, (first.count, 0))[0]
-        yield from _wrap(f"first {plain(first.group)}: {describe_names(first.names, count)}", "  ")
+        yield from _wrap(f"first {escape(first.group)}: {describe_names(first.names, count)}", "  ")
     yield f"    expected: {describe_value(first.expected)}"
     yield f"    actual:   {describe_value(first.actual)}"
     if text := advise(first):
@@ -113,17 +113,17 @@ def _format_divergence(rank: RankComparison, first: Difference) -> Iterator[str]
         yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
     if rank.places:
         yield f"  Probes that differ: {rank.differing_places:,} of {rank.places:,},"
-        yield f"  in {rank.differing_batches:,} of {counted(rank.batches, 'batch', 'batches')}."
+        yield f"  in {rank.differing_batches:,} of {pluralize(rank.batches, 'batch', 'batches')}."
 
 
 def name_place(found: Divergence) -> str:
     """Return kind and name of the first place that differs."""
     if found.name == "(total)":
-        return plain(found.kind)
-    return f"{plain(found.kind)} {plain(name_call(found.name, found.call))}"
+        return escape(found.kind)
+    return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
 
 
-def advise(first: Difference) -> str:
+def advise(first: RecordDifference) -> str:
     """Return what a first difference calls for, where it says so by itself; else nothing."""
     if first.moment == "initial":
         return (
@@ -176,17 +176,17 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
     ):
         if found.count:
             yield (
-                f"only the {name} run has {counted(found.count, 'record')}, the first "
+                f"only the {name} run has {pluralize(found.count, 'record')}, the first "
                 f"{found.first}."
             )
         if places.count:
             yield (
-                f"only the {name} run has {counted(places.count, 'probe')} in batches of both, "
+                f"only the {name} run has {pluralize(places.count, 'probe')} in batches of both, "
                 f"the first {places.first}."
             )
         for found_break in breaks:
             problem = (found_break.problem or "").removesuffix(".")
-            problem = f"; {plain(problem, _LONGEST)}" if problem else ""
+            problem = f"; {escape(problem, _LONGEST)}" if problem else ""
             yield (
                 f"the {name} run was interrupted and resumed at epoch {found_break.epoch}, batch "
                 f"{found_break.batch} (step {found_break.step}){problem}."
@@ -200,7 +200,7 @@ def state_verdict(comparison: Comparison) -> str:
     """Return the verdict in a sentence, with what it rests on."""
     if comparison.verdict == "equal":
         digests = sum(rank.digests for rank in comparison.ranks)
-        epochs = counted(max(rank.epochs for rank in comparison.ranks), "epoch")
+        epochs = pluralize(max(rank.epochs for rank in comparison.ranks), "epoch")
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
             f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
@@ -211,7 +211,7 @@ def state_verdict(comparison: Comparison) -> str:
             f"different: {count_compared(comparison)} compared. {_name_first(comparison)}".rstrip()
         )
     if comparison.refusals:
-        names = ", ".join(plain(entry.field) for entry in comparison.refusals)
+        names = ", ".join(escape(entry.field) for entry in comparison.refusals)
         return f"not comparable: the runs differ by design ({names})."
     if not comparison.ranks:
         return "not comparable: the ledgers have no rank in common."
@@ -220,10 +220,10 @@ def state_verdict(comparison: Comparison) -> str:
 
 def count_compared(comparison: Comparison) -> str:
     """Return how much was held against its counterpart."""
-    records = counted(sum(rank.records for rank in comparison.ranks), "record")
+    records = pluralize(sum(rank.records for rank in comparison.ranks), "record")
     if places := sum(rank.places for rank in comparison.ranks):
-        batches = counted(sum(rank.batches for rank in comparison.ranks), "batch", "batches")
-        records += f" and {counted(places, 'probe')} of {batches}"
+        batches = pluralize(sum(rank.batches for rank in comparison.ranks), "batch", "batches")
+        records += f" and {pluralize(places, 'probe')} of {batches}"
     return records
 
 

@@ -8,7 +8,7 @@ from html import escape
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.comparison.record_diff import FieldDifference, name_call
-from lightning_d9m.comparison.timeline import Course, module_of
+from lightning_d9m.comparison.timeline import Timeline, module_of
 from lightning_d9m.output.comparison_text import (
     advise,
     count_compared,
@@ -19,7 +19,7 @@ from lightning_d9m.output.comparison_text import (
 )
 from lightning_d9m.output.html_assets import SCRIPT, STYLE
 from lightning_d9m.output.svg_timeline import draw_growth, draw_timeline
-from lightning_d9m.text import counted, describe_value, shown
+from lightning_d9m.text import describe_value, pluralize, quote
 from lightning_d9m.version import __version__
 
 GENERATOR = '<meta name="generator" content="lightning_d9m'
@@ -34,9 +34,9 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 def _text(value: object, limit: int = 160) -> str:
     """Return an untrusted value for HTML: one line, cut, escaped, and isolated in its direction."""
-    text = value if isinstance(value, str) else shown(value, limit)
+    text = value if isinstance(value, str) else quote(value, limit)
     if len(text) > limit or not text.isprintable():
-        text = shown(text, limit)
+        text = quote(text, limit)
     return escape(text) if text.isascii() else f"<bdi>{escape(text)}</bdi>"
 
 
@@ -49,7 +49,7 @@ def _value(value: str | None) -> str:
     return "missing" if value is None else _text(describe_value(value))
 
 
-def render_page(comparison: Comparison, course: Course) -> str:
+def render_page(comparison: Comparison, course: Timeline) -> str:
     """Return the whole page."""
     title = f"d9m: {comparison.verdict}"
     ours = b64encode(sha256(SCRIPT.encode()).digest()).decode()
@@ -103,7 +103,7 @@ def _render_verdict(comparison: Comparison) -> Iterator[str]:
     if not found:
         yield from (f"<p>{_text(text, _WORDS)}</p>" for text in _first_sentences(comparison))
     if comparison.stack:
-        fields = counted(len(comparison.stack), "field")
+        fields = pluralize(len(comparison.stack), "field")
         listed = ", ".join(f"<code>{_name(entry.field)}</code>" for entry in comparison.stack[:3])
         more = " and others" if comparison.stack[3:] else ""
         but = "but the bits are equal" if comparison.equal else "which alone may change bits"
@@ -131,7 +131,7 @@ def _render_first(comparison: Comparison, found: Sequence[Divergence]) -> Iterat
     first = found[0]
     together = sorted(entry.rank for entry in found if entry.when == first.when)
     later = len(found) - len(together)
-    others = f"; {counted(later, 'more rank')} diverged later" if later else ""
+    others = f"; {pluralize(later, 'more rank')} diverged later" if later else ""
     ranks = f"{name_ranks(together)} of {len(comparison.ranks)}{others}. ".capitalize()
     ranks = ranks if comparison.ranks[1:] else ""
     yield (
@@ -259,7 +259,7 @@ def _render_places(found: Sequence[Divergence]) -> Iterator[str]:
     yield "</section>"
 
 
-def _render_timeline(course: Course, comparison: Comparison) -> Iterator[str]:
+def _render_timeline(course: Timeline, comparison: Comparison) -> Iterator[str]:
     if not course.ranks:
         return
     # Of many ranks, those that diverge.
@@ -277,7 +277,7 @@ def _render_timeline(course: Course, comparison: Comparison) -> Iterator[str]:
     yield "</section>"
 
 
-def _render_growth(course: Course) -> Iterator[str]:
+def _render_growth(course: Timeline) -> Iterator[str]:
     if not course.ranks:
         return
     yield "<section><h2>How the difference grows</h2>"
@@ -297,7 +297,7 @@ def _render_growth(course: Course) -> Iterator[str]:
     yield "</section>"
 
 
-def _render_tree(course: Course, comparison: Comparison) -> Iterator[str]:
+def _render_tree(course: Timeline, comparison: Comparison) -> Iterator[str]:
     modules = course.modules
     if not modules:
         return
@@ -337,7 +337,7 @@ def _order(path: str) -> list[str]:
     return [piece.zfill(9) if piece.isdecimal() else piece for piece in pieces]
 
 
-def _render_moments(course: Course) -> Iterator[str]:
+def _render_moments(course: Timeline) -> Iterator[str]:
     if not course.moments:
         return
     yield "<section><h2>Digests by epoch and step</h2>"

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.locate.result import describe_place
-from lightning_d9m.text import plain
+from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.magnitude import Magnitude
     from lightning_d9m.locate.op_evidence import OpFinding
-    from lightning_d9m.locate.result import Found
+    from lightning_d9m.locate.result import SearchResult
 
 _WIDTH = 80
 # By the status of the catalogue's entry; an exempt one has its own.
@@ -25,7 +25,7 @@ _LABEL = re.compile(r"\s*[a-z ]+:|\s+")
 _LONGEST = 400
 
 
-def describe(found: "Found", *, recipe: bool) -> Iterator[str]:
+def describe(found: "SearchResult", *, recipe: bool) -> Iterator[str]:
     """Yield the lines of the report, none longer than a terminal is wide unless a name is."""
     for line in _describe(found, recipe=recipe):
         indent = len(line) - len(line.lstrip()) + (2 if _LABEL.match(line) else 0)
@@ -38,7 +38,7 @@ def describe(found: "Found", *, recipe: bool) -> Iterator[str]:
         ) or [""]
 
 
-def _describe(found: "Found", *, recipe: bool) -> Iterator[str]:
+def _describe(found: "SearchResult", *, recipe: bool) -> Iterator[str]:
     for look in found.looks:
         yield f"  {look}"
     yield ""
@@ -59,7 +59,7 @@ def _describe(found: "Found", *, recipe: bool) -> Iterator[str]:
         yield f"advice: {cause.advice}"
 
 
-def _describe_moment(found: "Found") -> Iterator[str]:
+def _describe_moment(found: "SearchResult") -> Iterator[str]:
     """Yield where the runs diverge; where they are not comparable, the fields that differ."""
     pair = found.pair
     if found.divergences:
@@ -69,14 +69,14 @@ def _describe_moment(found: "Found") -> Iterator[str]:
         if found.ranks > 1:
             yield f"rank:  {ranks} of {found.ranks}"
         if pair is not None and pair.fits > 1:
-            yield f"fit:   {plain(pair.fit)}, one of {pair.fits}"
+            yield f"fit:   {escape(pair.fit)}, one of {pair.fits}"
         yield f"differ: {first.count:,} of {first.compared:,} places of that moment"
     if pair is None:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
-        yield f"  {plain(entry.field)}"
-        yield f"    expected: {plain(entry.expected)}"
-        yield f"    actual:   {plain(entry.actual)}"
+        yield f"  {escape(entry.field)}"
+        yield f"    expected: {escape(entry.expected)}"
+        yield f"    actual:   {escape(entry.actual)}"
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:
@@ -84,14 +84,14 @@ def _describe_moment(found: "Found") -> Iterator[str]:
             if alone.count:
                 yield (
                     f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
-                    f"{plain(alone.first)}"
+                    f"{escape(alone.first)}"
                 )
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:
     """Yield what the dumps of an operation show, and what the catalogue knows of it."""
     called = "in the backward pass of" if found.backward else "called at"
-    source = f", {called} {plain(found.source, _LONGEST)}" if found.source else ""
+    source = f", {called} {escape(found.source, _LONGEST)}" if found.source else ""
     yield f"op: {found.op}{source}"
     if not found.inputs_equal:
         yield "Its inputs differed, though no recorded operation wrote them."
@@ -104,7 +104,7 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
     if not found.inputs_equal:
         return
     if found.obstacle:
-        yield f"It could not be run alone: {plain(found.obstacle, _LONGEST)}"
+        yield f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
     elif found.outcomes > 1:
         yield (
             f"Confirmed: run alone {found.replays} times on these inputs, it gave "

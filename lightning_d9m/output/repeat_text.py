@@ -11,11 +11,11 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.output.run_table import RunRow, format_table
-from lightning_d9m.text import counted
+from lightning_d9m.text import pluralize
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _FitOutcome:
     run: int
     fit: int
     ledger: Ledger
@@ -38,7 +38,7 @@ class _Entry:
         )
 
 
-class Report:
+class RepeatReport:
     """All runs held against the first, fit by fit.
 
     Args:
@@ -54,7 +54,7 @@ class Report:
         self._fits = len(names)
         first = runs[0].fits
         self._entries = [
-            _Entry(
+            _FitOutcome(
                 run=number,
                 fit=names.index(name) + 1,
                 ledger=ledger,
@@ -98,7 +98,7 @@ class Report:
                 if entry.run == runs and entry.comparison is not None
                 for rank in entry.comparison.ranks
             )
-            print(f"equal: {runs} runs agree bit for bit in {counted(records, 'record')} each.")
+            print(f"equal: {runs} runs agree bit for bit in {pluralize(records, 'record')} each.")
             if self._fits == 1:
                 print(f"weights: {self._rows[-1].weights}")
             return
@@ -120,7 +120,7 @@ class Report:
         first, run = self._runs[0].fits, self._runs[number - 1].fits
         return "\n".join(
             [
-                f"Run 1 left {counted(len(first), 'ledger')}, run {number} left {len(run)}:",
+                f"Run 1 left {pluralize(len(first), 'ledger')}, run {number} left {len(run)}:",
                 f"  expected: {', '.join(first)}",
                 f"  actual:   {', '.join(run)}",
                 "Those that both have were compared.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from lightning_d9m.comparison.timeline import Growth, Step
+from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
 
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _RIGHT, _BOTTOM = 64, 12, 28
@@ -40,7 +40,7 @@ class _Axis:
         )
 
 
-def draw_timeline(ranks: Mapping[int, Growth], epochs: Mapping[int, int]) -> str:
+def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int]) -> str:
     """Draw a line for each rank: at which steps its records agree, differ, or have no counterpart.
 
     What differs is taller as well as of another colour.
@@ -62,11 +62,11 @@ def draw_timeline(ranks: Mapping[int, Growth], epochs: Mapping[int, int]) -> str
     )
 
 
-def _status(step: Step) -> str:
+def _status(step: TimelineStep) -> str:
     return "different" if step.differing else "alone" if step.alone else "equal"
 
 
-def _draw_marks(axis: _Axis, steps: Sequence[Step], top: int) -> list[str]:
+def _draw_marks(axis: _Axis, steps: Sequence[TimelineStep], top: int) -> list[str]:
     """Draw one mark for neighbours of one status; those that differ last, on top of the others."""
     marks: list[tuple[str, int, int]] = []
     for step in steps:
@@ -90,7 +90,7 @@ def _draw_marks(axis: _Axis, steps: Sequence[Step], top: int) -> list[str]:
     return drawn
 
 
-def draw_growth(title: str, growth: Growth, epochs: Mapping[int, int]) -> str:
+def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) -> str:
     """Draw the share that differs, by step; it does in one at least."""
     steps = [step for step in growth.ordered() if step.compared]
     axis = _Axis(steps[0].first, steps[-1].last, epochs)

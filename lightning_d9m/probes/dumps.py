@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.probes.trace import Moment, Place
+from lightning_d9m.probes.trace import ProbeKey, ProbePoint
 
 _INDEX = "index.jsonl"
 # The key of a dict that stands for something which is none of the plain types.
@@ -46,11 +46,11 @@ class Dump:
     def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
         self._folder = folder / f"rank-{rank}"
         self._names = tuple(names)
-        self._moment: Moment | None = None
+        self._moment: ProbePoint | None = None
         self._batch = self._folder
         self._count = 0
 
-    def save(self, moment: Moment, place: Place, content: Mapping[str, Any]) -> None:
+    def save(self, moment: ProbePoint, place: ProbeKey, content: Mapping[str, Any]) -> None:
         """Save what was met at a place, as ``{"kind", "name", "call", **content}``.
 
         Raises:
@@ -104,7 +104,7 @@ def find_batches(
     return sorted(folder.glob(f"rank-{own}/epoch-{at}.step-{step}.batch-{number}"))
 
 
-def find_dumps(folder: Path, *, step: int, place: Place, **where: int | None) -> Iterator[Path]:
+def find_dumps(folder: Path, *, step: int, place: ProbeKey, **where: int | None) -> Iterator[Path]:
     """Yield the files of a place at a global step; ``where`` is that of ``find_batches``."""
     for batch in find_batches(folder, step=step, **where):
         for entry in read_index(batch):

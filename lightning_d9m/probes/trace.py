@@ -31,11 +31,11 @@ _REMEMBERED_PLACES = 2_000_000
 _TOGETHER_SECONDS = 0.1
 
 _Met = tuple[str, str]  # kind and name
-Place = tuple[str, str, int]
+ProbeKey = tuple[str, str, int]
 Write = Callable[[Mapping[str, Json]], None]
 
 
-class Moment(NamedTuple):
+class ProbePoint(NamedTuple):
     """A batch of the training: epoch, global step when it began, and index within the epoch."""
 
     epoch: int
@@ -43,7 +43,7 @@ class Moment(NamedTuple):
     batch: int
 
 
-Save = Callable[[Moment, Place, Mapping[str, Any]], None]
+Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 
 
 class Listener(Protocol):
@@ -69,17 +69,17 @@ class Trace:
     def __init__(self) -> None:
         self.queue = DigestQueue()
         self.met: list[_Met] = []
-        self._places: list[Place] = []
+        self._places: list[ProbeKey] = []
         self._calls: dict[_Met, int] = {}
         self._goes_on = False
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ProbeKey]:
         """The places; calls are counted when this is asked for, and in most batches it is not."""
         self._count()
         return self._places
 
-    def sequence(self, start: int, stop: int) -> tuple[_Met | Place, ...]:
+    def sequence(self, start: int, stop: int) -> tuple[_Met | ProbeKey, ...]:
         """Return what the places from ``start`` up to ``stop`` follow from."""
         whole = start == 0 and not self._goes_on
         return tuple(self.met[:stop] if whole else self.places[start:stop])
@@ -130,7 +130,7 @@ class Trace:
             self._places.append((*key, call))
 
 
-class Probes:
+class ProbeCollector:
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
     Bytes are read when values are handed in; records are written in the order of batches, those of
@@ -147,12 +147,12 @@ class Probes:
         self._save = save
         self._paused = False
         self._busy = False
-        self._moment: Moment | None = None
+        self._moment: ProbePoint | None = None
         self._trace = Trace()
-        self._waiting: list[tuple[Moment, Trace]] = []
+        self._waiting: list[tuple[ProbePoint, Trace]] = []
         self._waiting_places = 0
         self._written = -math.inf  # when something was, by the monotonic clock
-        self._layouts: dict[tuple[_Met | Place, ...], int] = {}
+        self._layouts: dict[tuple[_Met | ProbeKey, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
 
@@ -175,7 +175,7 @@ class Probes:
         finally:
             self._paused = before
 
-    def begin(self, moment: Moment) -> None:
+    def begin(self, moment: ProbePoint) -> None:
         """Begin a batch; what was met before it and not ended is written first."""
         self.end()
         self._moment = moment
@@ -244,7 +244,7 @@ class Probes:
         self.catch_up()
 
     def _save_places(
-        self, places: list[Place], name: str, value: object, content: Mapping[str, Any] | None
+        self, places: list[ProbeKey], name: str, value: object, content: Mapping[str, Any] | None
     ) -> None:
         assert self._moment is not None and self._save is not None  # noqa: PT018 - told by add()
         if content is not None and places:
@@ -254,12 +254,12 @@ class Probes:
         for place, (_, leaf) in zip(places, list_leaves(value), strict=True):
             self._save(self._moment, place, {"value": leaf})
 
-    def _part(self, moment: Moment) -> None:
+    def _part(self, moment: ProbePoint) -> None:
         """Let what the batch has so far become a record of its own."""
         self._set_aside(moment)
         self._trace = self._trace.restart()
 
-    def _set_aside(self, moment: Moment) -> None:
+    def _set_aside(self, moment: ProbePoint) -> None:
         trace = self._trace
         if trace.met:
             if trace.queue.flights:
@@ -267,7 +267,7 @@ class Probes:
             self._waiting.append((moment, trace))
             self._waiting_places += len(trace.met)
 
-    def _write_waiting(self, keep: Moment | None) -> None:
+    def _write_waiting(self, keep: ProbePoint | None) -> None:
         """Write what waits, in order, up to a batch that is kept because a device has it."""
         while self._waiting:
             moment, trace = self._waiting[0]
@@ -277,7 +277,7 @@ class Probes:
             self._waiting_places -= len(trace.met)
             self._write_trace(moment, trace)
 
-    def _write_trace(self, moment: Moment, trace: Trace) -> None:
+    def _write_trace(self, moment: ProbePoint, trace: Trace) -> None:
         digests = trace.queue.fetch()
         for start in range(0, len(digests), MOST_PLACES):
             stop = start + MOST_PLACES
@@ -306,7 +306,7 @@ class Probes:
         return number
 
 
-class Difference(NamedTuple):
+class TraceDifference(NamedTuple):
     """Where two traces differ.
 
     Attributes:
@@ -316,13 +316,13 @@ class Difference(NamedTuple):
         differing: Number of places that differ.
     """
 
-    place: Place
+    place: ProbeKey
     expected: str | None
     actual: str | None
     differing: int
 
 
-def find_difference(expected: Trace, actual: Trace) -> Difference | None:
+def find_difference(expected: Trace, actual: Trace) -> TraceDifference | None:
     """Hold two traces of the same batch against each other, by place; order does not count."""
     ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
     theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
@@ -331,7 +331,7 @@ def find_difference(expected: Trace, actual: Trace) -> Difference | None:
     if not differing:
         return None
     first = differing[0]
-    return Difference(first, ours.get(first), theirs.get(first), len(differing))
+    return TraceDifference(first, ours.get(first), theirs.get(first), len(differing))
 
 
 def _digest_leaf(leaf: object) -> str:

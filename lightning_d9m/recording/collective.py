@@ -44,7 +44,7 @@ class Ranks:
             result = act()
         except Exception as error:  # noqa: BLE001 - it is raised below, when the others know
             problem = error
-        failed = self._ranks_that(problem is not None)
+        failed = self._ranks_where(problem is not None)
         if problem is not None:
             raise problem
         if failed:
@@ -54,7 +54,7 @@ class Ranks:
             )
         return result
 
-    def _ranks_that(self, fact: bool) -> list[int]:
+    def _ranks_where(self, fact: bool) -> list[int]:
         """Return the ranks on which ``fact`` is so."""
         if self.gather is None:
             return [self.rank] if fact else []

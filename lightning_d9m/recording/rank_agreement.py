@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
-from lightning_d9m.text import describe_moment, describe_names, plain
+from lightning_d9m.text import describe_moment, describe_names, escape
 
 _HALF = 8
 _NAMES = "names of the entries"
@@ -109,10 +109,10 @@ def rank_error(
     else:
         who = f"Rank {first} differs"
     if difference.names == (_NAMES,):
-        what = f"they do not list the same {plain(group)}"
+        what = f"they do not list the same {escape(group)}"
     else:
         named = describe_names(difference.names, difference.count)
-        what = f"{difference.count} of {difference.total} {plain(group)} differ, first {named}"
+        what = f"{difference.count} of {difference.total} {escape(group)} differ, first {named}"
     return DriftError(
         f"{who} from rank {expected_rank} in {describe_moment(moment, epoch, step)}: {what}.\n"
         f"  {labels[0]:<{width}} {difference.expected}\n"

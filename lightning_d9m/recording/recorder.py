@@ -174,7 +174,7 @@ class Recorder:
         reference.check_header(self._header)
         reference.check_run(facts)
         if resumed is not None:
-            reference.pass_over(resumed["epoch"])
+            reference.skip_to(resumed["epoch"])
 
     def _relative(self, resumed: Mapping[str, Json]) -> Mapping[str, Json]:
         """Name the parent as seen from this folder, so that both may be moved together."""

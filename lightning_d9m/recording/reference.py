@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.record_diff import (
-    Difference,
     FieldDifference,
+    RecordDifference,
     header_refusals,
     record_difference,
     run_refusals,
@@ -17,10 +17,10 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.keys import START, describe_record, record_key, record_place
 from lightning_d9m.ledger.records import Digests, Header, Record, RunFacts
 from lightning_d9m.text import (
-    counted,
     describe_names,
     describe_value,
-    plain,
+    escape,
+    pluralize,
 )
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ class Reference:
         self._records = _digests_of(records)
         self._next = next(self._records, None)
 
-    def pass_over(self, epoch: int) -> None:
+    def skip_to(self, epoch: int) -> None:
         """Leave out what belongs before an epoch: this run is resumed there."""
         while self._next is not None and (
             self._next.moment == "initial" or self._next.epoch < epoch
         ):
             self._next = next(self._records, None)
 
-    def check(self, actual: Digests) -> Difference | None:
+    def check(self, actual: Digests) -> RecordDifference | None:
         """Compare one record of this run with its counterpart.
 
         Returns:
@@ -142,12 +142,12 @@ class Reference:
         self._first_beyond = self._first_beyond or actual
         return None
 
-    def drift_error(self, difference: Difference) -> DriftError:
+    def drift_error(self, difference: RecordDifference) -> DriftError:
         """Build the error that says where this run left its reference."""
         headline = (
             f"This run differs from its reference in {difference.where} on rank {self.rank}: "
             f"{difference.count} of {difference.total} entries differ, first in "
-            f"{plain(difference.group)}: {_first_names(difference)}."
+            f"{escape(difference.group)}: {_first_names(difference)}."
         )
         lines = [
             headline,
@@ -155,7 +155,7 @@ class Reference:
             f"  actual:   {describe_value(difference.actual)}",
         ]
         if len(difference.by_group) > 1:
-            parts = [f"{plain(g)} {n} of {of}" for g, (n, of) in difference.by_group.items()]
+            parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_group.items()]
             lines.append(f"In all: {', '.join(parts)}.")
         lines.append(self._explain(difference))
         lines.append(f"Reference: {self._reader.path if self._reader else self.path}")
@@ -182,18 +182,18 @@ class Reference:
         self.close()
         parts = []
         if self.beyond and self._first_beyond is not None:
-            records = counted(self.beyond, "record")
+            records = pluralize(self.beyond, "record")
             parts.append(
                 f"{records} of this run, from {describe_record(self._first_beyond)} on, had no "
                 "counterpart there and went unchecked"
             )
         if left:
-            parts.append(f"{counted(left, 'record')} there had no counterpart in this run")
+            parts.append(f"{pluralize(left, 'record')} there had no counterpart in this run")
         if self._reader is not None and not self._reader.complete:
             parts.append("that run was itself ended before it could finish its ledger")
         if not parts:
             return None
-        checked = f"Held against {self.path}: {counted(self.checked, 'record')}"
+        checked = f"Held against {self.path}: {pluralize(self.checked, 'record')}"
         return f"{checked}; {'; '.join(parts)}."
 
     def close(self) -> None:
@@ -205,10 +205,10 @@ class Reference:
         if not refusals:
             return
         first = refusals[0]
-        others = f" Also different: {', '.join(plain(r.field) for r in refusals[1:])}."
+        others = f" Also different: {', '.join(escape(r.field) for r in refusals[1:])}."
         raise ReferenceRefusedError(
-            f"The reference {self.path} comes from another experiment: its {plain(first.field)} "
-            f"differs.\n  expected: {plain(first.expected)}\n  actual:   {plain(first.actual)}\n"
+            f"The reference {self.path} comes from another experiment: its {escape(first.field)} "
+            f"differs.\n  expected: {escape(first.expected)}\n  actual:   {escape(first.actual)}\n"
             f"{first.reason}{others if refusals[1:] else ''} Run as the reference was run, or name "
             "a reference that was run as this is.",
             field=first.field,
@@ -227,7 +227,7 @@ class Reference:
             actual=lacking,
         )
 
-    def _explain(self, difference: Difference) -> str:
+    def _explain(self, difference: RecordDifference) -> str:
         if difference.moment == "initial":
             return (
                 "They differed before the first step, so no training caused it. Seed before the "
@@ -248,7 +248,7 @@ def _digests_of(records: Iterator[Record]) -> Iterator[Digests]:
     return (record for record in records if isinstance(record, Digests))
 
 
-def _first_names(difference: Difference) -> str:
+def _first_names(difference: RecordDifference) -> str:
     count = difference.by_group.get(difference.group, (difference.count, 0))[0]
     if difference.names == ("(total)",):
         return "the digest of the group"

@@ -14,7 +14,7 @@ from lightning_d9m.cli.doctor import format_finding
 from lightning_d9m.cli.main import main
 from lightning_d9m.control import doctor
 from lightning_d9m.control import environment as variables
-from lightning_d9m.control.doctor import Finding
+from lightning_d9m.control.doctor import CheckResult
 from lightning_d9m.horovod import doctor as horovod_doctor
 from lightning_d9m.horovod.environment import PINNED
 
@@ -91,7 +91,7 @@ def test_a_variable_that_allows_nondeterminism_is_found(
 @pytest.mark.parametrize("name", [*doctor._VARIABLES, "NCCL_ALGO"])
 @pytest.mark.parametrize("value", ["", "0", "1", ":16:8", "NVLS"])
 def test_the_doctor_and_a_session_agree(healthy, report, monkeypatch, name, value):
-    monkeypatch.setattr(variables, "_state", variables._State())
+    monkeypatch.setattr(variables, "_state", variables._VariableState())
     monkeypatch.setenv(name, value)
     try:
         early = variables.EarlyVariables()
@@ -229,7 +229,7 @@ def test_the_hash_seed_counts_as_python_was_started(healthy, seed, status):
 
 
 def test_lines_fit_80_columns():
-    finding = Finding("a name", "problem", "value " * 30, "reason " * 30, "fix " * 30)
+    finding = CheckResult("a name", "problem", "value " * 30, "reason " * 30, "fix " * 30)
     lines = list(format_finding(finding))
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("problem  a name: value")

@@ -41,8 +41,8 @@ def test_a_strategy_that_shards_is_not_replayed():
 def asked(monkeypatch):
     """Ask for a deterministic run, in a process in which none has begun."""
     monkeypatch.setenv("LIGHTNING_D9M", "1")
-    monkeypatch.setattr(entry_points._State, "started", False)
-    monkeypatch.setattr(entry_points._State, "problem", None)
+    monkeypatch.setattr(entry_points._AutoloadState, "started", False)
+    monkeypatch.setattr(entry_points._AutoloadState, "problem", None)
     return entry_points.make_lightning_callbacks
 
 
@@ -52,6 +52,6 @@ def test_a_variable_that_was_set_after_torch_was_imported(asked):
 
 
 def test_a_problem_of_the_start_stops_the_trainer(asked, monkeypatch):
-    monkeypatch.setattr(entry_points._State, "problem", ValueError())
+    monkeypatch.setattr(entry_points._AutoloadState, "problem", ValueError())
     with pytest.raises(SettingError, match=r"cannot be obeyed: ValueError: no reason is given\."):
         asked()

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_d9m.cli.report import add_arguments, run
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.timeline import MAX_STEPS, Course, Growth
+from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
@@ -252,7 +252,7 @@ def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
     """Where there is no room for all modules and moments."""
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MODULES", 2)
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MOMENTS", 3)
-    course = Course()
+    course = Timeline()
     names = [f"layers.{number}" for number in range(9)]
     one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
     compare_ledgers(read_ledger(one), read_ledger(other), watch=course.watch)
@@ -381,7 +381,7 @@ def test_what_is_no_ledger(tmp_path):
 
 def test_many_steps_are_merged():
     """Nothing that was counted is lost."""
-    growth = Growth()
+    growth = StepHistogram()
     for step in range(10 * MAX_STEPS):
         growth.add(step, 3, step % 2)
     steps = growth.ordered()
@@ -393,7 +393,7 @@ def test_many_steps_are_merged():
 
 def test_an_empty_course_is_drawn():
     """Two runs that were killed before their first digest."""
-    assert Course().places.ordered() == []
+    assert Timeline().places.ordered() == []
 
 
 def browse(tmp_path, text, *options):

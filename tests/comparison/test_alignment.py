@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.comparison import probe_diff as batches_module
 from lightning_d9m.comparison.causes import first_divergences as earliest
 from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger import probe_batch
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
+from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.records import Header
 from lightning_d9m.ledger.writer import LedgerWriter
 
@@ -293,7 +293,7 @@ def test_fields_of_a_later_version_are_evidence(runs):
 
 def test_large_batches_are_compared_in_parts(runs, monkeypatch):
     """Each place still finds its counterpart where the order is the same."""
-    monkeypatch.setattr(batches_module, "MOST_PLACES", 3)
+    monkeypatch.setattr(probe_batch, "MOST_PLACES", 3)
     monkeypatch.setattr("lightning_d9m.comparison.cursor.MOST_PLACES", 3)
     one = runs.write(edit=traced(range(3), part=2))
     other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
@@ -419,7 +419,7 @@ def rewrite(folder, edit):
     for number, record in enumerate(records):
         record.pop("check")
         body = json.dumps(changes.get(number, record), separators=(",", ":")).encode()
-        line, check = seal_record(body, check)
+        line, check = chain_record(body, check)
         lines.append(line)
     path.write_bytes(b"".join(lines))
     return folder

@@ -100,7 +100,7 @@ def test_what_is_malformed_is_found_on_the_short_way(runs):
             b'"loss":"0x1.', b'"loss":"0x1.' + digit, 1
         )
         check = lines[4][-len(b'0123456789abcdef"}\n') :][:16]
-        lines[5], check = reader.seal_record(broken + b"}", check)
+        lines[5], check = reader.chain_record(broken + b"}", check)
         path.write_bytes(b"".join(lines[:6]))
     with pytest.raises(LedgerError, match="is not JSON"):
         compare_ledgers(read_ledger(one), read_ledger(other))

@@ -47,7 +47,7 @@ def epochs(loader, *, count=2, seed=1, fit=0, rank=0, per_sample=False, stage="t
     """Return what a loader gives in each epoch, under a control of its own."""
     control = LoaderControl(seed, fit=fit, rank=rank, per_sample_rng=per_sample)
     try:
-        assert control.take_over(loader, stage) is loader
+        assert control.wrap_loader(loader, stage) is loader
         found = []
         for epoch in range(start, start + count):
             control.start_epoch(stage, epoch)

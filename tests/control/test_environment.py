@@ -29,7 +29,7 @@ def fresh_process(monkeypatch):
     """Let the process begin with no variable set and no library started."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "_state", environment._State())
+    monkeypatch.setattr(environment, "_state", environment._VariableState())
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def test_everything_of_the_users_is_put_back(words, per_sample):
     loader = make(**words)
     before = snapshot(loader)
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     control.start_epoch("train", 0)
     assert snapshot(loader) != before
     control.release()
@@ -46,9 +46,9 @@ def test_one_loader_for_training_and_validation_serves_both(words, per_sample):
         loader = make(**words)
         before = snapshot(loader)
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
-        validate = control.take_over(loader, "validate")
-        train = control.take_over(loader, "train")
-        assert control.take_over(train, "train") is train
+        validate = control.wrap_loader(loader, "validate")
+        train = control.wrap_loader(loader, "train")
+        assert control.wrap_loader(train, "train") is train
         drawn = []
         for epoch in range(2):
             control.start_epoch("train", epoch)
@@ -70,7 +70,7 @@ def test_two_loaders_may_hold_one_sampler():
         sampler = RandomSampler(range(SIZE))
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
         train, validate = (
-            control.take_over(make(shuffle=False, sampler=sampler), stage)
+            control.wrap_loader(make(shuffle=False, sampler=sampler), stage)
             for stage in ("train", "validate")
         )
         drawn = []
@@ -89,7 +89,7 @@ def test_two_loaders_may_hold_one_sampler():
 
 def test_loaders_of_one_stage_draw_different_orders():
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    first, second = control.take_over([make(), make()], "train")
+    first, second = control.wrap_loader([make(), make()], "train")
     control.start_epoch("train", 0)
     assert order([rows(first)]) != order([rows(second)])
     control.release()
@@ -100,14 +100,16 @@ def test_loaders_in_containers_are_taken_over(container):
     from lightning.pytorch.utilities import CombinedLoader
 
     loaders = container([make(), [make(), range(3)]])
-    assert LoaderControl(1, fit=0, rank=0, per_sample_rng=False).take_over(loaders, "t") is loaders
+    assert (
+        LoaderControl(1, fit=0, rank=0, per_sample_rng=False).wrap_loader(loaders, "t") is loaders
+    )
     assert type(loaders[0].generator) is torch.Generator
     assert type(loaders[1][0].generator) is torch.Generator
     combined = CombinedLoader(loaders)
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
     flattened = list(combined.flattened)
-    assert control.take_over(combined, "validate") is combined
-    assert control.take_over(combined, "train") is combined  # which takes copies
+    assert control.wrap_loader(combined, "validate") is combined
+    assert control.wrap_loader(combined, "train") is combined  # which takes copies
     assert combined.flattened[0] is not flattened[0]
     control.release()
     assert all(new is old for new, old in zip(combined.flattened, flattened, strict=True))
@@ -121,7 +123,7 @@ def test_a_loader_that_is_made_anew_every_epoch_is_not_kept_alive():
         dataset = Draws()
         loader = make(dataset)
         seen.add(dataset)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         control.start_epoch("train", epoch)
         found.append(rows(loader))
         del loader, dataset
@@ -138,10 +140,10 @@ def test_a_loader_that_is_handed_over_again_starts_its_epoch_anew():
     """As for the training that follows a search for the learning rate."""
     loader = make()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     control.start_epoch("train", 0)
     first = rows(loader)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     control.start_epoch("train", 0)
     assert order([rows(loader)]) == order([first])
     control.release()
@@ -171,7 +173,7 @@ class Quack:
 @pytest.mark.parametrize("other", [[1, 2, 3], range(4), SequentialSampler(range(3)), Quack()])
 def test_what_is_no_dataloader_is_left_alone(other):
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    assert control.take_over(other, "train") is other
+    assert control.wrap_loader(other, "train") is other
     control.start_epoch("train", 0)
     control.release()
 
@@ -180,7 +182,7 @@ def test_an_epoch_that_was_started_is_not_started_again():
     """Lightning makes the first iterator before it announces the first epoch."""
     loader = make()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     control.start_epoch("train", 0)
     iterator = iter(loader)
     first = next(iterator)

@@ -64,7 +64,7 @@ LOADERS = {
 def take(loader, *, skip=0, epoch=1, noise=0, per_sample=False):
     """Return the batches of an epoch that follow the first ``skip``."""
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     if skip:
         control.resume_epoch("train", epoch, batches=skip, cycled=bool)
     control.start_epoch("train", epoch)
@@ -109,7 +109,7 @@ def test_the_epochs_after_a_resumed_one_are_whole():
     def found(resumed):
         loader = make(**WORKERS[1])
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         if resumed:
             control.resume_epoch("train", 1, batches=2, cycled=bool)
         drawn = []
@@ -131,7 +131,7 @@ def test_a_loader_that_is_cycled_goes_on_in_the_right_round(skip, words):
     def found(consumed):
         loader = make(**words)
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         control.resume_epoch("train", 0, batches=consumed, cycled=lambda: True)
         control.start_epoch("train", 0)
         rounds = [repr(batch) for _ in range(3) for batch in loader]
@@ -247,7 +247,7 @@ class Sized(Stream):
 def test_what_cannot_go_on_exactly_is_told(loader, problem):
     loader = loader()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     found = find_position_problem(loader)
     control.release()
     assert (found is None) == (problem is None)

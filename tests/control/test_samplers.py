@@ -60,7 +60,7 @@ class TestOrder:
     def test_leaves_the_generators_of_the_training_alone(self, sampler):
         loader = self.loader(sampler)
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         control.start_epoch("train", 0)
         state = capture_rng()
         expected = torch.rand(3), random.random()
@@ -175,7 +175,7 @@ def test_a_generator_that_is_not_torchs_or_cannot_be_set_is_left_alone(own):
     sampler.own = own
     loader = make(shuffle=False, sampler=sampler)
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     control.start_epoch("train", 0)
     assert sampler.generator is own
     control.release()

@@ -109,7 +109,7 @@ def test_an_epoch_that_was_cut_short_leaves_nothing_to_the_next():
     def found(workers):
         loader = make(Draws(), prefetch_factor=2, **workers)
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         batches = []
         for epoch in range(3):
             control.start_epoch("train", epoch)
@@ -129,7 +129,7 @@ def test_a_loader_that_is_iterated_again_within_an_epoch_draws_anew(workers):
     def found():
         loader = make(shuffle=False, **workers)
         control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-        control.take_over(loader, "train")
+        control.wrap_loader(loader, "train")
         control.start_epoch("train", 0)
         twice = rows(loader), rows(loader)
         control.release()
@@ -160,7 +160,7 @@ def cut(worker):
 def test_a_worker_function_that_sets_attributes_reaches_the_users_dataset(workers):
     loader = DataLoader(Shard(), worker_init_fn=cut, **workers)
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     for epoch in range(2):
         control.start_epoch("train", epoch)
         assert sorted(map(int, loader)) == list(range(SIZE))
@@ -206,7 +206,7 @@ def test_the_stand_in_answers_for_the_users_dataset():
     dataset.classes = ["a", "b"]
     loader = make(dataset)
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     assert loader.dataset.classes == ["a", "b"]
     assert len(loader.dataset) == SIZE
     assert not hasattr(loader.dataset, "no_such_thing")
@@ -216,7 +216,7 @@ def test_the_stand_in_answers_for_the_users_dataset():
 def test_the_stand_in_passes_for_the_users_dataset():
     loader = make()
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    control.take_over(loader, "train")
+    control.wrap_loader(loader, "train")
     assert isinstance(loader.dataset, Draws)
     loader.dataset.size = 3
     assert loader.dataset.size == 3
@@ -269,7 +269,7 @@ def test_loading_leaves_what_training_draws_alone(dataset):
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
-    loader = control.take_over(DataLoader(dataset, shuffle=True), "train")
+    loader = control.wrap_loader(DataLoader(dataset, shuffle=True), "train")
     found = []
     try:
         for batches in (0, 3):

@@ -160,7 +160,7 @@ def reduce_a_sparse_gradient(g):
 def read_a_malformed_line(g):
     path = g.ledger("fit-000") / "rank-0.jsonl"
     header = path.read_bytes()
-    line, _ = g.module.seal_record(b'{"kind":"digests"}', json.loads(header)["check"].encode())
+    line, _ = g.module.chain_record(b'{"kind":"digests"}', json.loads(header)["check"].encode())
     path.write_bytes(header + line)
     with g.module.RankReader(path) as reader:
         list(reader.records())
@@ -218,14 +218,18 @@ CASES = [
         "cannot be made:",
     ),
     ("cli.repeat", repeat_what_fails, "In "),
-    ("cli.repeat", lambda g: g.module.make_output(g.folder), "exists already, and nothing is"),
-    ("cli.repeat", use_full_folder, "d9m-runs holds 1000 repetitions already."),
     (
-        "cli.repeat",
+        "launch.output_folder",
+        lambda g: g.module.make_output(g.folder),
+        "exists already, and nothing is",
+    ),
+    ("launch.output_folder", use_full_folder, "d9m-runs holds 1000 repetitions already."),
+    (
+        "launch.output_folder",
         lambda g: (g.refuse(Path, "mkdir", ABSENT), g.module.make_output(g.folder / "new")),
         "Give another with --output.",
     ),
-    ("cli.repeat", lambda g: g.module.make_output(g.file() / "new"), "cannot be made:"),
+    ("launch.output_folder", lambda g: g.module.make_output(g.file() / "new"), "cannot be made:"),
     ("cli.repeat", asks("_check", runs=1), "; allowed:"),
     ("cli.repeat", asks("_check", timeout=0), "allowed: more than 0 seconds."),
     (
@@ -361,8 +365,8 @@ CASES = [
         lambda g: list(read_ledger(g.ledger("fit-000")).records(3)),
         "has no file of rank",
     ),
-    ("ledger.folder", write_nonsense, "is malformed:"),
-    ("ledger.folder", lambda g: LedgerWriter(g.folder), "cannot be made:"),
+    ("ledger.writer", write_nonsense, "is malformed:"),
+    ("ledger.writer", lambda g: LedgerWriter(g.folder), "cannot be made:"),
     (
         "ledger.folder",
         lambda g: (g.refuse(Path, "iterdir", NOTHING), read_ledger(g.folder)),

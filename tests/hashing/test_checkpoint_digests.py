@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from lightning_d9m.hashing.checkpoint_digests import check_seal, make_seal
+from lightning_d9m.hashing.checkpoint_digests import check_manifest, make_manifest
 
 
 def content():
@@ -20,19 +20,19 @@ def content():
 def seal():
     """Return a seal as a checkpoint gives it back."""
     buffer = io.BytesIO()
-    torch.save(make_seal(content()), buffer)
+    torch.save(make_manifest(content()), buffer)
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
 
 
 def test_equal_content_fits(seal):
-    assert not check_seal(content(), seal)
+    assert not check_manifest(content(), seal)
     assert seal["tensors"].shape == (3, 16)
 
 
 def test_a_changed_tensor_is_named(seal):
     changed = content()
     changed["state_dict"]["a"].view(torch.int32)[2] ^= 1
-    assert check_seal(changed, seal).changed == ("state_dict.a",)
+    assert check_manifest(changed, seal).changed == ("state_dict.a",)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +41,20 @@ def test_a_changed_tensor_is_named(seal):
 def test_another_dtype_or_shape_is_a_change(seal, change):
     changed = content()
     changed["state_dict"]["b"] = change(changed["state_dict"]["b"])
-    assert check_seal(changed, seal).changed == ("state_dict.b",)
+    assert check_manifest(changed, seal).changed == ("state_dict.b",)
 
 
 def test_swapped_tensors_are_named(seal):
     changed = content()
     weights = changed["state_dict"]
     weights["a"], weights["b"] = weights["b"], weights["a"]
-    assert check_seal(changed, seal).changed == ("state_dict.a", "state_dict.b")
+    assert check_manifest(changed, seal).changed == ("state_dict.a", "state_dict.b")
 
 
 def test_missing_and_added_tensors_are_told(seal):
     changed = content()
     changed["state_dict"]["c"] = changed["state_dict"].pop("a")
-    damage = check_seal(changed, seal)
+    damage = check_manifest(changed, seal)
     assert (damage.added, damage.missing, damage.changed) == (("state_dict.c",), 1, ())
 
 
@@ -62,4 +62,4 @@ def test_missing_and_added_tensors_are_told(seal):
 def test_another_number_is_told(seal, value):
     changed = content()
     changed["states"][0]["lr"] = value
-    assert check_seal(changed, seal).values
+    assert check_manifest(changed, seal).values

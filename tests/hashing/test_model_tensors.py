@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.model_tensors import Roster, Standing
+from lightning_d9m.hashing.model_tensors import ModelTensors, Standing
 from lightning_d9m.hashing.pending import DigestQueue
 
 
@@ -89,7 +89,7 @@ def test_memory_that_was_freed_is_an_error():
 def test_a_roster_has_what_a_torchscript_module_has():
     """Its tables are no dicts, so they cannot be watched."""
     model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
-    roster = Roster(model)
+    roster = ModelTensors(model)
     assert list(roster.parameters) == ["0.weight", "0.bias"]
     assert list(roster.buffers) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
     model[0].weight = nn.Parameter(torch.zeros(2))
@@ -143,7 +143,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_roster_has_what_the_model_has(change):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    roster = Roster(model, lambda _: True)
+    roster = ModelTensors(model, lambda _: True)
     before = (roster.parameters, roster.buffers)
     assert before[0] is roster.parameters
     assert before[1] is roster.buffers
@@ -160,6 +160,6 @@ def test_a_roster_has_what_the_model_has(change):
 
 def test_a_roster_selects_by_name_and_names_all():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    roster = Roster(model, lambda name: name.startswith("1."))
+    roster = ModelTensors(model, lambda name: name.startswith("1."))
     assert list(roster.parameters) == ["1.weight", "1.bias"]
     assert len(roster.names) == 4

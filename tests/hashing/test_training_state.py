@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_d9m.hashing.model_tensors import Roster
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.training_state import describe_model, replicated_names, take_snapshot
 
 
@@ -147,7 +147,7 @@ def test_where_tensors_lay_before_changes_no_digest():
     """Across steps, a state that is loaded, memory that is taken anew, and a cast."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters())
-    roster = Roster(model)
+    roster = ModelTensors(model)
     seen = []
 
     def check():

@@ -71,9 +71,9 @@ def buckets(size, wire):
 
 
 if mode == "ours":
-    from lightning_d9m.horovod.communicator import Wire
+    from lightning_d9m.horovod.communicator import Communicator
 
-    wire, result = Wire(hvd), {}
+    wire, result = Communicator(hvd), {}
     for transport in ("horovod", "torch"):
         if transport == "torch":
             wire.connect(limit_seconds=60)

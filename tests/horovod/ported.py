@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_d9m.horovod.communicator import Wire
+from lightning_d9m.horovod.communicator import Communicator
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
@@ -27,7 +27,7 @@ class PortedStrategy(HorovodDeterministicStrategy):
         hvd.init()
         self.cluster_environment.adopt(hvd)
         self.set_world_ranks()
-        self._wire = Wire(hvd)
+        self._wire = Communicator(hvd)
         ParallelStrategy.setup_environment(self)
 
     def setup(self, trainer):

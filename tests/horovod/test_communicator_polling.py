@@ -9,9 +9,9 @@ import torch
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 from lightning_d9m.horovod import communicator as wire_module
-from lightning_d9m.horovod.communicator import Claim, Wire
+from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
 
-BACKWARD, BARRIER = Claim("the backward pass"), Claim("the barrier 'x'")
+BACKWARD, BARRIER = CollectiveIntent("the backward pass"), CollectiveIntent("the barrier 'x'")
 
 
 class Hall:
@@ -55,7 +55,7 @@ class Pending:
 class Transport:
     """One rank's door to the hall."""
 
-    is_patient = True
+    supports_unbounded_wait = True
 
     def __init__(self, hall, rank):
         self.hall, self.rank, self.calls = hall, rank, {}
@@ -106,7 +106,7 @@ def ranks(monkeypatch):
                 size=lambda: len(functions),
                 is_initialized=lambda: True,
             )
-            wires.append(Wire(module, grace=60.0))
+            wires.append(Communicator(module, grace=60.0))
             wires[-1]._transport = Transport(hall, rank)
 
         def attempt(function, wire):

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
 from lightning_d9m.horovod import malloc, sync_batchnorm
-from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, Layout, read_layout
+from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_layout
 from lightning_d9m.horovod.environment import PINNED, check_ranks, describe_rank, switch_on
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
@@ -107,10 +107,10 @@ def test_ranks_that_differ_are_named_with_the_field():
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, Layout(0, 1, 0, 0)),
+        ({}, RankInfo(0, 1, 0, 0)),
         (
             {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"},
-            Layout(3, 4, 1, 0),
+            RankInfo(3, 4, 1, 0),
         ),
         (
             {
@@ -118,9 +118,9 @@ def test_ranks_that_differ_are_named_with_the_field():
                 "OMPI_COMM_WORLD_SIZE": "8",
                 "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             },
-            Layout(5, 8, 1, 0),
+            RankInfo(5, 8, 1, 0),
         ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Layout(1, 2, 0, 0)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, RankInfo(1, 2, 0, 0)),
     ],
 )
 def test_layout_is_read_from_the_launcher(variables, expected):
@@ -200,13 +200,13 @@ def test_a_users_choice_of_allocation_stays(monkeypatch, name, value):
     calls = []
     library = SimpleNamespace(mallopt=lambda *call: calls.append(call) or 1)
     monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: library)
-    assert malloc.keep_freed_memory()
+    assert malloc.disable_malloc_trim()
     assert calls == [(-1, 2**28), (-3, 2**25)]
     monkeypatch.setenv(name, value)
-    assert not malloc.keep_freed_memory()
+    assert not malloc.disable_malloc_trim()
     monkeypatch.delenv(name)
     monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: SimpleNamespace())
-    assert not malloc.keep_freed_memory()
+    assert not malloc.disable_malloc_trim()
     assert len(calls) == 2
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_d9m.cli import install_horovod
 from lightning_d9m.errors import CommandError, RanksDisagreeError, SettingError
-from lightning_d9m.horovod.communicator import Claim, Wire
+from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
 from lightning_d9m.horovod.environment import import_horovod
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
@@ -67,9 +67,11 @@ def make_wire(monkeypatch):
     """Make the wire of two ranks; what the other one says is said here."""
 
     def make(*, agree):
-        wire = Wire(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+        wire = Communicator(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
         monkeypatch.setattr(wire, "_is_common", lambda *_: agree)
-        monkeypatch.setattr(wire, "gather_objects", lambda claim: [claim, Claim("the end")])
+        monkeypatch.setattr(
+            wire, "gather_objects", lambda claim: [claim, CollectiveIntent("the end")]
+        )
         return wire
 
     return make
@@ -78,7 +80,7 @@ def make_wire(monkeypatch):
 def test_ranks_that_do_different_things(make_wire):
     wire = make_wire(agree=False)
     with pytest.raises(RanksDisagreeError, match="rank 0: a barrier\n  rank 1: the end"):
-        wire.agree(Claim("a barrier"))
+        wire.agree(CollectiveIntent("a barrier"))
 
 
 def test_ranks_that_end_together_exchange_no_more(make_wire):

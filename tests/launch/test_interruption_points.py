@@ -5,12 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.launch.interruption_points import EpochShape, Place, choose_places, parse_place
+from lightning_d9m.launch.interruption_points import (
+    EpochShape,
+    InterruptionPoint,
+    choose_places,
+    parse_place,
+)
 
 whole = st.integers(0, 10**6)
 places = st.one_of(
-    st.builds(Place, st.sampled_from(["epoch", "validated"]), whole, st.just(0), whole),
-    st.builds(Place, st.sampled_from(["batch", "validation"]), whole, st.integers(1, 99), whole),
+    st.builds(InterruptionPoint, st.sampled_from(["epoch", "validated"]), whole, st.just(0), whole),
+    st.builds(
+        InterruptionPoint,
+        st.sampled_from(["batch", "validation"]),
+        whole,
+        st.integers(1, 99),
+        whole,
+    ),
 )
 
 

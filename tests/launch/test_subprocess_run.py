@@ -133,7 +133,7 @@ def test_adoption_ends_with_the_command(watch):
 WATCHER = """
 import os, signal, sys
 from pathlib import Path
-from lightning_d9m.adapters import process
+from lightning_d9m.launch import subprocess_run as process
 # Whoever runs the tests in the background may have them ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -11,7 +11,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger import reader as rank_file
 from lightning_d9m.ledger.encoding import encode_record
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.hash_chain import CHAIN_START, seal_record
+from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, Opaque, RunFacts
 from lightning_d9m.ledger.writer import LedgerWriter
 
@@ -20,7 +20,7 @@ def seal(lines):
     """Return a file with a valid chain over JSON texts that need not be records."""
     data, check = b"", CHAIN_START
     for body in lines:
-        line, check = seal_record(body, check)
+        line, check = chain_record(body, check)
         data += line
     return data
 

@@ -8,7 +8,6 @@ import pytest
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
 
 
@@ -26,14 +25,6 @@ def forgotten_callbacks_collected() -> Iterator[None]:
     """Collect them within the test that forgot them, not in a later one."""
     yield
     gc.collect()
-
-
-@pytest.fixture
-def new_process(monkeypatch):
-    """Let each fit count as the first of its process, as it would in a run of its own."""
-    start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
-    start()
-    return start
 
 
 @pytest.fixture

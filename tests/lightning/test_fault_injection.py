@@ -32,7 +32,7 @@ def steered(fit, tmp_path, monkeypatch):
     """Return a function that trains 2 epochs of 6 batches as the first fit of a process."""
 
     def train(*, interrupt="", resume="", **words):
-        monkeypatch.setattr(fault_injection._State, "fits", 0)
+        monkeypatch.setattr(fault_injection._FaultState, "fits", 0)
         monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
         monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "steered"))
         monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
@@ -103,7 +103,7 @@ def test_only_the_first_fit_of_a_process_is_steered(steered, fit):
 
 def test_an_evaluation_is_not_steered(steered, fit, monkeypatch):
     steered()
-    monkeypatch.setattr(fault_injection._State, "fits", 0)
+    monkeypatch.setattr(fault_injection._FaultState, "fits", 0)
     monkeypatch.setenv("LIGHTNING_D9M_RESUME", "no-such-file")
     fit.trainer.validate(fit.trainer.lightning_module, make_loader(shuffle=False), verbose=False)
 
@@ -113,6 +113,8 @@ def test_misuse_is_named(steered, monkeypatch):
         steered(resume="no-such-file")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_INTERRUPT is 'soon'; allowed"):
         steered(interrupt="soon")
-    monkeypatch.setattr(fault_injection._State, "fits", 0)
+    monkeypatch.setattr(fault_injection._FaultState, "fits", 0)
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
-        fault_injection.steer(None, "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"})
+        fault_injection.apply_interrupt_variables(
+            None, "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
+        )

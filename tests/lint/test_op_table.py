@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_d9m.lint.checks.op_conditions import Spelled
+from lightning_d9m.lint.checks.op_conditions import CallSite
 from lightning_d9m.lint.checks.op_table import FUNCTIONS, METHODS, explain, rule_of
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 
@@ -60,7 +60,7 @@ def spell_all():
     for conditions in [*FUNCTIONS.values(), *((condition,) for condition in METHODS.values())]:
         for condition in conditions:
             try:
-                verdict = condition(Spelled(None, (), owned=True))
+                verdict = condition(CallSite(None, (), owned=True))
             except AttributeError:
                 continue
             names.add(verdict[0])

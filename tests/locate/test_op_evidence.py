@@ -9,7 +9,7 @@ import torch
 from lightning_d9m.locate.op_evidence import examine_op, measure_saved
 from lightning_d9m.output.locate_text import describe_op
 from lightning_d9m.probes.dumps import Dump, keep
-from lightning_d9m.probes.trace import Moment
+from lightning_d9m.probes.trace import ProbePoint
 
 PLACE = ("op", "layers.0::aten.mm.default", 1)
 FOUND = SimpleNamespace(
@@ -27,7 +27,7 @@ def dumped(tmp_path):
             folders.append(tmp_path / str(number))
             content = {"op": op, "args": keep([one, other]), "kwargs": {}}
             content |= {"outputs": keep([product]), "source": "train.py:7 in forward: a @ b"}
-            Dump(folders[-1], 0).save(Moment(0, 4, 4), PLACE, content)
+            Dump(folders[-1], 0).save(ProbePoint(0, 4, 4), PLACE, content)
         return examine_op(FOUND, folders)
 
     return dump
@@ -84,7 +84,7 @@ def test_draws_from_another_state_are_told_and_confirmed(tmp_path):
     place = ("op", "layers.0::aten.rand.generator", 0)
     for seed in (0, 1):
         content = draw(torch.Generator().manual_seed(seed))
-        Dump(tmp_path / str(seed), 0).save(Moment(0, 4, 4), place, content)
+        Dump(tmp_path / str(seed), 0).save(ProbePoint(0, 4, 4), place, content)
     where = SimpleNamespace(**vars(FOUND) | {"name": place[1], "call": 0})
     found = examine_op(where, [tmp_path / "0", tmp_path / "1"])
     assert (found.inputs_equal, found.generator_equal, found.outcomes) == (True, False, 1)
@@ -113,8 +113,8 @@ def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, o
     """A setting of an optimizer has no place of its own where a ledger has the whole group."""
     for number, value in enumerate((one, other)):
         dump = Dump(tmp_path / str(number), 0)
-        dump.save(Moment(0, 4, 4), (kind, "elsewhere", 0), {"value": number})
-        dump.save(Moment(0, 4, 4), (kind, name, 0), {"value": value})
+        dump.save(ProbePoint(0, 4, 4), (kind, "elsewhere", 0), {"value": number})
+        dump.save(ProbePoint(0, 4, 4), (kind, name, 0), {"value": value})
     own = name if moment == "batch" else name.partition(":")[0]
     where = SimpleNamespace(**vars(FOUND) | {"name": own, "moment": moment, "call": 0})
     found = measure_saved(where, kind, [tmp_path / "0", tmp_path / "1"])
@@ -124,6 +124,6 @@ def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, o
 def test_values_without_a_distance_have_none(tmp_path):
     for number, value in enumerate(("a", "b")):
         content = {"value": value}
-        Dump(tmp_path / str(number), 0).save(Moment(0, 4, 4), ("monitor", "x", 0), content)
+        Dump(tmp_path / str(number), 0).save(ProbePoint(0, 4, 4), ("monitor", "x", 0), content)
     where = SimpleNamespace(**vars(FOUND) | {"name": "x", "moment": "batch", "call": 0})
     assert measure_saved(where, "monitor", [tmp_path / "0", tmp_path / "1"]) is None

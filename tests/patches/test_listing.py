@@ -68,7 +68,7 @@ def test_unknown_names_are_misuse() -> None:
 def test_the_command_loads_no_torch() -> None:
     """Listing the ops answers at once."""
     code = (
-        "import sys; from lightning_d9m.adapters import ops; from argparse import Namespace;"
+        "import sys; from lightning_d9m.cli import ops; from argparse import Namespace;"
         "ops.run(Namespace(name=None, json=True, markdown=False));"
         "assert 'torch' not in sys.modules"
     )

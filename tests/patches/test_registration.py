@@ -62,7 +62,11 @@ def test_every_kernel_is_restored_after_an_error_too(key: str) -> None:
 def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement that cannot be loaded takes the others back with it."""
     before = dump_kernels()
-    broken = dataclasses.replace(OPS[0], kernels={"put_": "placement:absent"}, status="patched")
+    broken = dataclasses.replace(
+        OPS[0],
+        kernels={"put_": "lightning_d9m.patches.kernels.put_unpool:absent"},
+        status="patched",
+    )
     monkeypatch.setattr(registration, "select_ops", lambda *_: (*OPS, broken))
     with pytest.raises(AttributeError, match="absent"), patches_applied("CPU"):
         pytest.fail("the body ran")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.probes.dumps import Dump, find_dumps, keep, read_dump, replay_op, revive
-from lightning_d9m.probes.trace import Moment
+from lightning_d9m.probes.trace import ProbePoint
 
-MOMENT = Moment(0, 3, 5)
+MOMENT = ProbePoint(0, 3, 5)
 
 
 def save(folder, place, content):

@@ -15,7 +15,13 @@ from lightning_d9m.hashing.digest import digest, digest_many, digest_value
 from lightning_d9m.hashing.leaves import list_leaves
 from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.probes.monitor import monitor, monitors_heard
-from lightning_d9m.probes.trace import MOST_PLACES, Moment, Probes, Trace, find_difference
+from lightning_d9m.probes.trace import (
+    MOST_PLACES,
+    ProbeCollector,
+    ProbePoint,
+    Trace,
+    find_difference,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
 
@@ -29,9 +35,9 @@ class Sample:
 def write_batches(*batches):
     """Return the records of batches, each a list of (kind, name, value)."""
     records = []
-    probes = Probes(records.append)
+    probes = ProbeCollector(records.append)
     for number, values in enumerate(batches):
-        probes.begin(Moment(0, number, number))
+        probes.begin(ProbePoint(0, number, number))
         for kind, name, value in values:
             probes.add(kind, name, value)
         probes.end()
@@ -108,8 +114,8 @@ def test_a_layout_is_written_once():
 def test_digests_are_those_of_the_moment():
     x = torch.zeros(3)
     probes, records = None, []
-    probes = Probes(records.append)
-    probes.begin(Moment(1, 2, 3))
+    probes = ProbeCollector(records.append)
+    probes.begin(ProbePoint(1, 2, 3))
     probes.add("input", "a", x)
     before = digest(x)
     x.add_(1)
@@ -133,8 +139,8 @@ def test_what_has_no_digest_counts_by_its_type():
 
 def test_tensors_together_survive_one_without_a_digest():
     records = []
-    probes = Probes(records.append)
-    probes.begin(Moment(0, 0, 0))
+    probes = ProbeCollector(records.append)
+    probes.begin(ProbePoint(0, 0, 0))
     x = torch.ones(2)
     probes.add_tensors("weight", {"a": x, "b": torch.ones(1, device="meta")})
     probes.end()
@@ -159,8 +165,8 @@ def test_equal_parts_of_a_batch_are_other_calls():
 
 def test_tensors_beyond_the_limit_are_written_in_parts():
     records = []
-    probes = Probes(records.append)
-    probes.begin(Moment(0, 0, 0))
+    probes = ProbeCollector(records.append)
+    probes.begin(ProbePoint(0, 0, 0))
     x = torch.ones(1)
     probes.add_tensors("weight", {str(n): x for n in range(2 * MOST_PLACES + 1)})
     probes.close()
@@ -174,9 +180,9 @@ def test_short_batches_are_written_together(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now.time)
     monkeypatch.setattr("lightning_d9m.probes.trace.time", clock)
     records, written = [], []
-    probes = Probes(records.append)
+    probes = ProbeCollector(records.append)
     for batch, now.time in enumerate((7.0, 7.04, 7.08, 7.11, 7.12, 7.13)):
-        probes.begin(Moment(0, batch, batch))
+        probes.begin(ProbePoint(0, batch, batch))
         probes.add("output", "a", torch.full((2,), float(batch)))
         probes.end()
         written.append(len(records))
@@ -189,9 +195,9 @@ def test_short_batches_are_written_together(monkeypatch):
 def test_many_places_do_not_wait(monkeypatch):
     monkeypatch.setattr("lightning_d9m.probes.trace.time.monotonic", lambda: 7.0)
     records, written = [], []
-    probes = Probes(records.append)
+    probes = ProbeCollector(records.append)
     for batch in range(6):
-        probes.begin(Moment(0, batch, batch))
+        probes.begin(ProbePoint(0, batch, batch))
         probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(MOST_PLACES // 2)})
         probes.end()
         written.append(len(records))
@@ -200,9 +206,9 @@ def test_many_places_do_not_wait(monkeypatch):
 
 def test_outside_batches_and_when_paused_nothing_is_taken():
     records = []
-    probes = Probes(records.append)
+    probes = ProbeCollector(records.append)
     probes.add("output", "a", torch.ones(1))
-    probes.begin(Moment(0, 0, 0))
+    probes.begin(ProbePoint(0, 0, 0))
     with probes.paused():
         probes.add("output", "a", torch.ones(1))
         probes.add_tensors("weight", {"a": torch.ones(1)})

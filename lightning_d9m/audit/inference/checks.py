@@ -10,8 +10,8 @@ from lightning_d9m.audit.inference.batches import list_batches
 from lightning_d9m.audit.inference.isolation import find_breaking_sizes
 from lightning_d9m.audit.inference.subject import Subject
 from lightning_d9m.audit.inference.trace import (
-    Place,
-    Trace,
+    ModuleTrace,
+    ModuleValue,
     modules_traced,
     ops_traced,
 )
@@ -87,11 +87,11 @@ def check_repeatability(
     bare = {digest_value(subject.call(batch)) for _ in range(runs)}
     traces = []
     for _ in range(runs):
-        trace = Trace(1, {})  # as one sample: each value is digested whole
+        trace = ModuleTrace(1, {})  # as one sample: each value is digested whole
         with modules_traced(subject.module, trace):
             subject.call(batch)
         traces.append(trace)
-    values: dict[Place, list[str]] = defaultdict(list)
+    values: dict[ModuleValue, list[str]] = defaultdict(list)
     for trace in traces:
         for place, rows in trace.rows.items():
             values[place].append(rows[0] if rows else "")
@@ -114,7 +114,7 @@ class Invariance:
     def __init__(self, subject: Subject, modules: dict[str, ModuleFindings]) -> None:
         self._subject = subject
         self._modules = modules
-        self._shapes: dict[Place, torch.Size] = {}
+        self._shapes: dict[ModuleValue, torch.Size] = {}
         self.first: FirstBreak | None = None
         self._alone = [self._trace([sample]) for sample in range(len(subject.samples))]
 
@@ -134,24 +134,24 @@ class Invariance:
         Without this nothing could be said of what follows the first module that breaks.
         """
         for name, findings in reversed(self._modules.items()):
-            guilty = {other for other, found in self._modules.items() if found.breaks}
-            findings.holds = _inner(name, guilty)
+            breaking_modules = {other for other, found in self._modules.items() if found.breaks}
+            findings.holds = _inner(name, breaking_modules)
             if findings.invariance == "inherits":
                 breaking = find_breaking_sizes(self._subject, name, sizes)
                 if breaking is not None:
                     findings.breaks |= breaking
                     findings.cleared = not breaking
 
-    def _trace(self, indices: Sequence[int]) -> Trace:
-        trace = Trace(len(indices), self._shapes)
+    def _trace(self, indices: Sequence[int]) -> ModuleTrace:
+        trace = ModuleTrace(len(indices), self._shapes)
         with modules_traced(self._subject.module, trace):
             self._subject.call(self._subject.collate(indices))
         return trace
 
-    def _compare(self, trace: Trace, indices: Sequence[int]) -> list[tuple[str, int]]:
+    def _compare(self, trace: ModuleTrace, indices: Sequence[int]) -> list[tuple[str, int]]:
         """Return the modules that break in this batch, each with the place of a sample."""
         differing: dict[tuple[str, str, int], set[int]] = defaultdict(set)
-        order: list[Place] = []
+        order: list[ModuleValue] = []
         for place, rows in trace.rows.items():
             known = [self._alone[sample].rows.get(place) for sample in indices]
             if rows is None or not all(known):
@@ -171,19 +171,19 @@ class Invariance:
                 continue
             findings = self._modules[place.name]
             findings.sizes.add(trace.size)
-            guilty = wrong - differing["input", place.name, place.call]
-            if guilty and not _inner(place.name, causes):
-                causes.setdefault(place.name, min(guilty))
+            breaking_modules = wrong - differing["input", place.name, place.call]
+            if breaking_modules and not _inner(place.name, causes):
+                causes.setdefault(place.name, min(breaking_modules))
                 findings.breaks.add(trace.size)
         return list(causes.items())
 
     def _find_op(self, name: str, indices: Sequence[int], position: int) -> str | None:
         """Return the first op within a module whose result for the sample has other bits."""
         module = self._subject.module.get_submodule(name)
-        shapes: dict[Place, torch.Size] = {}
+        shapes: dict[ModuleValue, torch.Size] = {}
         traces = []
         for chosen in ([indices[position]], indices):
-            trace = Trace(len(chosen), shapes)
+            trace = ModuleTrace(len(chosen), shapes)
             with ops_traced(module, trace):
                 self._subject.call(self._subject.collate(chosen))
             traces.append(trace)
@@ -195,7 +195,7 @@ class Invariance:
         return None
 
 
-def _feeds(place: Place, output: Place) -> bool:
+def _feeds(place: ModuleValue, output: ModuleValue) -> bool:
     return place.kind == "input" and (place.name, place.call) == (output.name, output.call)
 
 

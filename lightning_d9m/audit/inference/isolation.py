@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_d9m.audit.inference.batches import list_batches
 from lightning_d9m.audit.inference.subject import Subject
-from lightning_d9m.audit.inference.trace import Trace
+from lightning_d9m.audit.inference.trace import ModuleTrace
 
 
 def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> set[int] | None:
@@ -104,9 +104,11 @@ def _stack(inputs: Sequence[Any], dims: Sequence[int | None]) -> Any:
     return tree_unflatten(leaves, flat[0][1])
 
 
-def _evaluate(module: nn.Module, inputs: Any, size: int, shapes: dict[Any, torch.Size]) -> Trace:
+def _evaluate(
+    module: nn.Module, inputs: Any, size: int, shapes: dict[Any, torch.Size]
+) -> ModuleTrace:
     args, kwargs = _copy(inputs)
-    trace = Trace(size, shapes)
+    trace = ModuleTrace(size, shapes)
     with torch.no_grad():
         torch.manual_seed(0)
         trace.note("output", "", module(*args, **kwargs))

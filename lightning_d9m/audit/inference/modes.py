@@ -9,7 +9,7 @@ import torch
 
 from lightning_d9m.audit.inference.batches import list_batches
 from lightning_d9m.audit.inference.subject import Subject
-from lightning_d9m.audit.inference.trace import Place, Trace
+from lightning_d9m.audit.inference.trace import ModuleTrace, ModuleValue
 from lightning_d9m.hashing.digest import digest_value
 
 _TIMINGS = 9
@@ -50,10 +50,10 @@ def make_evaluators(
     subject: Subject, size: int
 ) -> dict[str, Callable[[Sequence[int]], list[str | None]]]:
     """Return, by mode, what evaluates a batch: as it is, in one shape, and sample by sample."""
-    shapes: dict[Place, torch.Size] = {}
+    shapes: dict[ModuleValue, torch.Size] = {}
 
     def as_it_is(indices: Sequence[int]) -> list[str | None]:
-        trace = Trace(len(indices), shapes)
+        trace = ModuleTrace(len(indices), shapes)
         trace.note("output", "", subject.call(subject.collate(indices)))
         if any(rows is None for rows in trace.rows.values()) or not trace.rows:
             return [None] * len(indices)

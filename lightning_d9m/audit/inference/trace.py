@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_d9m.hashing.digest import digest_many
 
 
-class Place(NamedTuple):
+class ModuleValue(NamedTuple):
     """A value in one evaluation.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Trace:
+class ModuleTrace:
     """What one evaluation gave at each place, in the order in which the values were ready.
 
     Attributes:
@@ -45,9 +45,9 @@ class Trace:
     """
 
     size: int
-    shapes: dict[Place, torch.Size]
-    rows: dict[Place, list[str] | None] = field(default_factory=dict)
-    either: dict[Place, list[str]] = field(default_factory=dict)
+    shapes: dict[ModuleValue, torch.Size]
+    rows: dict[ModuleValue, list[str] | None] = field(default_factory=dict)
+    either: dict[ModuleValue, list[str]] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def note(self, kind: str, name: str, value: object) -> None:
@@ -56,9 +56,9 @@ class Trace:
         self._calls[kind, name] = call + 1
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         for leaf, tensor in enumerate(tensors):
-            self._note_tensor(Place(kind, name, call, leaf), tensor.detach())
+            self._note_tensor(ModuleValue(kind, name, call, leaf), tensor.detach())
 
-    def _note_tensor(self, place: Place, tensor: Tensor) -> None:
+    def _note_tensor(self, place: ModuleValue, tensor: Tensor) -> None:
         if self.size == 1:
             self.shapes[place] = tensor.shape
             self.rows[place] = digest_many([tensor])
@@ -72,7 +72,7 @@ class Trace:
         if len(parts) > 1:
             self.either[place] = digests[self.size :]
 
-    def agrees(self, place: Place, sample: int, expected: str) -> bool | None:
+    def agrees(self, place: ModuleValue, sample: int, expected: str) -> bool | None:
         """Say whether a sample has the expected bits at a place; None where it has no part."""
         rows = self.rows.get(place)
         if rows is None:
@@ -113,7 +113,7 @@ def split_samples(
 
 
 @contextmanager
-def modules_traced(module: nn.Module, trace: Trace) -> Iterator[None]:
+def modules_traced(module: nn.Module, trace: ModuleTrace) -> Iterator[None]:
     """Note the inputs and outputs of every module within the body."""
     handles = []
     try:
@@ -126,14 +126,14 @@ def modules_traced(module: nn.Module, trace: Trace) -> Iterator[None]:
             handle.remove()
 
 
-def _before(trace: Trace, name: str) -> Any:
+def _before(trace: ModuleTrace, name: str) -> Any:
     def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
         trace.note("input", name, (args, kwargs))
 
     return hook
 
 
-def _after(trace: Trace, name: str) -> Any:
+def _after(trace: ModuleTrace, name: str) -> Any:
     def hook(_: nn.Module, __: Any, outputs: Any) -> None:
         trace.note("output", name, outputs)
 
@@ -141,7 +141,7 @@ def _after(trace: Trace, name: str) -> Any:
 
 
 class _Ops(TorchDispatchMode):
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ModuleTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
@@ -156,7 +156,7 @@ class _Ops(TorchDispatchMode):
 
 
 @contextmanager
-def ops_traced(module: nn.Module, trace: Trace) -> Iterator[None]:
+def ops_traced(module: nn.Module, trace: ModuleTrace) -> Iterator[None]:
     """Note the outputs of every op within the forward passes of one module."""
     modes: list[_Ops] = []
 

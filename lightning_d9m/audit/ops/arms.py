@@ -18,7 +18,7 @@ from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.torch_docs import Line, find_lines
 from lightning_d9m.patches.registration import patches_applied
 
-ARMS = ("default", "deterministic", "ours")
+CONDITIONS = ("default", "deterministic", "ours")
 _OFFERED = {op.name for op in OPS if op.status == "offered"}
 _FEWEST_RUNS = 3
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -57,7 +57,7 @@ def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[st
     kind = torch.device(device).type
     if case.devices and kind not in case.devices:
         reason = f"The op is of {' and '.join(case.devices)} only."
-        return {arm: {"outcome": "missing", "reason": reason} for arm in (*ARMS, "oracle")}
+        return {arm: {"outcome": "missing", "reason": reason} for arm in (*CONDITIONS, "oracle")}
     arms: dict[str, Any] = {}
     measured = getattr(torch, dtype)
     results: dict[str, tuple[Tensor, ...]] = {}
@@ -65,7 +65,7 @@ def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[st
     arms["oracle"] = _attempt(
         lambda: _measure(case.make(oracle), "cpu", Budget(2, 0.0), results, "oracle"), _oracle()
     )
-    for arm in ARMS:
+    for arm in CONDITIONS:
         inputs = Inputs(device, measured)
         arms[arm] = _attempt(
             lambda inputs=inputs, arm=arm: _measure(  # type: ignore[misc]
@@ -149,7 +149,7 @@ def _wait(device: str) -> None:
 def _relate(arms: dict[str, dict[str, Any]], results: dict[str, tuple[Tensor, ...]]) -> None:
     """Add each arm's time over the default's, and its distance from the oracle."""
     base = arms["default"].get("microseconds")
-    for arm in ARMS:
+    for arm in CONDITIONS:
         if arms[arm]["outcome"] != "ran":
             continue
         if base:

@@ -8,7 +8,12 @@ from lightning_d9m.audit.ops.verdict import judge_op
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.svg_charts import draw_dots
 
-ARMS = {"default": "torch", "deterministic": "deterministic", "ours": "ours", "oracle": "oracle"}
+CONDITION_TITLES = {
+    "default": "torch",
+    "deterministic": "deterministic",
+    "ours": "ours",
+    "oracle": "oracle",
+}
 _INTRODUCTION = """\
 Each case ran {runs} times (fewer where its time was up) in four arms: torch as it is; torch with
 `use_deterministic_algorithms(True)`; ours, which is a session with `patch_ops`; and as oracle one
@@ -24,7 +29,7 @@ def summarise(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         by_op[row["op"]].append(row)
     ops = []
     for op, cases in by_op.items():
-        arms = {arm: [row["arms"][arm] for row in cases] for arm in ARMS}
+        arms = {arm: [row["arms"][arm] for row in cases] for arm in CONDITION_TITLES}
         ops.append(
             {
                 "op": op,
@@ -81,7 +86,7 @@ def render_markdown(summary: Mapping[str, Any]) -> str:
             [
                 (
                     f"`{entry['op']}`",
-                    *("yes" if entry["varied"][a] else "no" for a in list(ARMS)[:3]),
+                    *("yes" if entry["varied"][a] else "no" for a in list(CONDITION_TITLES)[:3]),
                     " ".join(entry["findings"]),
                 )
                 for entry in summary["ops"]
@@ -101,7 +106,7 @@ def render_plot(summary: Mapping[str, Any]) -> str:
     rows = [
         (
             entry["op"] + (" *" if entry["varied"]["default"] else ""),
-            {ARMS[arm]: ratio for arm, ratio in entry["ratio"].items() if ratio},
+            {CONDITION_TITLES[arm]: ratio for arm, ratio in entry["ratio"].items() if ratio},
         )
         for entry in summary["ops"]
     ]
@@ -117,7 +122,7 @@ def _median_ratio(arms: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _lines(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     lines = []
-    for arm, name in ARMS.items():
+    for arm, name in CONDITION_TITLES.items():
         entry = row["arms"][arm]
         if entry["outcome"] != "ran":
             rest = (f"{entry['outcome']}: {entry['reason']}", *[""] * 7)

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_d9m.audit.training.runs import ARMS, Fit, Training
+from lightning_d9m.audit.training.runs import CONDITIONS, Fit, Training
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.run_table import RunRow, format_table
 from lightning_d9m.output.svg_charts import draw_lines
@@ -18,15 +18,15 @@ seeded as always, with every switch off."""
 
 def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
     """Return all figures."""
-    names = list(trainings[ARMS[0]][0].fits)
-    seconds = {arm: [round(run.seconds, 3) for run in trainings[arm]] for arm in ARMS}
+    names = list(trainings[CONDITIONS[0]][0].fits)
+    seconds = {arm: [round(run.seconds, 3) for run in trainings[arm]] for arm in CONDITIONS}
     fits = []
     for name in names:
         entry: dict[str, Any] = {"fit": name}
-        for arm in ARMS:
+        for arm in CONDITIONS:
             entry[arm] = _summarise(trainings[arm], [run.fits[name] for run in trainings[arm]])
         fits.append(entry)
-    medians = {arm: statistics.median(seconds[arm]) for arm in ARMS}
+    medians = {arm: statistics.median(seconds[arm]) for arm in CONDITIONS}
     return {
         "runs": len(seconds["with"]),
         "seconds": seconds,
@@ -98,7 +98,7 @@ def render_plot(entry: Mapping[str, Any]) -> str:
     """Return the plot of how the spread of one fit grows by epoch, as SVG."""
     series = {
         f"{arm}: {name}": [m[key] for m in entry[arm]["moments"] if m["moment"] == "epoch"]
-        for arm in ARMS
+        for arm in CONDITIONS
         for name, key in (("Vermv", "vermv"), ("Vc", "vc"))
     }
     title = "How far the weights of the runs lie apart"
@@ -111,12 +111,12 @@ def render_text(result: Mapping[str, Any]) -> str:
     for fit in result["fits"]:
         if len(result["fits"]) > 1:
             parts.append(fit["fit"])
-        for arm in ARMS:
+        for arm in CONDITIONS:
             entry = fit[arm]
             parts.append(f"{arm} the recipe: {entry['distinct']} distinct of {result['runs']}")
             parts.append(format_table(_rows(entry)))
         names = fit["without"]["scalars"]
-        parts += ["\n".join(_say_scalar(fit, arm, name) for arm in ARMS) for name in names]
+        parts += ["\n".join(_say_scalar(fit, arm, name) for arm in CONDITIONS) for name in names]
     parts.append(
         f"time: {statistics.median(result['seconds']['with']):.2f} s with, "
         f"{statistics.median(result['seconds']['without']):.2f} s without (medians of the whole "
@@ -158,14 +158,14 @@ def render_markdown(result: Mapping[str, Any], words: Sequence[str]) -> str:
         parts.append(f"![Spread by epoch]({fit['fit']}.svg)")
         parts += [
             f"### Runs {arm} the recipe\n\n```\n{format_table(_rows(fit[arm]))}\n```"
-            for arm in ARMS
+            for arm in CONDITIONS
         ]
         parts.append("### Loss and metrics\n\n" + _scalar_table(fit))
         parts.append("### Weights by epoch\n\n" + _moment_table(fit))
         parts.append("### Weights by layer, at the end\n\n" + _layer_table(fit))
     parts.append(
         "## Time\n\nSeconds of the whole command, imports included: "
-        + "; ".join(f"{arm} {result['seconds'][arm]}" for arm in ARMS)
+        + "; ".join(f"{arm} {result['seconds'][arm]}" for arm in CONDITIONS)
         + f". With over without, medians: {result['ratio']}."
     )
     return "\n\n".join(parts) + "\n"
@@ -174,7 +174,7 @@ def render_markdown(result: Mapping[str, Any], words: Sequence[str]) -> str:
 def _scalar_table(fit: Mapping[str, Any]) -> str:
     rows = []
     for name in fit["without"]["scalars"]:
-        for arm in ARMS:
+        for arm in CONDITIONS:
             entry = fit[arm]["scalars"].get(name)
             if entry:
                 span = (entry["least"], entry["greatest"], entry["deviation"])
@@ -199,7 +199,7 @@ def _layer_table(fit: Mapping[str, Any]) -> str:
 
 
 def _columns(*first: str) -> list[str]:
-    return [f"{name}, {arm}" for arm in ARMS for name in (*first, "Vermv", "Vc", "ulps")]
+    return [f"{name}, {arm}" for arm in CONDITIONS for name in (*first, "Vermv", "Vc", "ulps")]
 
 
 def _figures(entry: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lightning_d9m.comparison.variability import Variation
 
-ARMS = ("without", "with")
+CONDITIONS = ("without", "with")
 
 
 @dataclass

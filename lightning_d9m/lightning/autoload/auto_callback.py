@@ -8,7 +8,7 @@ from typing import Any
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.autoload.env_settings import (
-    STEERING,
+    CONTROL_VARIABLES,
     check_known,
     read_settings,
     variable_of,
@@ -70,7 +70,7 @@ def make_callback(package: str) -> AddedCallback:
 def _report_unused() -> None:
     """Say once which variables have no effect on a callback that the program has built itself."""
     given = [variable_of(name) for name in read_settings(DeterminismCallback, os.environ)]
-    applied = {*STEERING, *(variable_of(name) for name in Settings.__dataclass_fields__)}
+    applied = {*CONTROL_VARIABLES, *(variable_of(name) for name in Settings.__dataclass_fields__)}
     unused = [name for name in given if name not in applied]
     if unused:
         rank_zero().rank_zero_warn(

@@ -26,7 +26,7 @@ _OFF = ("", "0")
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
-class _State:
+class _AutoloadState:
     """What became of the request in this process."""
 
     started = False
@@ -55,14 +55,14 @@ def _attempt(act: Callable[[], None]) -> None:
     try:
         act()
     except Exception as error:  # noqa: BLE001 - raised when a Trainer is built
-        if _State.problem is None:
+        if _AutoloadState.problem is None:
             print(
                 f"lightning_d9m: LIGHTNING_D9M={os.environ.get('LIGHTNING_D9M')} cannot be obeyed: "
                 f"{_describe(error)} This process goes on without it, and a Trainer will refuse "
                 "to be built.",
                 file=sys.stderr,
             )
-        _State.problem = error
+        _AutoloadState.problem = error
 
 
 def _start() -> None:
@@ -98,14 +98,14 @@ def _open_session() -> None:
 
     settings = read_settings(Settings, os.environ)
     if active_session() is None:  # or else the program has called `enable` itself
-        _State.session = enable(Settings(**settings))
-        _State.session.seed_is_default = "seed" not in settings
-    _State.started = True
+        _AutoloadState.session = enable(Settings(**settings))
+        _AutoloadState.session.seed_is_default = "seed" not in settings
+    _AutoloadState.started = True
 
 
 def _serve(package: str) -> None:
     """Make the strategy known to a package of Lightning's; its class is loaded when it is used."""
-    if not _State.started and _State.problem is None:
+    if not _AutoloadState.started and _AutoloadState.problem is None:
         _open_session()
     from lightning_d9m.lightning.strategies import register_strategies
 
@@ -118,13 +118,13 @@ def _make_callbacks(package: str) -> list[Any]:
     from lightning_d9m.errors import SettingError, TooLateError
 
     value = os.environ["LIGHTNING_D9M"]
-    problem = _State.problem
+    problem = _AutoloadState.problem
     if problem is None:
         from lightning_d9m.lightning.autoload.env_settings import read_switch
 
         if not read_switch(os.environ):
             return []
-        if not _State.started:
+        if not _AutoloadState.started:
             raise TooLateError(
                 f"LIGHTNING_D9M={value} asks for a seed before the model is built, and "
                 "lightning_d9m was not called when torch was imported: TORCH_DEVICE_BACKEND_"

@@ -20,7 +20,7 @@ _NO = ("0", "false", "no", "off")
 _NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a text", Path: "a path"}
 _NOT_BY_VARIABLE = "nothing: it is given in the program"
 # Read by the part that each steers, whoever built the callback; not all of them are its settings.
-STEERING = (
+CONTROL_VARIABLES = (
     "LIGHTNING_D9M_CHECKPOINT_DIR",
     "LIGHTNING_D9M_CONTROL",
     "LIGHTNING_D9M_DUMP",
@@ -80,7 +80,10 @@ def check_known(owner: Callable[..., Any], environment: Mapping[str, str]) -> No
     Raises:
         SettingError: When there is one.
     """
-    known = {*STEERING, *(variable_of(name) for name in inspect.signature(owner).parameters)}
+    known = {
+        *CONTROL_VARIABLES,
+        *(variable_of(name) for name in inspect.signature(owner).parameters),
+    }
     for name in sorted(environment):
         if not name.startswith(_PREFIX) or name in known:
             continue

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.control.seeding import capture_rng
-from lightning_d9m.hashing.model_tensors import Roster
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.training_state import optimizer_state
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
@@ -18,7 +18,7 @@ _HELD = ("weight", "buffer", "optimizer")
 
 
 def take_states(
-    roster: Roster,
+    roster: ModelTensors,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,

@@ -27,7 +27,7 @@ from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import eager_modules
 from lightning_d9m.probes.dumps import keep, written_arguments
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Probes
+from lightning_d9m.probes.trace import ProbeCollector
 
 _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 # What they return is not there yet: the transfer goes on in the background.
@@ -72,7 +72,7 @@ class OpMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, settings: ProbeSettings, probes: Probes) -> None:
+    def __init__(self, settings: ProbeSettings, probes: ProbeCollector) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._settings = settings
         self._probes = probes

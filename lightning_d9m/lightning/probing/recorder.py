@@ -9,24 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_d9m.control.method_wrapping import put_around
-from lightning_d9m.hashing.model_tensors import Roster, plain_name
+from lightning_d9m.control.method_wrapping import wrap_method
+from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.ledger.records import Json
 from lightning_d9m.lightning.probing.batch_state import take_states
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
-from lightning_d9m.lightning.trainer_recorder import Testimony
+from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.probes.dumps import Dump
 from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Moment, Probes
+from lightning_d9m.probes.trace import ProbeCollector, ProbePoint
 
 # What belongs to one fit.
 _OWN = ("_probes", "_roster", "_hooks", "_ops", "_replay", "_replayed")
 
 
-class Probing:
+class ProbeRecorder:
     """Takes the probes that the settings name.
 
     Args:
@@ -39,8 +39,8 @@ class Probing:
         self._ignored_metrics = tuple(ignored_metrics)
         self._settings = settings
         self._kinds: frozenset[str] = frozenset()
-        self._probes: Probes | None = None
-        self._roster: Roster | None = None
+        self._probes: ProbeCollector | None = None
+        self._roster: ModelTensors | None = None
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
         self._replay: Replay | None = None
@@ -62,7 +62,7 @@ class Probing:
         """Return the settings as the ledger's header keeps them."""
         return self._settings.as_record()
 
-    def begin(self, trainer: Any, module: Any, testimony: Testimony, on_drift: str) -> None:
+    def begin(self, trainer: Any, module: Any, testimony: TrainerRecorder, on_drift: str) -> None:
         """Begin a fit, whose ledger is open.
 
         Raises:
@@ -74,8 +74,8 @@ class Probing:
         if self._kinds and self._settings.takes_rank(trainer.global_rank):
             folder, names = self._settings.dump, self._settings.dump_names
             dump = None if folder is None else Dump(folder, trainer.global_rank, names)
-            self._probes = Probes(testimony.append, None if dump is None else dump.save)
-            self._roster = Roster(module, self._settings.takes_parameter)
+            self._probes = ProbeCollector(testimony.append, None if dump is None else dump.save)
+            self._roster = ModelTensors(module, self._settings.takes_parameter)
             _warn_of_idle_patterns(self._settings, module)
         if self._settings.replay_every:
             append = _append_after(self._probes, testimony)
@@ -98,7 +98,7 @@ class Probing:
         if step not in self._settings.steps:
             self._unhook()
             return
-        probes.begin(Moment(trainer.current_epoch, step, batch_idx))
+        probes.begin(ProbePoint(trainer.current_epoch, step, batch_idx))
         self._took_loss = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         take_states(roster, trainer.optimizers, self._settings, probes, scaler)
@@ -157,13 +157,13 @@ class Probing:
             self._end_replay()
             self._unhook()
 
-    def _hook(self, strategy: Any, module: Any, probes: Probes) -> ExitStack:
+    def _hook(self, strategy: Any, module: Any, probes: ProbeCollector) -> ExitStack:
         with ExitStack() as stack:
             if "op" in self._kinds:
                 self._ops = ops = OpMode(self._settings, probes)
                 stack.enter_context(ops.attach(module))
                 for name in ("training_step", "backward"):
-                    put_around(stack, strategy, name, ops.entered)
+                    wrap_method(stack, strategy, name, ops.entered)
             stack.enter_context(hook_model(module, self._settings, self._kinds, probes))
             if "monitor" in self._kinds:
                 stack.enter_context(monitors_heard(_take_monitor(probes)))
@@ -171,7 +171,7 @@ class Probing:
 
     def _start_replay(self, trainer: Any, replay: Replay, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx % self._settings.replay_every == 0:
-            moment = Moment(trainer.current_epoch, trainer.global_step, batch_idx)
+            moment = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
             silenced = nullcontext if self._probes is None else self._probes.paused
             self._replayed = replay.attach(moment, silenced)
 
@@ -203,7 +203,7 @@ def _warn_of_idle_patterns(settings: ProbeSettings, module: Any) -> None:
 
 
 def _append_after(
-    probes: Probes | None, testimony: Testimony
+    probes: ProbeCollector | None, testimony: TrainerRecorder
 ) -> Callable[[Mapping[str, Json]], None]:
     """Return what writes a record after those of the batches that have ended."""
 
@@ -215,5 +215,5 @@ def _append_after(
     return append
 
 
-def _take_monitor(probes: Probes) -> Callable[[str, object], None]:
+def _take_monitor(probes: ProbeCollector) -> Callable[[str, object], None]:
     return lambda name, value: probes.add("monitor", name, value)

@@ -25,7 +25,7 @@ Restore = Callable[[], Any]
 _FIXED = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
-class KeptState:
+class StateSnapshot:
     """The state of a model, and of further values, at the moment at which this is made.
 
     Args:

@@ -21,10 +21,10 @@ from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.ledger.records import Json
 from lightning_d9m.lightning.probing.module_hooks import hook_model
-from lightning_d9m.lightning.probing.state_snapshot import KeptState
+from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
 from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import Difference, Moment, Trace, find_difference
+from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 # Each rank holds a part of every weight, which is gathered and freed within a step.
@@ -38,7 +38,7 @@ class _Step(NamedTuple):
     """The first run of a step, from its beginning."""
 
     call: tuple[tuple[Any, ...], dict[str, Any]]
-    state: KeptState
+    state: StateSnapshot
     rng: RngState
     weights: Trace
     trace: Trace
@@ -74,7 +74,7 @@ class Replay:
         self._repeating = False
         self._silenced: Silence = nullcontext
 
-    def attach(self, moment: Moment, silenced: Silence) -> ExitStack:
+    def attach(self, moment: ProbePoint, silenced: Silence) -> ExitStack:
         """Run the steps of a batch twice, until what is returned is closed.
 
         Args:
@@ -147,7 +147,7 @@ class Replay:
                 "replay_every=0."
             )
         self._trace = Trace()
-        state = KeptState(self._module, (args, kwargs))
+        state = StateSnapshot(self._module, (args, kwargs))
         weights = self._trace_weights()
         self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
 
@@ -185,7 +185,7 @@ class Replay:
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
         args, kwargs = first.call
-        left, left_rng = KeptState(self._module, first.call), capture_rng()
+        left, left_rng = StateSnapshot(self._module, first.call), capture_rng()
         parameters = list(self._module.parameters())
         left_gradients = [parameter.grad for parameter in parameters]
         self._trace = trace = Trace()
@@ -231,7 +231,7 @@ class Replay:
             stack.enter_context(block())
             yield
 
-    def _judge(self, moment: Moment, difference: Difference | None, total: int) -> None:
+    def _judge(self, moment: ProbePoint, difference: TraceDifference | None, total: int) -> None:
         ranks = ranks_of(self._trainer)
         error = None if difference is None else _make_error(moment, ranks.rank, difference, total)
         if difference is not None:
@@ -267,7 +267,7 @@ def _check_repeatable(trainer: Any, module: Any) -> None:
         )
 
 
-def _make_record(moment: Moment, difference: Difference, total: int) -> dict[str, Any]:
+def _make_record(moment: ProbePoint, difference: TraceDifference, total: int) -> dict[str, Any]:
     return {
         "kind": "replay",
         "epoch": moment.epoch,
@@ -281,7 +281,9 @@ def _make_record(moment: Moment, difference: Difference, total: int) -> dict[str
     }
 
 
-def _make_error(moment: Moment, rank: int, difference: Difference, total: int) -> DriftError:
+def _make_error(
+    moment: ProbePoint, rank: int, difference: TraceDifference, total: int
+) -> DriftError:
     kind, name, call = difference.place
     again = f", call {call}" if call else ""
     return DriftError(

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
-from lightning_d9m.control.attribute_patches import Replacements
+from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.lightning.checkpoint_io import KEY, seal_when_saved
+from lightning_d9m.lightning.checkpoint_io import KEY, save_with_manifest
 from lightning_d9m.lightning.gather import gather_values
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks import ranks_of
@@ -26,22 +26,27 @@ from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.exactness import (
     FORMAT,
     describe_strangers,
-    find_lacks,
+    find_missing_state,
     find_problems,
-    find_prospects,
+    find_unresumable_loaders,
     is_at_end,
     is_other_world,
     saves_within_epochs,
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
-from lightning_d9m.lightning.resume.loop_position import Place, find_place, settle, skip_to_end
-from lightning_d9m.lightning.trainer_recorder import Testimony
-from lightning_d9m.lightning.trainer_session import Takeover
+from lightning_d9m.lightning.resume.loop_position import (
+    LoopPosition,
+    find_place,
+    finish_pending_work,
+    skip_remaining_batches,
+)
+from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
+from lightning_d9m.lightning.trainer_session import TrainerSession
 
-Policy = Literal["raise", "warn", "raise_early"]
+InexactResumeAction = Literal["raise", "warn", "raise_early"]
 
 
-class Resumption:
+class CheckpointState:
     """Saves and restores the state of one callback's fits.
 
     Args:
@@ -49,13 +54,13 @@ class Resumption:
             ``"raise_early"`` where one that begins could not be, later.
     """
 
-    def __init__(self, on_inexact: Policy = "raise") -> None:
+    def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
         self._on_inexact = on_inexact
         self._kept: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
         self._reasons: list[str] = []
         self._unvalidated: dict[str, Any] | None = None
-        self._before_evaluation: run_state.Drawn | None = None
+        self._before_evaluation: run_state.RngAndMetricState | None = None
         self._at_end = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,7 +72,9 @@ class Resumption:
             "_before_evaluation": None,
         }
 
-    def keep(self, trainer: Any, run: Takeover, testimony: Testimony, *, ended: bool) -> None:
+    def keep(
+        self, trainer: Any, run: TrainerSession, testimony: TrainerRecorder, *, ended: bool
+    ) -> None:
         """Keep the state of a run that is about to be given back, for whoever saves it later.
 
         Args:
@@ -84,7 +91,11 @@ class Resumption:
         self._kept = {**self._describe(trainer, run), "ranks": ranks, "mine": mine}
 
     def save(
-        self, trainer: Any, run: Takeover | None, testimony: Testimony, checkpoint: dict[str, Any]
+        self,
+        trainer: Any,
+        run: TrainerSession | None,
+        testimony: TrainerRecorder,
+        checkpoint: dict[str, Any],
     ) -> None:
         """Put the state into a checkpoint. Every rank calls it, unless the run has ended."""
         if run is not None and run.stage == "fit":
@@ -98,9 +109,9 @@ class Resumption:
         else:  # a Trainer that has not trained
             return
         checkpoint[KEY] = state
-        seal_when_saved(trainer)
+        save_with_manifest(trainer)
 
-    def load(self, trainer: Any, run: Takeover, checkpoint: Mapping[str, Any]) -> None:
+    def load(self, trainer: Any, run: TrainerSession, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of a checkpoint that a fit goes on from.
 
         Raises:
@@ -111,14 +122,14 @@ class Resumption:
             return
         problems = find_problems(state, trainer, run.settings.as_record())
         if problems:
-            self._complain(trainer, problems)
+            self._raise_or_warn(trainer, problems)
         if isinstance(state, Mapping) and state.get("format") == FORMAT:
             self._resumed = dict(state)
             if not is_other_world(state, trainer):
                 run.resume_fit(state["fit"])
             self._unvalidated = self._rank_state(trainer)
 
-    def attach(self, trainer: Any, run: Takeover) -> None:
+    def attach(self, trainer: Any, run: TrainerSession) -> None:
         """Prepare a fit for a checkpoint that it may go on from; before that is loaded."""
         self._kept = self._resumed = self._unvalidated = self._before_evaluation = None
         self._reasons = []
@@ -129,7 +140,7 @@ class Resumption:
             )
 
     @contextmanager
-    def _loops_wrapped(self, trainer: Any, run: Takeover) -> Iterator[None]:
+    def _loops_wrapped(self, trainer: Any, run: TrainerSession) -> Iterator[None]:
         fit = trainer.fit_loop
         reset: Callable[[], None] = fit.reset
         reset_epoch: Callable[[], None] = fit.epoch_loop.reset
@@ -139,7 +150,7 @@ class Resumption:
         def settle_and_reset() -> None:
             if _has_loaded(trainer):
                 restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
-                self._at_end = settle(trainer, self._place(trainer))
+                self._at_end = finish_pending_work(trainer, self._place(trainer))
             reset()
 
         def reset_epoch_quietly() -> None:
@@ -163,10 +174,10 @@ class Resumption:
             fit._restarting = False
             if self._at_end:
                 self._at_end = False
-                skip_to_end(trainer)
+                skip_remaining_batches(trainer)
             self._restore(trainer)
 
-        replacements = Replacements()
+        replacements = AttributePatches()
         replacements.replace(fit, "reset", settle_and_reset)
         replacements.replace(fit, "on_advance_start", restore_and_start)
         replacements.replace(fit.epoch_loop, "reset", reset_epoch_quietly)
@@ -177,7 +188,7 @@ class Resumption:
         finally:
             replacements.undo()
 
-    def _wrap_validation(self, trainer: Any, replacements: Replacements) -> None:
+    def _wrap_validation(self, trainer: Any, replacements: AttributePatches) -> None:
         loop = trainer.fit_loop.epoch_loop.val_loop
         load: Callable[[], None] = loop.setup_data
         run: Callable[[], object] = loop.run
@@ -198,14 +209,14 @@ class Resumption:
         replacements.replace(loop, "setup_data", load_and_restore)
         replacements.replace(loop, "run", keep_and_run)
 
-    def _place_loader(self, trainer: Any, run: Takeover, loader: object) -> None:
+    def _place_loader(self, trainer: Any, run: TrainerSession, loader: object) -> None:
         if not _has_loaded(trainer):
             return
         place = self._place(trainer)
         if place.batch and not is_at_end(trainer):
             problem = find_position_problem(loader)
             if problem is not None and problem not in self._reasons:
-                self._complain(trainer, [problem])
+                self._raise_or_warn(trainer, [problem])
         fit = trainer.fit_loop
         run.resume_loaders(
             place.epoch,
@@ -215,15 +226,15 @@ class Resumption:
             self._rank_state(trainer).get("samplers", {}),
         )
 
-    def begin(self, trainer: Any, testimony: Testimony) -> None:
+    def begin(self, trainer: Any, testimony: TrainerRecorder) -> None:
         """Continue the ledger, and restore what an epoch does not seed; before training starts."""
         if self._resumed is None and not self._reasons:
-            self._foretell(trainer)
+            self._report_unresumable(trainer)
             return
         place = self._place(trainer)
         rank = self._rank_state(trainer)
         if rank:
-            self._complain_together(trainer, rank)
+            self._raise_or_warn_on_all_ranks(trainer, rank)
         ledger = rank.get("ledger") or {}
         testimony.resume(
             {
@@ -244,13 +255,15 @@ class Resumption:
             return
         run_state.restore_within(trainer, _rank_of(resumed, trainer))
 
-    def _place(self, trainer: Any) -> Place:
-        return find_place(trainer) if self._resumed is None else Place(**self._resumed["place"])
+    def _place(self, trainer: Any) -> LoopPosition:
+        return (
+            find_place(trainer) if self._resumed is None else LoopPosition(**self._resumed["place"])
+        )
 
     def _rank_state(self, trainer: Any) -> dict[str, Any]:
         return {} if self._resumed is None else _rank_of(self._resumed, trainer)
 
-    def _describe(self, trainer: Any, run: Takeover) -> dict[str, Any]:
+    def _describe(self, trainer: Any, run: TrainerSession) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "seed": run.settings.seed,
@@ -260,21 +273,23 @@ class Resumption:
             "place": asdict(find_place(trainer)),
         }
 
-    def _capture(self, trainer: Any, run: Takeover, testimony: Testimony) -> dict[str, Any]:
+    def _capture(
+        self, trainer: Any, run: TrainerSession, testimony: TrainerRecorder
+    ) -> dict[str, Any]:
         place = find_place(trainer)
         drawn = self._before_evaluation if place.moment == "validation" else None
         drawn = drawn or run_state.capture_drawn(trainer, place.moment)
         return {
             **run_state.capture(trainer, run.capture_rng(), drawn),
             "samplers": run.capture_samplers(within=place.moment != "epoch"),
-            "lacks": find_lacks(trainer, place, drawn.measured),
+            "lacks": find_missing_state(trainer, place, drawn.measured),
             "ledger": testimony.standing,
             "testimony": testimony.pending,
         }
 
-    def _foretell(self, trainer: Any) -> None:
+    def _report_unresumable(self, trainer: Any) -> None:
         """Say of a fit that begins anew which of its checkpoints could not be resumed exactly."""
-        prospects = find_prospects(trainer)
+        prospects = find_unresumable_loaders(trainer)
         if not prospects:
             return
         listed = "\n".join(f"- {problem}" for problem in prospects)
@@ -290,12 +305,14 @@ class Resumption:
                 f"{text}\nThis is an error when such a checkpoint is loaded."
             )
 
-    def _complain_together(self, trainer: Any, rank: Mapping[str, Any]) -> None:
+    def _raise_or_warn_on_all_ranks(self, trainer: Any, rank: Mapping[str, Any]) -> None:
         """Complain of what one of the ranks has found, on all of them."""
-        problems = describe_strangers(run_state.find_strangers(trainer, rank))
-        ranks_of(trainer).together(lambda: self._complain(trainer, problems) if problems else None)
+        problems = describe_strangers(run_state.find_unmatched_state(trainer, rank))
+        ranks_of(trainer).together(
+            lambda: self._raise_or_warn(trainer, problems) if problems else None
+        )
 
-    def _complain(self, trainer: Any, problems: list[str]) -> None:
+    def _raise_or_warn(self, trainer: Any, problems: list[str]) -> None:
         self._reasons += problems
         listed = "\n".join(f"- {problem}" for problem in problems)
         text = (

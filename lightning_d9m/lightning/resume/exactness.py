@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_d9m.control.resumable_sampler import find_position_problem, find_worker_problem
-from lightning_d9m.lightning.resume.loop_position import Place
-from lightning_d9m.lightning.resume.metric_state import Measured
+from lightning_d9m.lightning.resume.loop_position import LoopPosition
+from lightning_d9m.lightning.resume.metric_state import MetricState
 
 FORMAT = 2
 # What decides which numbers are drawn. (Other settings change speed, or are told by the ledger.)
 _DRAWN = ("seed", "per_sample_rng")
 
 
-def find_lacks(trainer: Any, place: Place, measured: Measured) -> list[str]:
+def find_missing_state(trainer: Any, place: LoopPosition, measured: MetricState) -> list[str]:
     """Return what a checkpoint that is being saved cannot hold."""
     found = [
         f"The checkpoint holds no states of the metric {path}, {why}. Save checkpoints at the end "
@@ -27,24 +27,27 @@ def find_lacks(trainer: Any, place: Place, measured: Measured) -> list[str]:
     fit = trainer.fit_loop
     within = place.moment != "epoch" and not is_at_end(trainer)
     for loader in _loaders_of(fit):
-        found += _listed(find_position_problem(loader) if within else find_left_behind(loader))
+        found += _listed(
+            find_position_problem(loader) if within else find_unsaved_loader_state(loader)
+        )
     for loader in _loaders_of(fit.epoch_loop.val_loop):
-        found += _listed(find_left_behind(loader))
+        found += _listed(find_unsaved_loader_state(loader))
     return found
 
 
-def find_left_behind(loader: Any) -> str | None:
+def find_unsaved_loader_state(loader: Any) -> str | None:
     """Return why what a loader draws from epoch to epoch cannot be saved."""
     return find_worker_problem(loader) if getattr(loader, "persistent_workers", False) else None
 
 
-def find_prospects(trainer: Any) -> list[str]:
+def find_unresumable_loaders(trainer: Any) -> list[str]:
     """Return why checkpoints that a fit saves within an epoch could not be resumed exactly."""
     fit = trainer.fit_loop
     found = [
-        find_position_problem(loader) or find_left_behind(loader) for loader in _loaders_of(fit)
+        find_position_problem(loader) or find_unsaved_loader_state(loader)
+        for loader in _loaders_of(fit)
     ]
-    found += [find_left_behind(loader) for loader in _loaders_of(fit.epoch_loop.val_loop)]
+    found += [find_unsaved_loader_state(loader) for loader in _loaders_of(fit.epoch_loop.val_loop)]
     return [problem for problem in found if problem is not None]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_d9m.lightning.resume.loop_position import Moment
+from lightning_d9m.lightning.resume.loop_position import LoopPhase
 from lightning_d9m.lightning.resume.metric_state import NotPlainError, move, to_plain
 
 _META = (
@@ -39,7 +39,7 @@ def restore_latest(trainer: Any, latest: Mapping[str, Any]) -> None:
     trainer._logger_connector._callback_metrics.update(moved)
 
 
-def find_metrics_to_reset(trainer: Any, moment: Moment) -> list[str]:
+def find_metrics_to_reset(trainer: Any, moment: LoopPhase) -> list[str]:
     """Return the logged metrics that Lightning resets after the hooks of this moment, by name.
 
     Those of training when the epoch is over, those of a validation when that is.

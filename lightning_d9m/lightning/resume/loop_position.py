@@ -8,11 +8,11 @@ the end of the epoch. Of its own it leaves that out when it resumes; see ``settl
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Moment = Literal["epoch", "batch", "validation", "within"]
+LoopPhase = Literal["epoch", "batch", "validation", "within"]
 
 
 @dataclass(frozen=True)
-class Place:
+class LoopPosition:
     """Where a fit is.
 
     Attributes:
@@ -26,23 +26,23 @@ class Place:
     epoch: int
     step: int
     batch: int
-    moment: Moment
+    moment: LoopPhase
 
 
-def find_place(trainer: Any) -> Place:
+def find_place(trainer: Any) -> LoopPosition:
     """Return where the fit is; of a Trainer that has loaded a checkpoint, where that one was."""
     loop = trainer.fit_loop
     epochs = loop.epoch_progress.current
     batches = loop.epoch_loop.batch_progress.current
     step = trainer.global_step
     if epochs.started == epochs.processed:
-        return Place(epochs.processed, step, 0, "epoch")
-    moment: Moment = "batch"
+        return LoopPosition(epochs.processed, step, 0, "epoch")
+    moment: LoopPhase = "batch"
     if batches.ready != batches.processed:
         moment = "within"
     elif trainer.validating and not _validated(loop.epoch_loop.val_loop):
         moment = "validation"
-    return Place(epochs.processed, step, batches.processed, moment)
+    return LoopPosition(epochs.processed, step, batches.processed, moment)
 
 
 def _validated(loop: Any) -> bool:
@@ -50,7 +50,7 @@ def _validated(loop: Any) -> bool:
     return bool(progress.is_last_batch and progress.current.completed == progress.current.ready)
 
 
-def settle(trainer: Any, place: Place) -> bool:
+def finish_pending_work(trainer: Any, place: LoopPosition) -> bool:
     """Let a fit that has loaded a checkpoint do what was left to do when that was saved.
 
     Called when the loaders are known, before Lightning looks at what it has loaded.
@@ -60,8 +60,8 @@ def settle(trainer: Any, place: Place) -> bool:
         place: Where the checkpoint was saved.
 
     Returns:
-        Whether nothing is left of the epoch but its end: then call ``skip_to_end`` when the loop
-        over its batches is about to start.
+        Whether nothing is left of the epoch but its end: then call ``skip_remaining_batches``
+        when the loop over its batches is about to start.
     """
     fit = trainer.fit_loop
     if place.moment == "epoch":
@@ -85,7 +85,7 @@ def settle(trainer: Any, place: Place) -> bool:
     return False
 
 
-def skip_to_end(trainer: Any) -> None:
+def skip_remaining_batches(trainer: Any) -> None:
     """Let the loop over an epoch's batches end at once; before it starts."""
     trainer.fit_loop.epoch_loop._restarting = False
 

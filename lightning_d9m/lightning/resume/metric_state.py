@@ -55,7 +55,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 @dataclass
-class Measured:
+class MetricState:
     """What is kept of metrics.
 
     Attributes:
@@ -75,7 +75,7 @@ class Measured:
         return {"paths": self.paths, "states": self.states, "reset": self.reset}
 
 
-def capture_metrics(trainer: Any, reset: list[str]) -> Measured:
+def capture_metrics(trainer: Any, reset: list[str]) -> MetricState:
     """Return the state of every metric.
 
     Args:
@@ -85,7 +85,7 @@ def capture_metrics(trainer: Any, reset: list[str]) -> Measured:
     found = find_metrics(trainer)
     known = [found[path] for name in reset if (path := f"model.{name}") in found]
     begun_anew = {id(part) for metric in known for part in metric.modules()}
-    measured = Measured(paths=list(found), reset=reset)
+    measured = MetricState(paths=list(found), reset=reset)
     room = LIMIT
     for path, metric in found.items():
         if id(metric) in begun_anew:
@@ -104,7 +104,7 @@ def capture_metrics(trainer: Any, reset: list[str]) -> Measured:
     return measured
 
 
-def restore_metrics(trainer: Any, measured: Measured) -> None:
+def restore_metrics(trainer: Any, measured: MetricState) -> None:
     """Put every metric that is there back into its state."""
     found = find_metrics(trainer)
     for path, states in measured.states.items():

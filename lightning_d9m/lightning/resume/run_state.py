@@ -18,9 +18,9 @@ from lightning_d9m.control.generators import (
 from lightning_d9m.control.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import RngState, restore_rng
 from lightning_d9m.lightning.resume import logged_results
-from lightning_d9m.lightning.resume.loop_position import Moment
+from lightning_d9m.lightning.resume.loop_position import LoopPhase
 from lightning_d9m.lightning.resume.metric_state import (
-    Measured,
+    MetricState,
     capture_metrics,
     find_metrics,
     name_callbacks,
@@ -32,20 +32,20 @@ _VALIDATION = "validate."
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RngAndMetricState:
     """What an evaluation changes too; one that is interrupted is done again, from its beginning."""
 
     generators: dict[str, Any]
-    measured: Measured
+    measured: MetricState
 
 
-def capture_drawn(trainer: Any, moment: Moment) -> Drawn:
+def capture_drawn(trainer: Any, moment: LoopPhase) -> RngAndMetricState:
     """Return the generators and metrics of the user's."""
     reset = logged_results.find_metrics_to_reset(trainer, moment)
-    return Drawn(capture_generators(_owners(trainer)), capture_metrics(trainer, reset))
+    return RngAndMetricState(capture_generators(_owners(trainer)), capture_metrics(trainer, reset))
 
 
-def capture(trainer: Any, rng: RngState, drawn: Drawn) -> dict[str, Any]:
+def capture(trainer: Any, rng: RngState, drawn: RngAndMetricState) -> dict[str, Any]:
     """Return all pieces of this rank as plain values: the generators' states, and a few numbers.
 
     Only between two micro-batches that are accumulated are there gradients among them.
@@ -68,7 +68,7 @@ def capture(trainer: Any, rng: RngState, drawn: Drawn) -> dict[str, Any]:
     }
 
 
-def find_strangers(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
+def find_unmatched_state(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
     """Return the generators and metrics that are here and were not saved, or the reverse."""
     generators = set(find_generators(_owners(trainer))) ^ set(rank.get("generators", {}))
     if trainer.fit_loop.epoch_loop.val_loop._combined_loader is None:
@@ -117,7 +117,7 @@ def restore_within(trainer: Any, rank: Mapping[str, Any]) -> None:
 def _restore_drawn(trainer: Any, rank: Mapping[str, Any]) -> None:
     restore_generators(_owners(trainer), rank.get("generators", {}))
     if "measured" in rank:
-        restore_metrics(trainer, Measured(**rank["measured"]))
+        restore_metrics(trainer, MetricState(**rank["measured"]))
 
 
 def _settle_reload(trainer: Any, saved: int | None, epoch: int, now: float) -> float:

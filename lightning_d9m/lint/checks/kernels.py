@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.values import UNKNOWN, Arguments, read_constant
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _ORDERED = {"triton.language.atomic_add", "numba.cuda.atomic.add", "numba.cuda.atomic.sub"}
 _LAST_WINS = {
@@ -19,7 +19,7 @@ _ANY_ORDER = {f"triton.language.atomic_{kind}" for kind in ("max", "min", "and",
 _FLOATS = ("float", "bfloat", "fp", "half", "double")
 
 
-def check_atomic(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_atomic(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find atomics whose outcome depends on the order of the programs."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
@@ -32,10 +32,10 @@ def check_atomic(node: ast.AST, place: Place) -> Iterator[Report]:
         value = arguments.get(2 if numba else 1, "val", "value")
         if not _is_integer(value, place):
             certainty: Certainty = "certain" if _is_float(value) else "depends"
-            yield Report("D9M105", node, certainty)
+            yield ReportFinding("D9M105", node, certainty)
             return
     if used or name in _LAST_WINS:
-        yield Report(
+        yield ReportFinding(
             "D9M105",
             node,
             "depends",
@@ -47,7 +47,7 @@ def check_atomic(node: ast.AST, place: Place) -> Iterator[Report]:
         )
 
 
-def check_autotuning(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_autotuning(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find ``triton.autotune`` over more than one configuration."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) != "triton.autotune":
@@ -60,10 +60,10 @@ def check_autotuning(node: ast.AST, place: Place) -> Iterator[Report]:
     ):
         return
     known = isinstance(configurations, ast.List)
-    yield Report("D9M106", node, "certain" if known else "depends")
+    yield ReportFinding("D9M106", node, "certain" if known else "depends")
 
 
-def _is_integer(node: ast.AST | None, place: Place) -> bool:
+def _is_integer(node: ast.AST | None, place: NodeContext) -> bool:
     if node is None:
         return False
     value = read_constant(node, place.scope)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from lightning_d9m.lint.checks.seeds import GENERATORS
 from lightning_d9m.lint.scopes import Scope
 from lightning_d9m.lint.values import UNKNOWN, Arguments, read_constant
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _SEEDING = {"random.seed", "numpy.random.seed", "torch.manual_seed"}
 _LOADER = "torch.utils.data.DataLoader"
 
 
-def check_worker_seed(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_worker_seed(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find a ``worker_init_fn`` that gives every worker the same seed."""
     assert isinstance(node, ast.Call)
     for word in node.keywords:
@@ -26,10 +26,10 @@ def check_worker_seed(node: ast.AST, place: Place) -> Iterator[Report]:
         for statement in body:
             for call in ast.walk(statement):
                 if isinstance(call, ast.Call) and _seeds_alike(call, inner):
-                    yield Report("D9M207", call)
+                    yield ReportFinding("D9M207", call)
 
 
-def check_ranks(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_ranks(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find ``seed_everything`` without ``workers=True`` in a file whose loaders have workers."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) != "lightning.seed_everything":
@@ -47,11 +47,11 @@ def check_ranks(node: ast.AST, place: Place) -> Iterator[Report]:
             arguments.read(5, "num_workers", default=0) != 0
             and "worker_init_fn" not in arguments.named
         ):
-            yield Report("D9M209", node, "depends")
+            yield ReportFinding("D9M209", node, "depends")
             return
 
 
-def check_dataset(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_dataset(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find a dataset that keeps a generator and draws from it for each sample."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) not in GENERATORS or not node.args:
@@ -73,7 +73,7 @@ def check_dataset(node: ast.AST, place: Place) -> Iterator[Report]:
             and function.name in {"__getitem__", "__iter__"}
             and any(getattr(part, "attr", "") == target.attr for part in ast.walk(function))
         ):
-            yield Report("D9M208", node, "depends")
+            yield ReportFinding("D9M208", node, "depends")
 
 
 def _is_dataset(scope: Scope) -> bool:
@@ -82,7 +82,7 @@ def _is_dataset(scope: Scope) -> bool:
     return any(name.endswith("Dataset") for name in names)
 
 
-def _find_function(node: ast.AST, place: Place) -> ast.FunctionDef | ast.Lambda | None:
+def _find_function(node: ast.AST, place: NodeContext) -> ast.FunctionDef | ast.Lambda | None:
     if isinstance(node, ast.Lambda):
         return node
     if isinstance(node, ast.Name):
@@ -94,7 +94,7 @@ def _find_function(node: ast.AST, place: Place) -> ast.FunctionDef | ast.Lambda 
 
 
 def _seeds_alike(call: ast.Call, scope: Scope) -> bool:
-    place = Place(scope=scope)
+    place = NodeContext(scope=scope)
     seed = Arguments(call, scope).get(0, "seed", "a")
     if place.resolve(call.func) not in _SEEDING or seed is None:
         return False

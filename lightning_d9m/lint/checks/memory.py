@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lightning_d9m.lint.values import Arguments, read_constant
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _MAKERS = {"torch.empty", "torch.empty_like", "torch.empty_strided", "torch.Tensor"}
 _SHAPED_TYPES = {f"torch.{kind}Tensor" for kind in ("Float", "Double", "Half", "Int", "Long")}
@@ -26,14 +26,14 @@ _SAME_MEMORY = {
 _ARITHMETIC = (ast.BinOp, ast.Compare, ast.UnaryOp)
 
 
-def check_empty(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_empty(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find uninitialised tensors of which a value is read."""
     assert isinstance(node, ast.Call)
     if not _is_uninitialised(node, place):
         return
     parent = place.parents[-1]
     if isinstance(parent, _ARITHMETIC) or _reads(parent, place.parents):
-        yield Report("D9M107", node)
+        yield ReportFinding("D9M107", node)
     elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
         area = place.scope.node
         if (
@@ -41,10 +41,10 @@ def check_empty(node: ast.AST, place: Place) -> Iterator[Report]:
             and not isinstance(area, (ast.Module, ast.ClassDef))
             and _is_only_read(area, parent.targets[0].id)
         ):
-            yield Report("D9M107", node)
+            yield ReportFinding("D9M107", node)
 
 
-def _is_uninitialised(node: ast.Call, place: Place) -> bool:
+def _is_uninitialised(node: ast.Call, place: NodeContext) -> bool:
     name = place.resolve(node.func)
     if name is None:
         return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS

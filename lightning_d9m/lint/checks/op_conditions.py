@@ -13,7 +13,7 @@ from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.values import UNKNOWN, Arguments, find_value, read_kind
 
 Verdict: TypeAlias = tuple[str, Certainty] | None
-Condition: TypeAlias = Callable[["Spelled"], Verdict]
+Condition: TypeAlias = Callable[["CallSite"], Verdict]
 
 _INTERPOLATIONS = {
     "linear": "upsample_linear1d_backward",
@@ -25,7 +25,7 @@ _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 
 
 @dataclass(frozen=True)
-class Spelled:
+class CallSite:
     """A call that spells an op.
 
     Attributes:
@@ -49,7 +49,7 @@ def unless(
 ) -> Condition:
     """Unless an argument has one of some values; that it is fine by default counts as read."""
 
-    def check(spelled: Spelled) -> Verdict:
+    def check(spelled: CallSite) -> Verdict:
         value = spelled.arguments.read(place, *names, default=default)
         return None if value in fine else (op, "depends" if value is UNKNOWN else "certain")
 
@@ -59,7 +59,7 @@ def unless(
 def given(op: str, place: int | None, *names: str) -> Condition:
     """Only if an argument is given."""
 
-    def check(spelled: Spelled) -> Verdict:
+    def check(spelled: CallSite) -> Verdict:
         has = spelled.arguments.has(place, *names)
         return None if has is False else (op, "certain" if has else "depends")
 
@@ -69,7 +69,7 @@ def given(op: str, place: int | None, *names: str) -> Condition:
 def interpolated(place: int) -> Condition:
     """By the mode of an interpolation."""
 
-    def check(spelled: Spelled) -> Verdict:
+    def check(spelled: CallSite) -> Verdict:
         mode = spelled.arguments.read(place, "mode", default="nearest")
         if mode is UNKNOWN:
             return "upsample_bilinear2d_backward", "depends"
@@ -83,7 +83,7 @@ def interpolated(place: int) -> Condition:
     return check
 
 
-def padded(spelled: Spelled) -> Verdict:
+def padded(spelled: CallSite) -> Verdict:
     """By the mode of ``pad``, and the dimensions that it pads."""
     return _pad(spelled, "constant", 2, "mode", _count_dims(spelled.arguments.read(1, "pad")))
 
@@ -93,7 +93,7 @@ def convolved(dims: int) -> Condition:
     return lambda spelled: _pad(spelled, "zeros", 8, "padding_mode", dims)
 
 
-def _pad(spelled: Spelled, default: str, place: int, name: str, dims: int) -> Verdict:
+def _pad(spelled: CallSite, default: str, place: int, name: str, dims: int) -> Verdict:
     mode = spelled.arguments.read(place, name, default=default)
     if mode is UNKNOWN:
         return f"reflection_pad{dims}d_backward", "depends"
@@ -109,7 +109,7 @@ def _count_dims(pad: object) -> int:
 def pooled(op: str, place: int) -> Condition:
     """Unless the output has one element: then torch takes the mean."""
 
-    def check(spelled: Spelled) -> Verdict:
+    def check(spelled: CallSite) -> Verdict:
         size = spelled.arguments.read(place, "output_size", default=UNKNOWN)
         if size == 1 or (isinstance(size, tuple) and set(size) == {1}):
             return None
@@ -118,7 +118,7 @@ def pooled(op: str, place: int) -> Condition:
     return check
 
 
-def reduced(spelled: Spelled) -> Verdict:
+def reduced(spelled: CallSite) -> Verdict:
     """By the reduction of ``scatter_reduce``."""
     reduction = spelled.arguments.read(4, "reduce", default=UNKNOWN)
     if reduction == "prod":
@@ -128,13 +128,13 @@ def reduced(spelled: Spelled) -> Verdict:
     return ("scatter_reduce_prod", "depends") if reduction is UNKNOWN else None
 
 
-def put_by_index(spelled: Spelled) -> Verdict:
+def put_by_index(spelled: CallSite) -> Verdict:
     """By whether ``index_put`` accumulates."""
     adds = spelled.arguments.read(3, "accumulate", default=False)
     return "index_put_accumulate" if adds is True else "index_put", "certain"
 
 
-def scattered(spelled: Spelled) -> Verdict:
+def scattered(spelled: CallSite) -> Verdict:
     """Unless one number is scattered, as for one-hot vectors."""
     arguments = spelled.arguments
     if not spelled.owned and not _is_indexed(arguments, 3):
@@ -149,18 +149,18 @@ def scattered(spelled: Spelled) -> Verdict:
     return None if kind == "other" else (op, "certain" if kind == "tensor" else "depends")
 
 
-def gathered(spelled: Spelled) -> Verdict:
+def gathered(spelled: CallSite) -> Verdict:
     """A tensor's ``gather``, which takes a dimension and an index."""
     fine = spelled.owned or _is_indexed(spelled.arguments, 2)
     return ("gather_backward", "certain") if fine else None
 
 
-def taken(spelled: Spelled) -> Verdict:
+def taken(spelled: CallSite) -> Verdict:
     """A tensor's ``take``: its gradient puts."""
     return ("put_", "certain") if spelled.owned else None
 
 
-def repeated(spelled: Spelled) -> Verdict:
+def repeated(spelled: CallSite) -> Verdict:
     """Unless every element is repeated equally often: then torch expands."""
     count = spelled.arguments.read(1, "repeats", default=UNKNOWN)
     if isinstance(count, int):
@@ -170,7 +170,7 @@ def repeated(spelled: Spelled) -> Verdict:
     return "repeat_interleave_backward", "certain" if tensor else "depends"
 
 
-def counted(spelled: Spelled) -> Verdict:
+def counted(spelled: CallSite) -> Verdict:
     """``histc`` of floating point."""
     first = spelled.arguments.get(0, "input")
     if first is None and isinstance(spelled.arguments.call.func, ast.Attribute):
@@ -178,7 +178,7 @@ def counted(spelled: Spelled) -> Verdict:
     return None if first is not None and _is_integer(first, spelled) else ("histc", "certain")
 
 
-def multiplied(spelled: Spelled) -> Verdict:
+def multiplied(spelled: CallSite) -> Verdict:
     """``bmm`` of a sparse tensor."""
     first = spelled.arguments.get(0, "input")
     if first is None and isinstance(spelled.arguments.call.func, ast.Attribute):
@@ -196,7 +196,7 @@ def multiplied(spelled: Spelled) -> Verdict:
 def selected(op: str) -> Condition:
     """An op that returns values and indices along a dimension: the indices vary, not the values."""
 
-    def check(spelled: Spelled) -> Verdict:
+    def check(spelled: CallSite) -> Verdict:
         arguments = spelled.arguments
         if op in {"median", "nanmedian"}:
             along = arguments.get(1, "dim")
@@ -211,7 +211,7 @@ def selected(op: str) -> Condition:
     return check
 
 
-def _takes_values_only(spelled: Spelled) -> bool:
+def _takes_values_only(spelled: CallSite) -> bool:
     parent = spelled.parents[-1] if spelled.parents else None
     if isinstance(parent, ast.Attribute):
         return parent.attr == "values"
@@ -234,7 +234,7 @@ def _is_indexed(arguments: Arguments, least: int) -> bool:
     return named or isinstance(arguments.read(1, "dim", default=UNKNOWN), int)
 
 
-def _is_integer(node: ast.AST, spelled: Spelled) -> bool:
+def _is_integer(node: ast.AST, spelled: CallSite) -> bool:
     node = find_value(node, spelled.arguments.scope)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False

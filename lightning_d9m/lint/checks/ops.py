@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lightning_d9m.lint.checks.op_conditions import Condition, Spelled
+from lightning_d9m.lint.checks.op_conditions import CallSite, Condition
 from lightning_d9m.lint.checks.op_table import (
     FUNCTIONS,
     METHODS,
@@ -13,13 +13,13 @@ from lightning_d9m.lint.checks.op_table import (
     rule_of,
 )
 from lightning_d9m.lint.values import Arguments, read_constant, read_kind
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _OWN = {"self", "cls", "super"}
 
 
-def check_op(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_op(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find a call that spells an op of the catalogue."""
     assert isinstance(node, ast.Call)
     name, skipped = place.resolve(node.func), 0
@@ -42,23 +42,23 @@ def check_op(node: ast.AST, place: Place) -> Iterator[Report]:
     if not conditions:
         return
     arguments = Arguments(node, place.scope, skipped)
-    spelled = Spelled(arguments, place.parents, owned)
+    spelled = CallSite(arguments, place.parents, owned)
     for condition in conditions:
         verdict = condition(spelled)
         if verdict is None or _is_spared(verdict[0], node, place, name):
             continue
         op, reason, fix = explain(verdict[0])
-        yield Report(rule_of(op), node, verdict[1], reason, fix, op.name)
+        yield ReportFinding(rule_of(op), node, verdict[1], reason, fix, op.name)
 
 
-def check_function_choice(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_function_choice(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find ``torch.compile`` with a mode that tunes by time."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) == "torch.compile":
         arguments = Arguments(node, place.scope)
         mode = arguments.read(None, "mode")
         if isinstance(mode, str) and mode.startswith("max-autotune"):
-            yield Report("D9M106", node, "depends")
+            yield ReportFinding("D9M106", node, "depends")
 
 
 def _as_tuple(condition: Condition | None) -> tuple[Condition, ...]:
@@ -72,7 +72,7 @@ def _is_own(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in _OWN
 
 
-def _is_spared(op: str, node: ast.Call, place: Place, name: str | None) -> bool:
+def _is_spared(op: str, node: ast.Call, place: NodeContext, name: str | None) -> bool:
     """Say whether a call cannot run what varies: on a CPU, or without a gradient."""
     if op not in ON_CPU_TOO:
         receiver = (
@@ -85,7 +85,7 @@ def _is_spared(op: str, node: ast.Call, place: Place, name: str | None) -> bool:
     return is_backward(op) and not makes_module and _is_without_gradient(place)
 
 
-def _is_without_gradient(place: Place) -> bool:
+def _is_without_gradient(place: NodeContext) -> bool:
     for parent in reversed(place.parents):
         if isinstance(parent, (ast.With, ast.AsyncWith)):
             if any(_turns_off(item.context_expr, place) for item in parent.items):
@@ -95,7 +95,7 @@ def _is_without_gradient(place: Place) -> bool:
     return False
 
 
-def _turns_off(node: ast.AST, place: Place) -> bool:
+def _turns_off(node: ast.AST, place: NodeContext) -> bool:
     if isinstance(node, ast.Call):
         name = place.resolve(node.func)
         if name == "torch.set_grad_enabled":

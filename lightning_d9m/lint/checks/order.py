@@ -8,7 +8,7 @@ from lightning_d9m.lint.checks.set_expressions import is_iterated, read_elements
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.scopes import read_last_name
 from lightning_d9m.lint.values import read_constant, read_kind
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob", "os.walk", "os.fwalk"}
 _PATH_LISTINGS = {"iterdir", "rglob"}
@@ -19,7 +19,7 @@ _COMPLETIONS = {
 _UNORDERED_METHODS = {"imap_unordered"}
 
 
-def check_set(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_set(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find where the order of a set goes into something ordered."""
     site = is_iterated(node, place)
     if site is None:
@@ -36,10 +36,10 @@ def check_set(node: ast.AST, place: Place) -> Iterator[Report]:
         else "If its elements are strings, or hashed by address, the order of the set changes from "
         "run to run."
     )
-    yield Report("D9M301", node, certainty, reason)
+    yield ReportFinding("D9M301", node, certainty, reason)
 
 
-def check_listing(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_listing(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find listings of folders whose order is used."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
@@ -60,10 +60,10 @@ def check_listing(node: ast.AST, place: Place) -> Iterator[Report]:
     if _names_one_file(node, name) or _is_unpacked_alone(place):
         return
     if is_order_used(node, place):
-        yield Report("D9M302", node, certainty)
+        yield ReportFinding("D9M302", node, certainty)
 
 
-def check_completion(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_completion(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find results that are taken as they are finished, and batches in any order."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
@@ -73,10 +73,10 @@ def check_completion(node: ast.AST, place: Place) -> Iterator[Report]:
         and node.func.attr in _UNORDERED_METHODS
     )
     if (name in _COMPLETIONS or unordered) and is_order_used(node, place):
-        yield Report("D9M305", node)
+        yield ReportFinding("D9M305", node)
     for word in node.keywords:
         if word.arg == "in_order" and read_constant(word.value, place.scope) is False:
-            yield Report(
+            yield ReportFinding(
                 "D9M305",
                 node,
                 reason="With in_order=False batches come as the workers finish them.",
@@ -84,7 +84,7 @@ def check_completion(node: ast.AST, place: Place) -> Iterator[Report]:
             )
 
 
-def check_hash(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_hash(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find ``hash()`` of what may be a string, where its number matters."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) == "builtins.sorted" or (
@@ -92,7 +92,7 @@ def check_hash(node: ast.AST, place: Place) -> Iterator[Report]:
     ):
         for word in node.keywords:
             if word.arg == "key" and place.resolve(word.value) == "builtins.hash":
-                yield Report("D9M303", node, "depends")
+                yield ReportFinding("D9M303", node, "depends")
         return
     if place.resolve(node.func) != "builtins.hash" or len(node.args) != 1:
         return
@@ -101,10 +101,10 @@ def check_hash(node: ast.AST, place: Place) -> Iterator[Report]:
         return
     text = _is_text(node.args[0], place)
     if text is not False and _is_number_used(place):
-        yield Report("D9M303", node, "certain" if text else "depends")
+        yield ReportFinding("D9M303", node, "certain" if text else "depends")
 
 
-def check_hash_seed(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_hash_seed(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find PYTHONHASHSEED set in the program's own environment."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
@@ -113,16 +113,16 @@ def check_hash_seed(node: ast.AST, place: Place) -> Iterator[Report]:
                 and _is_hash_seed(target.slice, place)
                 and place.resolve(target.value) == "os.environ"
             ):
-                yield Report("D9M304", node)
+                yield ReportFinding("D9M304", node)
     elif isinstance(node, ast.Call) and node.args:
         name = place.resolve(node.func)
         if name in {"os.environ.setdefault", "os.putenv"} and _is_hash_seed(node.args[0], place):
-            yield Report("D9M304", node)
+            yield ReportFinding("D9M304", node)
         elif name == "os.environ.update":
             named = any(word.arg == "PYTHONHASHSEED" for word in node.keywords)
             keys = node.args[0].keys if isinstance(node.args[0], ast.Dict) else ()
             if named or any(key is not None and _is_hash_seed(key, place) for key in keys):
-                yield Report("D9M304", node)
+                yield ReportFinding("D9M304", node)
 
 
 def _names_one_file(node: ast.Call, name: str | None) -> bool:
@@ -134,18 +134,18 @@ def _names_one_file(node: ast.Call, name: str | None) -> bool:
     return False
 
 
-def _is_unpacked_alone(place: Place) -> bool:
+def _is_unpacked_alone(place: NodeContext) -> bool:
     """Say whether exactly one file is expected: ``[only] = folder.glob(...)``."""
     parent = place.parents[-1]
     target = parent.targets[0] if isinstance(parent, ast.Assign) else None
     return isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) == 1
 
 
-def _is_hash_seed(node: ast.AST, place: Place) -> bool:
+def _is_hash_seed(node: ast.AST, place: NodeContext) -> bool:
     return read_constant(node, place.scope) == "PYTHONHASHSEED"
 
 
-def _is_text(node: ast.AST, place: Place) -> bool | None:
+def _is_text(node: ast.AST, place: NodeContext) -> bool | None:
     """Say whether an expression is a string, or holds one; None where it cannot be told."""
     if isinstance(node, ast.JoinedStr):
         return True
@@ -163,7 +163,7 @@ def _is_text(node: ast.AST, place: Place) -> bool | None:
     return None
 
 
-def _is_number_used(place: Place) -> bool:
+def _is_number_used(place: NodeContext) -> bool:
     """Say whether the number itself is used: in arithmetic, as a seed, as an index."""
     parent = place.parents[-1]
     if isinstance(parent, ast.BinOp):
@@ -174,7 +174,7 @@ def _is_number_used(place: Place) -> bool:
     return isinstance(parent, ast.keyword) and parent.arg == "seed"
 
 
-def _sorts_in_walk(place: Place) -> bool:
+def _sorts_in_walk(place: NodeContext) -> bool:
     """Say whether the loop over ``os.walk`` sorts what it is given."""
     loop = place.parents[-1]
     if not isinstance(loop, ast.For):

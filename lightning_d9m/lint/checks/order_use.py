@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Sequence
 
 from lightning_d9m.lint.scopes import FUNCTIONS, read_last_name
-from lightning_d9m.lint.walk import Place
+from lightning_d9m.lint.walk import NodeContext
 
 _FREE = {
     "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
@@ -25,7 +25,7 @@ _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_"
 _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 
-def is_order_used(node: ast.AST, place: Place) -> bool:
+def is_order_used(node: ast.AST, place: NodeContext) -> bool:
     """Say whether the order of an iterable can be seen in what becomes of it.
 
     Args:
@@ -36,7 +36,7 @@ def is_order_used(node: ast.AST, place: Place) -> bool:
 
 
 def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
-    node: ast.AST, parents: Sequence[ast.AST], place: Place, *, numbered: bool
+    node: ast.AST, parents: Sequence[ast.AST], place: NodeContext, *, numbered: bool
 ) -> bool:
     if not parents:
         return False
@@ -73,7 +73,7 @@ def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
 
 
 def _is_used_by_call(
-    node: ast.AST, call: ast.Call, around: Sequence[ast.AST], place: Place, *, numbered: bool
+    node: ast.AST, call: ast.Call, around: Sequence[ast.AST], place: NodeContext, *, numbered: bool
 ) -> bool:
     name = read_last_name(call.func)
     if node is call.func or name in _FREE or "sort" in name.lower():
@@ -88,7 +88,7 @@ def _is_test(node: ast.AST, around: Sequence[ast.AST]) -> bool:
     return isinstance(outer, (ast.If, ast.While, ast.Assert)) and outer.test is node
 
 
-def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: Place) -> bool:
+def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> bool:
     """Follow what is assigned to a name or an attribute through its scope or class."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     if isinstance(target, ast.Name):

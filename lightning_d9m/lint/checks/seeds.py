@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
 from lightning_d9m.lint.values import Arguments, find_value
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 GENERATORS = {
     "numpy.random.default_rng",
@@ -50,18 +50,18 @@ _DEPTH = 4
 
 
 def check_seed(  # noqa: C901 - one case for each way to seed
-    node: ast.AST, place: Place
-) -> Iterator[Report]:
+    node: ast.AST, place: NodeContext
+) -> Iterator[ReportFinding]:
     """Find how a call seeds, or fails to."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
     arguments = Arguments(node, place.scope)
     seed = arguments.get(0, "seed", "x", "a", "entropy")
     if name in _ALWAYS_FROM_SYSTEM:
-        yield Report("D9M204", node)
+        yield ReportFinding("D9M204", node)
     elif name in _SYSTEM_DRAWS:
         if not _is_in_seed(place):
-            yield Report("D9M206", node)
+            yield ReportFinding("D9M206", node)
     elif name in GENERATORS or name in _FROM_SYSTEM_WHEN_EMPTY:
         rule = "D9M201" if name in GENERATORS else "D9M204"
         value = None if seed is None else find_value(seed, place.scope)
@@ -78,21 +78,23 @@ def check_seed(  # noqa: C901 - one case for each way to seed
     else:
         for word in node.keywords:
             if word.arg in _SEED_WORDS and _find_entropy(word.value, place.scope):
-                yield Report("D9M203", node)
+                yield ReportFinding("D9M203", node)
 
 
-def _judge_empty(node: ast.Call, rule: str, place: Place) -> Iterator[Report]:
+def _judge_empty(node: ast.Call, rule: str, place: NodeContext) -> Iterator[ReportFinding]:
     """Find what takes its seed from the system, unless it is a generator seeded afterwards."""
     if rule == "D9M204" or not _is_seeded_later(*_find_area(place)):
-        yield Report(rule, node)
+        yield ReportFinding(rule, node)
 
 
-def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[Report]:
+def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[ReportFinding]:
     """Say what is wrong with the expression of a seed."""
     if found := _find_entropy(seed, scope):
-        yield Report("D9M203", node, reason=f"The seed is taken from {found}, another in each run.")
+        yield ReportFinding(
+            "D9M203", node, reason=f"The seed is taken from {found}, another in each run."
+        )
     elif _adds_number(seed, scope, _DEPTH):
-        yield Report("D9M205", node)
+        yield ReportFinding("D9M205", node)
 
 
 def _find_entropy(node: ast.AST, scope: Scope) -> str:
@@ -156,7 +158,7 @@ def _is_method(node: ast.Call, method: str, name: str | None) -> bool:
     return name is None and isinstance(node.func, ast.Attribute) and node.func.attr == method
 
 
-def _is_in_seed(place: Place) -> bool:
+def _is_in_seed(place: NodeContext) -> bool:
     """Say whether an expression goes into a seed, which has a rule of its own."""
     return any(
         isinstance(parent, ast.Call)
@@ -165,22 +167,22 @@ def _is_in_seed(place: Place) -> bool:
     )
 
 
-def _check_generator(node: ast.Call, place: Place) -> Iterator[Report]:
+def _check_generator(node: ast.Call, place: NodeContext) -> Iterator[ReportFinding]:
     """Find a ``torch.Generator`` that nobody seeds in the scope or class it belongs to."""
     parent = place.parents[-1]
     if isinstance(parent, ast.Attribute):
         if parent.attr not in _SEEDING_METHODS:
-            yield Report("D9M202", node)
+            yield ReportFinding("D9M202", node)
         return
     area, key = _find_area(place)
     if area is None:
         if isinstance(parent, ast.keyword):
-            yield Report("D9M202", node)
+            yield ReportFinding("D9M202", node)
     elif not _is_seeded_later(area, key) and not _is_handed_on(area, key, place):
-        yield Report("D9M202", node)
+        yield ReportFinding("D9M202", node)
 
 
-def _find_area(place: Place) -> tuple[ast.AST | None, str]:
+def _find_area(place: NodeContext) -> tuple[ast.AST | None, str]:
     """Return the scope or class in which what is made here has a name, and the name."""
     parent = place.parents[-1]
     target = parent.targets[0] if isinstance(parent, ast.Assign) else None
@@ -201,7 +203,7 @@ def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
     )
 
 
-def _is_handed_on(area: ast.AST, key: str, place: Place) -> bool:
+def _is_handed_on(area: ast.AST, key: str, place: NodeContext) -> bool:
     """Say whether it is handed to a function that may seed it."""
     return any(
         isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, place)
@@ -214,5 +216,5 @@ def passes(call: ast.Call, key: str) -> bool:
     return any(key in {getattr(a, "id", ""), getattr(a, "attr", "")} for a in call.args)
 
 
-def _is_draw(call: ast.Call, place: Place) -> bool:
+def _is_draw(call: ast.Call, place: NodeContext) -> bool:
     return (place.resolve(call.func) or "").startswith("torch.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lightning_d9m.lint.scopes import Scope, resolve
-from lightning_d9m.lint.walk import Place
+from lightning_d9m.lint.walk import NodeContext
 
 Elements = Literal["numbers", "strings", "unknown"]
 
@@ -54,7 +54,7 @@ def read_elements(  # noqa: PLR0911 - one case for each kind of expression
     return None
 
 
-def is_iterated(node: ast.AST, place: Place) -> Literal["iterated", "popped"] | None:
+def is_iterated(node: ast.AST, place: NodeContext) -> Literal["iterated", "popped"] | None:
     """Say whether a set is iterated where it stands, or popped from."""
     parent = place.parents[-1]
     if isinstance(parent, (ast.For, ast.comprehension)):
@@ -74,7 +74,7 @@ def is_iterated(node: ast.AST, place: Place) -> Literal["iterated", "popped"] | 
     return None
 
 
-def _is_alone(node: ast.AST, place: Place) -> bool:
+def _is_alone(node: ast.AST, place: NodeContext) -> bool:
     """Say whether a test around, or just before in the same function, counts one element."""
     named = ast.dump(node)
     area = place.scope.node

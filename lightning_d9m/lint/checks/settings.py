@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lightning_d9m.lint.values import UNKNOWN, Arguments, read_constant
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _CUDNN = "torch.backends.cudnn."
 _TRAINERS = {"lightning.Trainer"}
@@ -23,7 +23,7 @@ _WARN_ONLY = (
 )
 
 
-def check_setting_call(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_setting_call(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find Trainer(benchmark=True), deterministic=False and the like."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
@@ -46,12 +46,12 @@ def check_setting_call(node: ast.AST, place: Place) -> Iterator[Report]:
             yield from _judge_flag(node, mode=mode in {"error", 2}, warn_only=False)
     elif name == f"{_CUDNN}flags":
         if arguments.read(1, "benchmark", default=False) is True:
-            yield Report("D9M401", node)
+            yield ReportFinding("D9M401", node)
     elif name in _OURS or (name.startswith("lightning_d9m.") and name.endswith("Callback")):
-        yield Report(TURNED_ON, node)
+        yield ReportFinding(TURNED_ON, node)
 
 
-def check_setting(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_setting(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find assignments to torch's flags."""
     assert isinstance(node, ast.Assign)
     for target in node.targets:
@@ -60,20 +60,22 @@ def check_setting(node: ast.AST, place: Place) -> Iterator[Report]:
         name = place.resolve(target) or ""
         value = read_constant(node.value, place.scope)
         if name == f"{_CUDNN}benchmark" and value is True:
-            yield Report("D9M401", node)
+            yield ReportFinding("D9M401", node)
         elif name == f"{_CUDNN}deterministic" and value is False:
-            yield Report("D9M402", node, reason="cuDNN may choose nondeterministic algorithms.")
+            yield ReportFinding(
+                "D9M402", node, reason="cuDNN may choose nondeterministic algorithms."
+            )
         elif (
             name.startswith("torch._inductor.config.")
             and value is True
             and target.attr.startswith("max_autotune")
         ):
-            yield Report("D9M106", node, "depends")
+            yield ReportFinding("D9M106", node, "depends")
 
 
-def _check_trainer(node: ast.Call, arguments: Arguments) -> Iterator[Report]:
+def _check_trainer(node: ast.Call, arguments: Arguments) -> Iterator[ReportFinding]:
     if arguments.read(None, "benchmark") is True:
-        yield Report("D9M401", node)
+        yield ReportFinding("D9M401", node)
     deterministic = arguments.read(None, "deterministic")
     if deterministic == "warn":
         yield from _judge_flag(node, mode=True, warn_only=True)
@@ -81,10 +83,12 @@ def _check_trainer(node: ast.Call, arguments: Arguments) -> Iterator[Report]:
         yield from _judge_flag(node, mode=deterministic, warn_only=False)
 
 
-def _judge_flag(node: ast.Call, *, mode: object, warn_only: object) -> Iterator[Report]:
+def _judge_flag(node: ast.Call, *, mode: object, warn_only: object) -> Iterator[ReportFinding]:
     if mode is False:
-        yield Report("D9M402", node)
+        yield ReportFinding("D9M402", node)
     elif mode is True and warn_only is True:
-        yield Report("D9M402", node, reason=_WARN_ONLY, fix="Make it an error: no warn_only.")
+        yield ReportFinding(
+            "D9M402", node, reason=_WARN_ONLY, fix="Make it an error: no warn_only."
+        )
     elif mode is True and warn_only is False:
-        yield Report(TURNED_ON, node)
+        yield ReportFinding(TURNED_ON, node)

@@ -8,7 +8,7 @@ from lightning_d9m.lint.checks.seeds import passes
 from lightning_d9m.lint.programs import runs, seeds
 from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
 from lightning_d9m.lint.values import Arguments, list_values
-from lightning_d9m.lint.walk import Place, Report
+from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _MAKERS = re.compile(r"^gym(nasium)?\.(make(_vec)?|vector\.(make|SyncVectorEnv|AsyncVectorEnv))$")
 _OF_ACTIONS = (
@@ -17,7 +17,7 @@ _OF_ACTIONS = (
 )
 
 
-def check_training(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_training(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find the training of a program whose file seeds nothing; what it imports is not read here."""
     assert isinstance(node, ast.Call)
     tree = place.parents[0]
@@ -27,7 +27,7 @@ def check_training(node: ast.AST, place: Place) -> Iterator[Report]:
         and (isinstance(place.scope.node, ast.Module) or runs(tree))
         and not seeds(tree)
     ):
-        yield Report("D9M210", node, "depends")
+        yield ReportFinding("D9M210", node, "depends")
 
 
 def _trains(call: ast.Call, scope: Scope) -> bool:
@@ -43,7 +43,7 @@ def _trains(call: ast.Call, scope: Scope) -> bool:
     )
 
 
-def check_environment(node: ast.AST, place: Place) -> Iterator[Report]:
+def check_environment(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
     """Find the first reset, and the first drawn action, of a Gymnasium environment never seeded."""
     assert isinstance(node, ast.Call)
     if not isinstance(node.func, ast.Attribute) or node.func.attr not in {"reset", "sample"}:
@@ -66,7 +66,7 @@ def check_environment(node: ast.AST, place: Place) -> Iterator[Report]:
         handed = any(passes(call, key) for call in calls)
         reason = _OF_ACTIONS if of_actions else ""
         fix = "Call action_space.seed() with one that is fixed." if of_actions else ""
-        yield Report("D9M211", node, "depends" if handed else "certain", reason, fix)
+        yield ReportFinding("D9M211", node, "depends" if handed else "certain", reason, fix)
 
 
 def _makes_environment(value: ast.AST, scope: Scope) -> bool:

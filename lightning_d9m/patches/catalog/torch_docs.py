@@ -10,9 +10,9 @@ from typing import Literal
 
 from lightning_d9m.errors import SettingError
 
-Kind = Literal["switches", "raises"]
+DocumentedBehavior = Literal["switches", "raises"]
 
-_HEADINGS: dict[Kind, str] = {
+_HEADINGS: dict[DocumentedBehavior, str] = {
     "switches": r"will act\s+deterministically when ``mode=True``:",
     "raises": r"will throw a\s+:class:`RuntimeError` when ``mode=True``:",
 }
@@ -34,7 +34,7 @@ class Line:
         modes: Those of a list below it, such as ``"bilinear"``; empty for all.
     """
 
-    kind: Kind
+    kind: DocumentedBehavior
     name: str
     text: str
     devices: tuple[str, ...]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import (
-    Band,
+    GatherTable,
     build_band,
     finish,
     gather_through,
@@ -23,7 +23,7 @@ from lightning_d9m.patches.primitives.gather_tables import (
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
 
-BandBuilder = Callable[[int, int, bool, float | None, torch.dtype], Band]
+BandBuilder = Callable[[int, int, bool, float | None, torch.dtype], GatherTable]
 
 CUBIC = -0.75
 _CUBIC_ANTIALIASED = -0.5
@@ -133,7 +133,7 @@ def lanczos2d_aa_backward(
 
 def build_linear_band(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
-) -> Band:
+) -> GatherTable:
     """Return the band of linear interpolation: two neighbours, weighted by distance."""
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
     source = _sources(output_size, step, align_corners).clamp(min=0)
@@ -147,7 +147,7 @@ def build_linear_band(
 
 def build_cubic_band(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
-) -> Band:
+) -> GatherTable:
     """Return the band of cubic convolution: four neighbours, clamped at the border."""
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
     source = _sources(output_size, step, align_corners)
@@ -166,7 +166,7 @@ def build_cubic_band(
 
 def build_triangle_band(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
-) -> Band:
+) -> GatherTable:
     """Return the band of an antialiasing triangle filter."""
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
     return _build_filter_band(input_size, output_size, step, 2, lambda x: (1 - x).clamp(min=0))
@@ -174,7 +174,7 @@ def build_triangle_band(
 
 def build_keys_band(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
-) -> Band:
+) -> GatherTable:
     """Return the band of an antialiasing cubic filter (Keys, a = -0.5)."""
 
     def weigh(distance: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def build_keys_band(
 
 def build_lanczos_band(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
-) -> Band:
+) -> GatherTable:
     """Return the band of an antialiasing Lanczos filter with three lobes."""
     lobes = 3
 
@@ -244,7 +244,7 @@ def _sources(output_size: int, step: Tensor, align_corners: bool) -> Tensor:
     return outputs * step if align_corners else (outputs + 0.5) * step - 0.5
 
 
-def _collect(inputs: Tensor, weights: Tensor, input_size: int) -> Band:
+def _collect(inputs: Tensor, weights: Tensor, input_size: int) -> GatherTable:
     outputs = torch.arange(len(inputs), device="cpu")[:, None].expand_as(inputs)
     return build_band(inputs.flatten(), outputs.flatten(), input_size, weight=weights.flatten())
 
@@ -255,7 +255,7 @@ def _build_filter_band(
     step: Tensor,
     taps: int,
     weigh: Callable[[Tensor], Tensor],
-) -> Band:
+) -> GatherTable:
     shrink = step.clamp(min=1)  # the filter widens where the image shrinks
     support = taps / 2 * shrink
     centers = (torch.arange(output_size, dtype=step.dtype, device="cpu") + 0.5) * step

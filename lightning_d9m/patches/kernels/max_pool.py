@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import finish, place
 from lightning_d9m.patches.primitives.pooling_windows import (
-    Reach,
+    WindowExtent,
     build_adaptive_reach,
     build_strided_reach,
     count_outputs,
@@ -135,7 +135,7 @@ def _fractional_backward(
     return finish(sums.view(self.shape), self, keep_format=False)
 
 
-def _gather_chosen(grad_output: Tensor, indices: Tensor, reaches: list[Reach]) -> Tensor:
+def _gather_chosen(grad_output: Tensor, indices: Tensor, reaches: list[WindowExtent]) -> Tensor:
     """Add, for each input, the gradients of the windows whose index names it.
 
     Args:

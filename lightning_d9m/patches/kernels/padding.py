@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import (
-    Band,
+    GatherTable,
     build_band,
     finish,
     gather_through,
@@ -62,7 +62,7 @@ def replication_pad3d_backward(
     return _replication_backward(original, grad_output, self, padding, 3)
 
 
-def build_replication_band(input_size: int, output_size: int, left: int) -> Band:
+def build_replication_band(input_size: int, output_size: int, left: int) -> GatherTable:
     """Return the band of padding along one dimension with copies of the edge."""
     outputs = torch.arange(output_size, dtype=torch.int64, device="cpu")
     return build_band((outputs - left).clamp(0, input_size - 1), outputs, input_size)

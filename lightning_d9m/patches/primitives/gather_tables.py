@@ -21,7 +21,7 @@ from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, 
 Parts = TypeVar("Parts", bound=tuple[Tensor | None, ...])
 
 
-class Band(NamedTuple):
+class GatherTable(NamedTuple):
     """For each input along one dimension, the outputs it contributed to.
 
     Attributes:
@@ -61,7 +61,7 @@ def build_band(
     *,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
-) -> Band:
+) -> GatherTable:
     """Turn a list of contributions into a band.
 
     Args:
@@ -74,10 +74,10 @@ def build_band(
     sorted_inputs, order = torch.sort(inputs, stable=True)
     bounds = torch.arange(input_size, dtype=torch.int64, device="cpu")
     offsets = torch.searchsorted(sorted_inputs, bounds)
-    return Band(outputs[order], offsets, None if weight is None else weight[order], divisor)
+    return GatherTable(outputs[order], offsets, None if weight is None else weight[order], divisor)
 
 
-def gather_through(gradient: Tensor, bands: Sequence[Band]) -> Tensor:
+def gather_through(gradient: Tensor, bands: Sequence[GatherTable]) -> Tensor:
     """Carry a gradient from the outputs back to the inputs, along the last dimensions.
 
     Args:

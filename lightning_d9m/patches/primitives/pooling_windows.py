@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.primitives.gather_tables import Band, build_band
+from lightning_d9m.patches.primitives.gather_tables import GatherTable, build_band
 
 
 class Window(NamedTuple):
@@ -18,7 +18,7 @@ class Window(NamedTuple):
     dilation: int = 1
 
 
-class Reach(NamedTuple):
+class WindowExtent(NamedTuple):
     """The windows that reach each input along one dimension.
 
     Attributes:
@@ -56,7 +56,7 @@ def count_outputs(size: int, window: Window, *, ceil_mode: bool) -> int:
 
 def build_mean_band(
     input_size: int, output_size: int, window: Window, count_include_pad: bool
-) -> Band:
+) -> GatherTable:
     """Return the band of an average pooling with a fixed stride."""
     starts = _range(output_size) * window.stride - window.padding
     ends = (starts + window.size).clamp(max=input_size + window.padding)
@@ -65,7 +65,7 @@ def build_mean_band(
     return _build_window_band(*inside, input_size, divisor)
 
 
-def build_adaptive_band(input_size: int, output_size: int) -> Band:
+def build_adaptive_band(input_size: int, output_size: int) -> GatherTable:
     """Return the band of an adaptive pooling: window o is ``[o*i//n, ceil((o+1)*i/n))``."""
     outputs = _range(output_size)
     starts = outputs * input_size // output_size
@@ -73,12 +73,12 @@ def build_adaptive_band(input_size: int, output_size: int) -> Band:
     return _build_window_band(starts, ends, input_size, ends - starts)
 
 
-def build_adaptive_reach(input_size: int, output_size: int) -> Reach:
+def build_adaptive_reach(input_size: int, output_size: int) -> WindowExtent:
     """Return which windows of an adaptive pooling reach an input."""
     return _list_reach(build_adaptive_band(input_size, output_size))
 
 
-def build_strided_reach(input_size: int, output_size: int, window: Window) -> Reach:
+def build_strided_reach(input_size: int, output_size: int, window: Window) -> WindowExtent:
     """Return which windows of a pooling with a fixed stride and dilation reach an input."""
     members = _range(window.size) * window.dilation - window.padding
     inputs = (_range(output_size)[:, None] * window.stride + members).flatten()
@@ -87,15 +87,17 @@ def build_strided_reach(input_size: int, output_size: int, window: Window) -> Re
     return _list_reach(build_band(inputs[inside], outputs[inside], input_size))
 
 
-def _list_reach(band: Band) -> Reach:
+def _list_reach(band: GatherTable) -> WindowExtent:
     ends = torch.cat([band.offsets[1:], torch.tensor([len(band.outputs)], device="cpu")])
     lengths = ends - band.offsets
     ranks = _range(int(lengths.max()))[:, None]
     places = (band.offsets + ranks).clamp(max=len(band.outputs) - 1)
-    return Reach(torch.where(ranks < lengths, band.outputs[places], -1))
+    return WindowExtent(torch.where(ranks < lengths, band.outputs[places], -1))
 
 
-def _build_window_band(starts: Tensor, ends: Tensor, input_size: int, divisor: Tensor) -> Band:
+def _build_window_band(
+    starts: Tensor, ends: Tensor, input_size: int, divisor: Tensor
+) -> GatherTable:
     lengths = (ends - starts).clamp(min=0)
     outputs = torch.repeat_interleave(_range(len(starts)), lengths)
     within = _range(len(outputs)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

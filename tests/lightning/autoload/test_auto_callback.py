@@ -19,7 +19,9 @@ def asked(monkeypatch):
     """Ask for determinism, and count as started."""
     monkeypatch.setenv("LIGHTNING_D9M", "1")
     monkeypatch.setattr(
-        entry_points, "_State", type("_State", (entry_points._State,), {"started": True})
+        entry_points,
+        "_AutoloadState",
+        type("_State", (entry_points._AutoloadState,), {"started": True}),
     )
     auto_callback._report_unused.cache_clear()
     return monkeypatch
@@ -83,7 +85,9 @@ def test_a_door_that_stayed_shut_refuses_the_trainer(monkeypatch):
     """``TORCH_DEVICE_BACKEND_AUTOLOAD=0``: nothing was seeded before the model was built."""
     monkeypatch.setenv("LIGHTNING_D9M", "1")
     monkeypatch.setattr(
-        entry_points, "_State", type("_State", (entry_points._State,), {"started": False})
+        entry_points,
+        "_AutoloadState",
+        type("_State", (entry_points._AutoloadState,), {"started": False}),
     )
     with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
         entry_points.make_pytorch_lightning_callbacks()
@@ -101,10 +105,13 @@ def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatc
     with enable(seed=0) as session:
         monkeypatch.setenv("PL_GLOBAL_SEED", "42")
         assert resolve_seed(None) == 0
-        entry_points._State.session, entry_points._State.default_seed = session, True
+        entry_points._AutoloadState.session, entry_points._AutoloadState.default_seed = (
+            session,
+            True,
+        )
         assert resolve_seed(None) == 42
         assert resolve_seed(7) == 7
-        entry_points._State.default_seed = False
+        entry_points._AutoloadState.default_seed = False
         assert resolve_seed(None) == 0
     assert not torch.are_deterministic_algorithms_enabled()
     del asked

@@ -12,7 +12,7 @@ import pytest
 from lightning_d9m.cli.main import main
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
-PROJECT = Path(__file__).parents[1] / "autoload_training.py"
+PROJECT = Path(__file__).parents[2] / "autoload_training.py"
 ENTRY_POINTS = {
     "torch.backends": "load",
     "lightning.pytorch.callbacks_factory": "make_lightning_callbacks",
@@ -147,7 +147,7 @@ def test_without_the_variable_nothing_is_loaded(value, tmp_path):
         "torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())"
     )
     done, _ = run("-c", code, folder=tmp_path, LIGHTNING_D9M=value)
-    loaded = "['lightning_d9m.lightning.autoload', 'lightning_d9m.lightning.autoload.entry_points']"
+    loaded = "['lightning_d9m.version', 'lightning_d9m.lightning', 'lightning_d9m.lightning.autoload', 'lightning_d9m.lightning.autoload.entry_points']"
     assert done.stdout.strip() == f"{loaded} True False"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_d9m import DeterminismCallback, SettingError, Settings
 from lightning_d9m.lightning.autoload.env_settings import (
-    STEERING,
+    CONTROL_VARIABLES,
     check_known,
     read_settings,
     read_switch,
@@ -105,7 +105,7 @@ def test_the_switch(value, asked):
 
 
 def test_a_misspelt_variable_is_said():
-    known = dict.fromkeys([*STEERING, "LIGHTNING_D9M", "LIGHTNING_D9M_SEED", "HOME"], "1")
+    known = dict.fromkeys([*CONTROL_VARIABLES, "LIGHTNING_D9M", "LIGHTNING_D9M_SEED", "HOME"], "1")
     check_known(DeterminismCallback, known)
     with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_REFERENCE\?") as caught:
         check_known(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})

@@ -7,7 +7,7 @@ import torch
 from trainings import make_model
 
 from lightning_d9m.hashing.digest import digest, digest_many
-from lightning_d9m.probes.trace import Moment, Probes
+from lightning_d9m.probes.trace import ProbeCollector, ProbePoint
 
 pytestmark = [
     pytest.mark.cuda,
@@ -40,10 +40,10 @@ def test_two_runs_have_the_same_probes_and_those_of_a_run_without(fit):
 
 def test_what_is_met_is_digested_as_on_the_cpu_before_it_is_overwritten():
     records = []
-    probes = Probes(records.append)
+    probes = ProbeCollector(records.append)
     values = [torch.randn(n, device="cuda") for n in (1, 100, 5000, 100_000)]
     expected = [digest(value.cpu()) for value in values]
-    probes.begin(Moment(0, 0, 0))
+    probes.begin(ProbePoint(0, 0, 0))
     for number, value in enumerate(values):
         probes.add("output", str(number), value)
         value.zero_()
@@ -53,7 +53,7 @@ def test_what_is_met_is_digested_as_on_the_cpu_before_it_is_overwritten():
 
 def test_no_probe_of_a_batch_waits_for_the_device():
     records = []
-    probes = Probes(records.append)
+    probes = ProbeCollector(records.append)
     model = make_model().cuda()
     weights = dict(model.named_parameters())
     digest_many([*weights.values()])  # the kernel is compiled and checked here
@@ -61,7 +61,7 @@ def test_no_probe_of_a_batch_waits_for_the_device():
 
     def probe():
         for batch in range(2):
-            probes.begin(Moment(0, batch, batch))
+            probes.begin(ProbePoint(0, batch, batch))
             probes.add_tensors("weight", weights)
             for number, value in enumerate(values):
                 probes.add("output", str(number), value)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_d9m.lightning.probing.state_snapshot import KeptState
+from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
 
 GENERATORS = {
     "torch": (torch.Generator, lambda own: torch.rand(3, generator=own).tolist()),
@@ -35,7 +35,7 @@ def test_a_generator_draws_again_what_it_drew(name, before, after):
     model.generator = make()
     for _ in range(before):
         draw(model.generator)
-    state = KeptState(model, ())
+    state = StateSnapshot(model, ())
     drawn = [draw(model.generator) for _ in range(after)]
     state.restore()
     assert [draw(model.generator) for _ in range(after)] == drawn
@@ -67,7 +67,7 @@ def test_objects_of_the_program_are_put_back():
     model = nn.Module()
     model.average, model.augment = Average(torch.zeros(2)), Augmentation()
     held, augment = model.average, model.augment
-    state = KeptState(model, ())
+    state = StateSnapshot(model, ())
     first = model.augment(1.0)
     model.average.count += 1
     model.average.value += 5
@@ -90,7 +90,7 @@ class Samples(Dataset):
 def test_what_libraries_made_or_extend_is_left_alone(value):
     model = nn.Module()
     model.value = value
-    state = KeptState(model, ())
+    state = StateSnapshot(model, ())
     if isinstance(value, Samples):
         value.samples = [1]
     state.restore()
@@ -101,7 +101,7 @@ def test_what_libraries_made_or_extend_is_left_alone(value):
 def test_tables_of_every_kind_keep_their_entries():
     model = nn.Module()
     model.counts, model.order = Counter("aab"), OrderedDict(b=1, a=2)
-    state = KeptState(model, ())
+    state = StateSnapshot(model, ())
     model.counts["c"] += 1
     model.order["b"] = 7
     model.order.move_to_end("b")
@@ -114,6 +114,6 @@ def test_what_cannot_be_written_to_is_not_copied():
     """An array of four terabytes, as a mapped file may be."""
     model = nn.Module()
     model.samples = np.broadcast_to(np.float32(1), 2**40)
-    state = KeptState(model, ())
+    state = StateSnapshot(model, ())
     state.restore()
     assert model.samples.shape == (2**40,)

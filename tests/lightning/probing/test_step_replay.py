@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from trainings import make_model
 
 from lightning_d9m.errors import DriftError, SettingError
-from lightning_d9m.lightning.probing.state_snapshot import KeptState
+from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
 
 
 def final(ledger):
@@ -271,7 +271,7 @@ def test_every_kind_of_state_is_put_back_in_place():
     model.kept = {"list": shared, "again": shared, "set": {1}, "array": np.zeros(2), "n": 1}
     model.parts = (torch.ones(1), [1, 2])
     values = [torch.arange(3)]
-    state = KeptState(model, values)
+    state = StateSnapshot(model, values)
     model.kept["list"][0].add_(1)
     model.kept["list"].append(3)
     model.kept["set"].add(2)
