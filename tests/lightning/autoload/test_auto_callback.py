@@ -105,13 +105,10 @@ def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatc
     with enable(seed=0) as session:
         monkeypatch.setenv("PL_GLOBAL_SEED", "42")
         assert resolve_seed(None) == 0
-        entry_points._AutoloadState.session, entry_points._AutoloadState.default_seed = (
-            session,
-            True,
-        )
+        session.seed_is_default = True
         assert resolve_seed(None) == 42
         assert resolve_seed(7) == 7
-        entry_points._AutoloadState.default_seed = False
+        session.seed_is_default = False
         assert resolve_seed(None) == 0
     assert not torch.are_deterministic_algorithms_enabled()
     del asked

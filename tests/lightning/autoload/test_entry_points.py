@@ -147,7 +147,13 @@ def test_without_the_variable_nothing_is_loaded(value, tmp_path):
         "torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())"
     )
     done, _ = run("-c", code, folder=tmp_path, LIGHTNING_D9M=value)
-    loaded = "['lightning_d9m.version', 'lightning_d9m.lightning', 'lightning_d9m.lightning.autoload', 'lightning_d9m.lightning.autoload.entry_points']"
+    autoload = "lightning_d9m.lightning.autoload"
+    loaded = [
+        "lightning_d9m.version",
+        "lightning_d9m.lightning",
+        autoload,
+        f"{autoload}.entry_points",
+    ]
     assert done.stdout.strip() == f"{loaded} True False"
 
 
