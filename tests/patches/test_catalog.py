@@ -16,7 +16,7 @@ from lightning_d9m.patches.catalog.catalog import (
     read_raising_ops,
     select_ops,
 )
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.op import FlagEffect, Op
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent
@@ -94,7 +94,7 @@ def test_entries_are_complete(op: Op) -> None:
 
 def test_what_torch_does_itself_is_replaced_only_where_measured_faster() -> None:
     """Until then torch's own deterministic version stays: the replacement is only offered."""
-    own = [op for op in OPS if op.kernels and op.torch_does.startswith(("Sorts", "Runs"))]
+    own = [op for op in OPS if op.kernels and op.flag_effect is FlagEffect.SWITCHES]
     assert {"index_add", "scatter_add", "index_put_accumulate"} <= {op.name for op in own}
     assert all(op.status == "offered" or op.cost for op in own)
 
@@ -150,6 +150,7 @@ def test_ops_without_a_replacement_cannot_be_chosen() -> None:
 def test_versions_decide_which_ops_are_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry holds from its first release up to the one that needs no patch; builds count not."""
     texts = {"torch_does": "-", "cause": "-", "kernels": {"put_": "placement:put_"}}
+    texts["flag_effect"] = FlagEffect.RAISES
     entries = (
         Op(name="always", status="patched", **texts),
         Op(name="fixed", status="patched", until="2.14", **texts),

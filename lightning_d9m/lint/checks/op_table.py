@@ -1,6 +1,5 @@
 """How the catalogue's ops are spelled in Python: functions, modules and methods of tensors."""
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -24,17 +23,17 @@ from lightning_d9m.lint.checks.op_conditions import (
     unless,
 )
 from lightning_d9m.patches.catalog.catalog import find_op
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.op import FlagEffect, Op
 
 _FUNCTIONAL = "torch.nn.functional."
 _EVERY_DIM = (1, 2, 3)
 
-# The first word of what torch does says how far its flag reaches.
 _RULES = {
-    "Raises": "D9M101",
-    "Nothing": "D9M102",
-    "Cannot": "D9M104",
-    **dict.fromkeys(("Decomposes", "Runs", "Sorts", "Asks", "Chooses", "Warns"), "D9M103"),
+    FlagEffect.RAISES: "D9M101",
+    FlagEffect.NONE: "D9M102",
+    FlagEffect.SWITCHES: "D9M103",
+    FlagEffect.DECOMPOSES: "D9M103",
+    FlagEffect.OUT_OF_REACH: "D9M104",
 }
 ON_CPU_TOO = {
     "max_unpool2d",
@@ -48,8 +47,8 @@ ON_CPU_TOO = {
 
 
 def rule_of(op: Op) -> str:
-    """Return the rule that finds an op."""
-    return _RULES[re.split(r"\W", op.torch_does, maxsplit=1)[0]]
+    """Return the id of the rule that finds an op; an op that never varies has none."""
+    return _RULES[op.flag_effect]
 
 
 def is_backward(op: str) -> bool:

@@ -1,11 +1,12 @@
 """The catalogue's entries for ops that need no patch, or that no patch can help."""
 
-from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.catalog.op import FlagEffect, Op
 
 EXEMPT: tuple[Op, ...] = (
     Op(
         name="cumsum",
         status="exempt",
+        flag_effect=FlagEffect.SWITCHES,
         documented=("torch.cumsum",),
         torch_does="Runs a deterministic kernel, although the docstring up to 2.13 says it raises.",
         cause="The parallel scan of floating point was split differently from run to run.",
@@ -17,6 +18,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="resize_quantized",
         status="exempt",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.Tensor.resize_",),
         torch_does="Raises for a quantized tensor, on a CPU too.",
         cause=(
@@ -31,6 +33,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="kthvalue",
         status="exempt",
+        flag_effect=FlagEffect.SWITCHES,
         torch_does="Runs a deterministic kernel.",
         cause="The index was that of whichever of several equal elements a thread found.",
         reason="torch fixed it and took it off its list before 2.13.",
@@ -38,6 +41,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="avg_pool2d_backward",
         status="exempt",
+        flag_effect=FlagEffect.UNNEEDED,
         torch_does="Runs as always.",
         cause="None: each input reads the windows that cover it.",
         reason="torch's CUDA kernel is a gather.",
@@ -45,6 +49,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="max_pool2d_backward",
         status="exempt",
+        flag_effect=FlagEffect.UNNEEDED,
         torch_does="Runs as always.",
         cause="None: each input reads the windows that may have chosen it.",
         reason="torch's CUDA kernels, of both memory formats, are gathers.",
@@ -52,6 +57,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="upsample_nearest_backward",
         status="exempt",
+        flag_effect=FlagEffect.UNNEEDED,
         torch_does="Runs as always.",
         cause="None: each input reads the outputs that copied it.",
         reason="torch's CUDA kernels, in 1 to 3 dimensions, are gathers.",
@@ -59,6 +65,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="scaled_dot_product_attention_backward",
         status="exempt",
+        flag_effect=FlagEffect.SWITCHES,
         torch_does=(
             "Chooses deterministic backends and arguments, but only if nondeterminism is an error; "
             "with warn_only=True it warns once and stays nondeterministic."
@@ -74,6 +81,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="ctc_loss_cudnn",
         status="exempt",
+        flag_effect=FlagEffect.SWITCHES,
         torch_does="Asks cuDNN for its deterministic algorithm under cudnn.deterministic.",
         cause="cuDNN's default algorithm for CTC varies.",
         reason="The flag chooses the deterministic algorithm; the native version is patched.",
@@ -82,6 +90,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="rnn_cudnn",
         status="exempt",
+        flag_effect=FlagEffect.SWITCHES,
         torch_does="Warns in the documentation of LSTM and RNN.",
         cause="cuBLAS may split a product over workspaces whose number depends on what else runs.",
         reason="CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, set before CUDA starts, fixes it.",
@@ -90,6 +99,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="embedding_max_norm",
         status="exempt",
+        flag_effect=FlagEffect.UNNEEDED,
         torch_does="Runs as always.",
         cause="max_norm rescales rows of the table in place while the forward pass reads them.",
         reason="Each row is rescaled to one value, whoever does it; avoid max_norm all the same.",
@@ -97,6 +107,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="flash_attn_package_backward",
         status="exempt",
+        flag_effect=FlagEffect.OUT_OF_REACH,
         torch_does="Cannot reach it: the package brings its own kernels.",
         cause="Blocks of keys add to the gradient of the queries with atomics.",
         reason="Pass deterministic=True to its functions, or set FLASH_ATTENTION_DETERMINISTIC=1.",
@@ -104,6 +115,7 @@ EXEMPT: tuple[Op, ...] = (
     Op(
         name="apple_devices",
         status="exempt",
+        flag_effect=FlagEffect.RAISES,
         documented=tuple(
             f"{name} (MPS)"
             for name in (

@@ -4,7 +4,7 @@ They vary only while deterministic algorithms are off. The list is that of the d
 ``torch.use_deterministic_algorithms``; attention and recurrent layers are in ``entries_exempt``.
 """
 
-from lightning_d9m.patches.catalog.op import ATOMICS, Op
+from lightning_d9m.patches.catalog.op import ATOMICS, FlagEffect, Op
 
 _SWITCHES = "Runs a deterministic version."
 _REASON = "torch itself does it, if deterministic algorithms are on."
@@ -21,6 +21,7 @@ def _describe(
     return Op(
         name=name,
         status="exempt",
+        flag_effect=FlagEffect.SWITCHES,
         documented=documented,
         torch_does=torch_does,
         cause=cause,

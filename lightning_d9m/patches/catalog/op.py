@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import Literal
 
@@ -18,6 +19,23 @@ GATHER = "Each input reads the outputs it went to, in ascending order"
 """The remedy that most of the gradients share."""
 
 
+class FlagEffect(Enum):
+    """The effect of ``torch.use_deterministic_algorithms`` on an op."""
+
+    RAISES = "raises"
+    """torch raises: it has no deterministic version."""
+    SWITCHES = "switches"
+    """torch, or the library that it calls, runs a deterministic version."""
+    DECOMPOSES = "decomposes"
+    """torch replaces the op in the forward pass by ops that have a deterministic version."""
+    NONE = "none"
+    """The op stays nondeterministic, and torch does not raise."""
+    OUT_OF_REACH = "out of reach"
+    """The op belongs to another package, which does not read torch's flag."""
+    UNNEEDED = "unneeded"
+    """The op is deterministic with and without the flag."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One op that torch leaves, or once left, nondeterministic on CUDA.
@@ -26,6 +44,8 @@ class Op:
         name: What opts out of it.
         status: ``"patched"`` by default; ``"offered"`` on request, because it is not known to be
             faster than torch's own deterministic version; ``"exempt"``, with a reason.
+        flag_effect: The effect of deterministic algorithms on the op. The linter chooses its rule
+            by it.
         documented: What the docstring of ``torch.use_deterministic_algorithms`` calls it.
         torch_does: What torch does when deterministic algorithms are on.
         cause: Why it is nondeterministic.
@@ -42,6 +62,7 @@ class Op:
 
     name: str
     status: Status
+    flag_effect: FlagEffect
     torch_does: str
     cause: str
     instead: str = ""

@@ -1,6 +1,6 @@
 """The catalogue's entries for pooling and unpooling."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, Op
+from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, FlagEffect, Op
 
 _AVG_POOL = "lightning_d9m.patches.kernels.avg_pool"
 _MAX_POOL = "lightning_d9m.patches.kernels.max_pool"
@@ -20,6 +20,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="avg_pool3d_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.AvgPool3d",),
         torch_does=_RAISES,
         cause=ATOMICS,
@@ -33,6 +34,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="adaptive_avg_pool2d_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.AdaptiveAvgPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
@@ -43,6 +45,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="adaptive_avg_pool3d_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.AdaptiveAvgPool3d",),
         torch_does=_RAISES,
         cause=ATOMICS,
@@ -58,6 +61,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="adaptive_max_pool2d_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.AdaptiveMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
@@ -71,6 +75,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="adaptive_max_pool3d_backward",
         status="patched",
+        flag_effect=FlagEffect.NONE,
         torch_does="Nothing: it neither raises nor switches, and no documentation mentions it.",
         cause=ATOMICS,
         instead="Each input reads the windows that reach it and adds those that chose it.",
@@ -83,6 +88,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="max_pool3d_backward",
         status="patched",
+        flag_effect=FlagEffect.DECOMPOSES,
         documented=("torch.nn.MaxPool3d",),
         torch_does=(
             "Decomposes max_pool3d, if deterministic algorithms were on in the forward pass; "
@@ -99,6 +105,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="fractional_max_pool2d_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.FractionalMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
@@ -114,6 +121,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="fractional_max_pool3d_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.FractionalMaxPool3d",),
         torch_does=_RAISES,
         cause=ATOMICS,
@@ -129,6 +137,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="max_unpool2d",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.MaxUnpool1d", "torch.nn.MaxUnpool2d"),
         torch_does="Raises, on a CPU too.",
         cause="Of several values for one place, whichever thread writes last wins.",
@@ -142,6 +151,7 @@ POOLING: tuple[Op, ...] = (
     Op(
         name="max_unpool3d",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.MaxUnpool3d",),
         torch_does="Raises, on a CPU too.",
         cause="Of several values for one place, whichever thread writes last wins.",

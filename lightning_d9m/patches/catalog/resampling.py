@@ -1,6 +1,6 @@
 """The catalogue's entries for interpolation, grid sampling and padding."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, Op
+from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, FlagEffect, Op
 
 _GRID_SAMPLE = "lightning_d9m.patches.kernels.grid_sample"
 _INTERPOLATION = "lightning_d9m.patches.kernels.interpolation"
@@ -24,6 +24,7 @@ def _describe_interpolation(
     prefix: str = "",
     documented: str | None = None,
     torch_does: str = _RAISES,
+    flag_effect: FlagEffect = FlagEffect.RAISES,
     since: str = "2.11",
 ) -> Op:
     overload = f"{prefix}upsample_{mode}_backward"
@@ -31,6 +32,7 @@ def _describe_interpolation(
     return Op(
         name=f"upsample_{mode}_backward",
         status="patched",
+        flag_effect=flag_effect,
         documented=(f"torch.nn.functional.interpolate {documented}",) if documented else (),
         torch_does=torch_does,
         cause=ATOMICS,
@@ -48,6 +50,7 @@ def _describe_padding(kind: str, dims: int) -> Op:
     return Op(
         name=overload,
         status="patched",
+        flag_effect=FlagEffect.RAISES if reflects else FlagEffect.DECOMPOSES,
         documented=(f"torch.nn.ReflectionPad{dims}d",) if reflects else (),
         torch_does=_RAISES if reflects else _DECOMPOSES,
         cause=ATOMICS,
@@ -66,9 +69,19 @@ def _describe_padding(kind: str, dims: int) -> Op:
 
 RESAMPLING: tuple[Op, ...] = (
     _describe_interpolation("linear1d", documented="linear"),
-    _describe_interpolation("bilinear2d", documented="bilinear", torch_does=_DECOMPOSES),
+    _describe_interpolation(
+        "bilinear2d",
+        documented="bilinear",
+        torch_does=_DECOMPOSES,
+        flag_effect=FlagEffect.DECOMPOSES,
+    ),
     _describe_interpolation("bicubic2d", documented="bicubic"),
-    _describe_interpolation("trilinear3d", documented="trilinear", torch_does=_DECOMPOSES),
+    _describe_interpolation(
+        "trilinear3d",
+        documented="trilinear",
+        torch_does=_DECOMPOSES,
+        flag_effect=FlagEffect.DECOMPOSES,
+    ),
     _describe_interpolation("bilinear2d_aa", prefix="_"),
     _describe_interpolation("bicubic2d_aa", prefix="_"),
     _describe_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
@@ -78,6 +91,7 @@ RESAMPLING: tuple[Op, ...] = (
         Op(
             name=f"grid_sampler_{dims}d_backward",
             status="patched",
+            flag_effect=FlagEffect.RAISES,
             documented=("torch.nn.functional.grid_sample",),
             torch_does=_RAISES,
             cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004 - a number of dimensions

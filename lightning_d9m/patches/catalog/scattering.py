@@ -1,6 +1,6 @@
 """The catalogue's entries for losses, indexing, counting and order statistics."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, Op
+from lightning_d9m.patches.catalog.op import ATOMICS, FlagEffect, Op
 
 _CTC_LOSS = "lightning_d9m.patches.kernels.ctc_loss"
 _EMBEDDING_BAG = "lightning_d9m.patches.kernels.embedding_bag"
@@ -18,6 +18,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="nll_loss2d",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.NLLLoss",),
         torch_does="Raises for an input with two spatial dimensions, unless reduction is 'none'.",
         cause="The blocks add their partial sums with atomics, in no fixed order.",
@@ -31,6 +32,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="ctc_loss_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.CTCLoss",),
         torch_does="Raises in the backward pass of the native version.",
         cause="The states of one label add their posteriors with atomics.",
@@ -47,6 +49,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="embedding_bag_max_backward",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.nn.EmbeddingBag",),
         torch_does="Raises in the backward pass of mode 'max'.",
         cause=ATOMICS,
@@ -57,6 +60,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="put_",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.Tensor.put_",),
         torch_does="Raises; on a CPU only without accumulate.",
         cause="Of several values for one place, whichever thread writes last wins.",
@@ -70,6 +74,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="histc",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.histc",),
         torch_does="Raises for floating point.",
         cause="Bins are counted in floating point with atomics, inexactly beyond 2**24 in float32.",
@@ -80,6 +85,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="bincount",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.bincount",),
         torch_does="Raises if weights are given.",
         cause=ATOMICS,
@@ -90,6 +96,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="median",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.median",),
         torch_does="Raises for the median along a dimension.",
         cause="The index is that of whichever of several equal elements a thread finds.",
@@ -100,6 +107,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="nanmedian",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         torch_does="Raises for the median along a dimension.",
         cause="The index is that of whichever of several equal elements a thread finds.",
         instead="A stable sort; the index is that of the element in the middle.",
@@ -109,6 +117,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="topk",
         status="patched",
+        flag_effect=FlagEffect.NONE,
         torch_does="Nothing: it neither raises nor switches.",
         cause="Which of several equal elements are returned, and in which order, varies.",
         instead="A stable sort; of equal elements the first come first.",
@@ -118,6 +127,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="scatter_reduce_prod",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         documented=("torch.Tensor.scatter_reduce",),
         torch_does="Raises for reduce='prod'.",
         cause="The threads that meet on one place multiply in no fixed order.",
@@ -135,6 +145,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="scatter_with_reduce",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         torch_does=(
             "Raises on CUDA for scatter with a tensor and reduce='add' or 'multiply'; its "
             "documentation does not say so."
@@ -154,6 +165,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="index_reduce",
         status="patched",
+        flag_effect=FlagEffect.RAISES,
         torch_does="Raises on CUDA, whatever the reduction; the docstring speaks of MPS alone.",
         cause="The threads that meet on one place reduce with atomics, in no fixed order.",
         instead="The slices are sorted by where they go; each place reduces its own, in order.",
@@ -170,6 +182,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="index_add",
         status="offered",
+        flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
         cause=ATOMICS,
         instead="The slices are sorted by where they go; each place adds its own, in order.",
@@ -183,6 +196,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="scatter_add",
         status="offered",
+        flag_effect=FlagEffect.SWITCHES,
         documented=("torch.Tensor.scatter_add_",),
         torch_does="Sorts by the index of the flat tensor and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, in no fixed order.",
@@ -197,6 +211,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="index_put_accumulate",
         status="offered",
+        flag_effect=FlagEffect.SWITCHES,
         documented=("torch.Tensor.index_put",),
         torch_does="Sorts by index and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, on a CPU too.",
@@ -207,6 +222,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="embedding_dense_backward",
         status="offered",
+        flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates in parts whose number is fixed.",
         cause="None that is known: it is here for its speed.",
         instead="The rows are sorted by where they go; each place adds its own, in order.",
