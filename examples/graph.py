@@ -18,8 +18,7 @@ from sklearn.neighbors import kneighbors_graph
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_d9m import DeterminismCallback
-from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m import DeterminismCallback, digest_value
 
 NEIGHBOURS = 16
 

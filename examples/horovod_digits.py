@@ -11,8 +11,7 @@ import argparse
 import lightning as L
 from digits import Digits, DigitsNet
 
-from lightning_d9m import DeterminismCallback
-from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy
 
 
 def main() -> None:

@@ -63,15 +63,29 @@ def test_the_recipe_without_lightning_loads_none(page, section):
 
 
 def test_every_public_name_loads():
-    """``__all__``, the table of homes and what can be imported are the same names."""
-    assert sorted(lightning_d9m.__all__) == sorted(lightning_d9m._HOME) == dir(lightning_d9m)
-    for name in lightning_d9m.__all__:
+    """Each name of the stub can be imported, and is what it says."""
+    stub = Path(lightning_d9m.__file__).with_suffix(".pyi").read_text()
+    names = re.findall(r"import (\w+) as \1$", stub, re.MULTILINE)
+    assert sorted({*lightning_d9m.__all__, "__version__"}) == sorted(names)
+    for name in set(names) - {"probe", "__version__"}:
         assert getattr(lightning_d9m, name).__name__ == name
+
+
+def test_what_examples_and_docs_import_is_public():
+    """They import the package itself, and the modules that are public by their names."""
+    root = Path(__file__).parents[1]
+    pages = [*root.glob("docs/*.md"), *root.glob("examples/*.py"), root / "README.md"]
+    found = {
+        module
+        for page in pages
+        for module in re.findall(r"(?:from|import) (lightning_d9m[\w.]*)", page.read_text())
+    }
+    assert found <= {"lightning_d9m", "lightning_d9m.probe"}
 
 
 def test_an_unknown_name_is_an_attribute_error():
     """A misspelt name fails as it does in any module."""
-    with pytest.raises(AttributeError, match="has no attribute 'Determinism'"):
+    with pytest.raises(AttributeError, match="lightning_d9m attribute Determinism"):
         _ = lightning_d9m.Determinism
 
 
