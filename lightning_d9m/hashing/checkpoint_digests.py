@@ -1,6 +1,6 @@
 """The seal of a checkpoint: one digest for each tensor in it, so that damage is found and named."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.nested_values import list_leaves
 from lightning_d9m.hashing.value_bytes import encode
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents
@@ -72,25 +73,13 @@ def _digest(content: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """Return the digest of each tensor by path, and that of all other values."""
     tensors: dict[str, Tensor] = {}
     values: list[list[Any]] = []
-    for path, leaf in _leaves(content, ""):
+    for path, leaf in list_leaves(content):
         if isinstance(leaf, Tensor):
             tensors[path] = leaf
-        else:
+        elif not isinstance(leaf, Mapping | list | tuple) or leaf:  # empty ones do not count
             values.append([path, _plain(leaf)])
     digests = digest_many([tensor.detach() for tensor in tensors.values()])
     return dict(zip(tensors, digests, strict=True)), digest_value(values)
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        parts: Any = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    else:
-        yield path, value
-        return
-    for name, part in parts:
-        yield from _leaves(part, f"{path}.{name}" if path else str(name))
 
 
 def _plain(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.probes.trace import ProbeKey, ProbePoint
@@ -135,43 +136,46 @@ def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
     return {_TAG: "text", "text": repr(value)}
 
 
-def revive(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
-    """Return what ``keep`` was given; tensors and generators are new ones.
+def revive(value: Any) -> Any:
+    """Return the value that ``keep`` was given; tensors and generators are copies.
 
     Raises:
-        LedgerError: When only the text of something was kept.
+        LedgerError: When the dump has only the text of a value.
     """
-    if isinstance(value, Tensor):
-        return _keep_tensor(value)
-    if isinstance(value, list):
-        return [revive(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    match value.get(_TAG):
-        case None:
-            return {key: revive(entry) for key, entry in value.items()}
+    return tree_map(_revive_leaf, value, is_leaf=_is_tagged)
+
+
+def _is_tagged(value: Any) -> bool:
+    return isinstance(value, dict) and _TAG in value
+
+
+def _revive_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _keep_tensor(leaf)
+    if not _is_tagged(leaf):
+        return leaf
+    match leaf[_TAG]:
         case "memory_format":
-            return _FORMATS[value["name"]]
+            return _FORMATS[leaf["name"]]
         case "layout":
-            return _LAYOUTS[value["name"]]
+            return _LAYOUTS[leaf["name"]]
         case "generator":
-            generator = torch.Generator(value["device"])
-            return generator.set_state(value["state"])
+            return torch.Generator(leaf["device"]).set_state(leaf["state"])
         case _:
-            text = value.get("text")
+            text = leaf.get("text")
             raise LedgerError(f"The dump holds only the text of {text}, so it cannot be replayed.")
 
 
 def take_generators(value: Any, states: list[Any]) -> Any:
-    """Return what ``keep`` gave without its generators, whose states are added to a list."""
-    if isinstance(value, list):
-        return [take_generators(entry, states) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get(_TAG) == "generator":
-        states.append(value["state"])
-        return None
-    return {key: take_generators(entry, states) for key, entry in value.items()}
+    """Return what ``keep`` gave with None for each generator; append their states to ``states``."""
+
+    def take(leaf: Any) -> Any:
+        if _is_tagged(leaf) and leaf[_TAG] == "generator":
+            states.append(leaf["state"])
+            return None
+        return leaf
+
+    return tree_map(take, value, is_leaf=_is_tagged)
 
 
 def replay_op(dumped: Mapping[str, Any]) -> Any:

@@ -14,9 +14,9 @@ import torch
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.leaves import list_leaves
 from lightning_d9m.hashing.model_tensors import Standing
 from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.records import Json
 
 MOST_PLACES = 4096
@@ -89,7 +89,7 @@ class Trace:
 
         A leaf whose bytes are not defined counts by its type.
         """
-        leaves = [("", value)] if isinstance(value, torch.Tensor) else list_leaves(value)
+        leaves = [("", value)] if isinstance(value, torch.Tensor) else list_pytree_leaves(value)
         for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 try:
@@ -251,7 +251,7 @@ class ProbeCollector:
             kind, _, call = places[0]  # of the first leaf
             self._save(self._moment, (kind, name, call), content)
             return
-        for place, (_, leaf) in zip(places, list_leaves(value), strict=True):
+        for place, (_, leaf) in zip(places, list_pytree_leaves(value), strict=True):
             self._save(self._moment, place, {"value": leaf})
 
     def _part(self, moment: ProbePoint) -> None:

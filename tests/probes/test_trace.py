@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.leaves import list_leaves
 from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.probes.monitor import monitor, monitors_heard
 from lightning_d9m.probes.trace import (
     MOST_PLACES,
@@ -46,7 +46,7 @@ def write_batches(*batches):
 
 
 def paths(value):
-    return [path for path, _ in list_leaves(value)]
+    return [path for path, _ in list_pytree_leaves(value)]
 
 
 def test_every_kind_of_container_has_leaves():
@@ -86,7 +86,7 @@ def test_a_batch_of_a_class_of_its_own_has_its_attributes():
     "value", ["text", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b""]
 )
 def test_what_holds_only_plain_values_is_one_leaf(value):
-    assert list_leaves(value) == [("", value)]
+    assert list_pytree_leaves(value) == [("", value)]
 
 
 def test_a_value_that_holds_itself_ends():

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from lightning_d9m.hashing.leaves import list_leaves
 from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
@@ -105,7 +105,7 @@ def _take_output(
         listener.add("output", name, output)
     if not backward or not torch.is_grad_enabled():
         return
-    leaves = [("", output)] if isinstance(output, Tensor) else list_leaves(output)
+    leaves = [("", output)] if isinstance(output, Tensor) else list_pytree_leaves(output)
     for path, leaf in leaves:
         # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):

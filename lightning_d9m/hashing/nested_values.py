@@ -1,0 +1,54 @@
+"""The walker of nested values: ``(path, leaf)`` pairs in order. Nothing here imports torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+# Returns the (key, entry) pairs of a container, given its depth; None for a leaf.
+Entries: TypeAlias = Callable[[Any, int], Iterable[tuple[object, Any]] | None]
+
+
+def container_entries(value: object, _depth: int) -> Iterable[tuple[object, Any]] | None:
+    """Return the entries of a mapping, list or tuple; None for an empty one or any other value."""
+    if isinstance(value, Mapping):
+        return value.items() if value else None
+    return enumerate(value) if isinstance(value, list | tuple) and value else None
+
+
+def list_leaves(
+    value: object, path: str = "", entries: Entries = container_entries
+) -> list[tuple[str, Any]]:
+    """Return (path, leaf) for each leaf of a nested value, depth first, in its order.
+
+    A container that holds itself is a leaf where it occurs again. To map the leaves to other
+    values, use ``torch.utils._pytree.tree_map``.
+
+    Args:
+        value: Any value.
+        path: Path of the value.
+        entries: Decides which values are containers.
+
+    >>> list_leaves({"betas": (0.9, 0.999), "lr": 0.1, "no": []})
+    [('betas.0', 0.9), ('betas.1', 0.999), ('lr', 0.1), ('no', [])]
+    """
+    found = entries(value, 0)
+    if found is None:
+        return [(path, value)]
+    leaves: list[tuple[str, Any]] = []
+    _collect(found, path, (id(value),), entries, leaves)
+    return leaves
+
+
+def _collect(
+    found: Iterable[tuple[object, Any]],
+    path: str,
+    above: tuple[int, ...],
+    entries: Entries,
+    out: list[tuple[str, Any]],
+) -> None:
+    for key, entry in found:
+        below = f"{path}.{key}" if path else str(key)
+        inner = None if id(entry) in above else entries(entry, len(above))
+        if inner is None:
+            out.append((below, entry))
+        else:
+            _collect(inner, below, (*above, id(entry)), entries, out)

@@ -1,0 +1,66 @@
+"""The leaves of batches and of modules' inputs and outputs."""
+
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import nn
+
+from lightning_d9m.hashing.nested_values import list_leaves
+
+_SCALARS = (str, bytes, int, float, complex, type(None))
+# Deeper than any batch.
+_MAX_DEPTH = 32
+
+
+def list_pytree_leaves(value: object) -> list[tuple[str, object]]:
+    """Return (path, leaf) for each leaf of a value, in its order.
+
+    Containers are dicts, lists, tuples, named tuples, deques, dataclasses, and objects that
+    Lightning moves to a device by their method ``to`` (their attributes). A dict, list, tuple or
+    dataclass of only strings, numbers and None is one leaf: a list of a thousand strings gets one
+    digest, not a thousand. Empty containers are leaves, too.
+
+    >>> batch = {"x": [torch.ones(1), (torch.ones(1), 2)], "y": "text"}
+    >>> [path for path, _ in list_pytree_leaves(batch)]
+    ['x.0', 'x.1.0', 'x.1.1', 'y']
+    >>> list_pytree_leaves(7)
+    [('', 7)]
+    """
+    return list_leaves(value, entries=_pytree_entries)
+
+
+def _pytree_entries(value: object, depth: int) -> list[tuple[str, object]] | None:
+    if depth == _MAX_DEPTH or isinstance(value, torch.Tensor):
+        return None
+    entries = _entries(value)
+    if not entries or (_has_digest(value) and all(isinstance(e, _SCALARS) for _, e in entries)):
+        return None
+    return entries
+
+
+def _entries(value: object) -> list[tuple[str, object]] | None:
+    if isinstance(value, (*_SCALARS, AbstractSet)):
+        return None
+    if isinstance(value, Mapping):
+        return [(str(key), entry) for key, entry in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, list | tuple | deque):
+        return [(str(number), entry) for number, entry in enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    return list(vars(value).items()) if _is_movable(value) else None
+
+
+def _is_movable(value: object) -> bool:
+    """Return whether Lightning moves the object to a device by its own method ``to``."""
+    movable = hasattr(type(value), "to") and hasattr(value, "__dict__")
+    return movable and not isinstance(value, nn.Module)
+
+
+def _has_digest(value: object) -> bool:
+    """Return whether a container of strings and numbers has a digest as a whole."""
+    return isinstance(value, Mapping | list | tuple) or is_dataclass(value)
