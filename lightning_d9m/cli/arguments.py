@@ -1,28 +1,85 @@
-"""What the commands have in common that run a training of the user's."""
+"""Arguments that several commands share, and the checks of their values."""
 
 import argparse
+from collections.abc import Callable
+
+from lightning_d9m.errors import SettingError
+
+# Most runs of one command: their folders are numbered with three digits.
+MOST_RUNS = 1000
+
+
+def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return an argparse ``type`` that accepts whole numbers within bounds, both inclusive.
+
+    >>> whole_number(2, 9)("3")
+    3
+    """
+    allowed = f"a whole number from {minimum}" + (f" to {maximum}" if maximum is not None else "")
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < minimum or (maximum is not None and value > maximum):
+            raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: {allowed}.")
+        return value
+
+    return parse
+
+
+def positive_seconds(text: str) -> float:
+    """Parse a duration; an argparse ``type``.
+
+    >>> positive_seconds("1.5")
+    1.5
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:  # NaN included
+        raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
+    return value
 
 
 def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declare the training's command, how long a run may take, and the form of the output.
+    """Declare the training's command, its timeout, and the form of the output.
 
     Args:
         parser: The parser of a command of ``d9m``.
-        what: What the training has to be, for its help.
+        what: Description of the training, for the help text.
     """
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="end a run that takes longer, as hanging"
+        "--timeout",
+        type=positive_seconds,
+        metavar="SECONDS",
+        help="stop a run that takes longer and treat it as hanging",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument(
-        "words",
+        "argv",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
         help=f"{what}, such as: python train.py",
     )
 
 
-def command_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the training's command; empty where none was given."""
-    words: list[str] = arguments.words
-    return words[1:] if words[:1] == ["--"] else words
+def get_command(arguments: argparse.Namespace, name: str) -> list[str]:
+    """Return the training's command, without the leading ``--``.
+
+    Args:
+        arguments: The parsed arguments.
+        name: The command of ``d9m``, such as ``"repeat"``, for the error message.
+
+    Raises:
+        SettingError: If no command was given.
+    """
+    argv: list[str] = arguments.argv
+    command = argv[1:] if argv[:1] == ["--"] else argv
+    if not command:
+        raise SettingError(
+            f"There is no command to run. Give it after `--`: d9m {name} -- python train.py"
+        )
+    return command

@@ -16,8 +16,13 @@ from lightning_d9m.audit.training.report import (
     render_text,
 )
 from lightning_d9m.audit.training.runs import CONDITIONS, Training
-from lightning_d9m.cli.arguments import add_command_arguments, command_of
-from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.cli.arguments import (
+    MOST_RUNS,
+    add_command_arguments,
+    get_command,
+    whole_number,
+)
+from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.launch.subprocess_run import run_watched
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
@@ -25,14 +30,17 @@ from lightning_d9m.ledger.folder import list_fits, read_ledger
 CONTROL, LEDGERS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_LEDGER_DIR"
 WEIGHTS = "LIGHTNING_D9M_KEEP_WEIGHTS"
 _FEWEST_RUNS = 2
-_MOST_RUNS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the words of ``d9m audit model``."""
     parser.usage = "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json] -- COMMAND ..."
     parser.add_argument(
-        "-n", "--runs", type=int, default=5, help="how many runs without and with (default: 5)"
+        "-n",
+        "--runs",
+        type=whole_number(_FEWEST_RUNS, MOST_RUNS),
+        default=5,
+        help="how many runs without and with (default: 5)",
     )
     parser.add_argument(
         "-o",
@@ -46,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train in both arms by turns; return 1 when the runs with the recipe differ."""
-    words = command_of(arguments)
-    _check(arguments, words)
+    words = get_command(arguments, "audit model")
     output = _make_output(arguments.output)
     trainings: dict[str, list[Training]] = {arm: [] for arm in CONDITIONS}
     for number in range(1, arguments.runs + 1):
@@ -109,21 +116,6 @@ def _environment(arm: str, folder: Path) -> dict[str, str]:
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"
     return variables
-
-
-def _check(arguments: argparse.Namespace, words: list[str]) -> None:
-    if not words:
-        raise SettingError(
-            "There is no command to train with. Give it after `--`: "
-            "d9m audit model -- python train.py"
-        )
-    if not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
-        raise SettingError(
-            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}. One run has "
-            "nothing to be compared with."
-        )
-    if arguments.timeout is not None and not arguments.timeout > 0:
-        raise SettingError(f"--timeout is {arguments.timeout:g}; allowed: more than 0 seconds.")
 
 
 def _make_output(chosen: Path | None) -> Path:

@@ -3,7 +3,12 @@
 import argparse
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_command_arguments, command_of
+from lightning_d9m.cli.arguments import (
+    MOST_RUNS,
+    add_command_arguments,
+    get_command,
+    whole_number,
+)
 from lightning_d9m.cli.repeat_interrupted import interrupt_and_resume
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.output_folder import make_output
@@ -11,7 +16,6 @@ from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
 
 _FEWEST_RUNS = 2
-_MOST_RUNS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "d9m repeat [-n RUNS | --interrupt] [-o DIR] [--timeout SECONDS] [--json]\n"
         "                  -- COMMAND ..."
     )
-    parser.add_argument("-n", "--runs", type=int, help="how many runs (default: 2)")
+    parser.add_argument(
+        "-n",
+        "--runs",
+        type=whole_number(_FEWEST_RUNS, MOST_RUNS),
+        help="number of runs (default: 2)",
+    )
     parser.add_argument(
         "--interrupt",
         action="store_true",
@@ -38,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return 0 when all runs agree, 1 when they differ."""
-    words = command_of(arguments)
-    _check(arguments, words)
+    words = get_command(arguments, "repeat")
+    _check(arguments)
     output = make_output(arguments.output)
     if arguments.interrupt:
         runs = interrupt_and_resume(words, output, timeout=arguments.timeout)
@@ -65,20 +74,9 @@ def _repeat(words: list[str], output: Path, arguments: argparse.Namespace) -> li
     return runs
 
 
-def _check(arguments: argparse.Namespace, words: list[str]) -> None:
-    if not words:
-        raise SettingError(
-            "There is no command to repeat. Give it after `--`: d9m repeat -- python train.py"
-        )
+def _check(arguments: argparse.Namespace) -> None:
     if arguments.interrupt and arguments.runs is not None:
         raise SettingError(
             f"--runs is {arguments.runs} beside --interrupt, which makes one run for each place "
             "that it chooses. Leave one of them out."
         )
-    if arguments.runs is not None and not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
-        raise SettingError(
-            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}."
-            + (" One run has nothing to be compared with." if arguments.runs == 1 else "")
-        )
-    if arguments.timeout is not None and not arguments.timeout > 0:
-        raise SettingError(f"--timeout is {arguments.timeout:g}; allowed: more than 0 seconds.")

@@ -1,7 +1,7 @@
 """Pairs of runs of one command, steered by variables, and how they compare."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -65,7 +65,6 @@ class Runner:
     output: Path
     timeout: float | None
     steering: Mapping[str, str]
-    tell: Callable[[str], None]
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
 
     def run_pair(

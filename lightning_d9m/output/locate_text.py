@@ -25,9 +25,9 @@ _LABEL = re.compile(r"\s*[a-z ]+:|\s+")
 _LONGEST = 400
 
 
-def describe(found: "SearchResult", *, recipe: bool) -> Iterator[str]:
+def describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
     """Yield the lines of the report, none longer than a terminal is wide unless a name is."""
-    for line in _describe(found, recipe=recipe):
+    for line in _describe(found, determinism=determinism):
         indent = len(line) - len(line.lstrip()) + (2 if _LABEL.match(line) else 0)
         yield from textwrap.wrap(
             line,
@@ -38,14 +38,14 @@ def describe(found: "SearchResult", *, recipe: bool) -> Iterator[str]:
         ) or [""]
 
 
-def _describe(found: "SearchResult", *, recipe: bool) -> Iterator[str]:
+def _describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
     for look in found.looks:
         yield f"  {look}"
     yield ""
     if found.cause is None:
         yield "equal: no two runs differ."
-        if recipe:
-            yield "To see what would differ without lightning_d9m's switches: --without-recipe."
+        if determinism:
+            yield "To see what differs without the determinism settings, add --no-determinism."
         return
     cause = found.cause
     yield f"cause: {cause.kind}"
@@ -134,7 +134,7 @@ def _describe_fix(found: "OpFinding") -> Iterator[str]:
     elif found.outcomes > 1:
         yield (
             "fix: torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
-            "a deterministic kernel or raises; without a recipe's switches it is off."
+            "a deterministic kernel or raises; --no-determinism leaves it off."
         )
 
 

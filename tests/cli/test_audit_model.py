@@ -135,9 +135,6 @@ def test_runs_that_cannot_be_measured(audit, settings, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "1", "--", "true"], "--runs is 1; allowed: 2 to 1000"),
-        (["--timeout", "0", "--", "true"], "--timeout is 0"),
-        ([], "There is no command to train with"),
         (["-o", ".", "--", "true"], "exists already"),
         (["--", "false"], "exit status 1"),
     ],

@@ -128,17 +128,10 @@ def test_an_output_that_cannot_be_made(repeat, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "1", "--", "true"], "--runs is 1; allowed: 2 to 1000. One run has nothing"),
-        (["-n", "0", "--", "true"], "--runs is 0; allowed: 2 to 1000.\n"),
-        (["-n", "-3", "--", "true"], "--runs is -3; allowed: 2 to 1000.\n"),
-        (["-n", "1000000000", "--", "true"], "--runs is 1000000000; allowed: 2 to 1000.\n"),
         (["--", __file__], "does not start: Permission denied"),
         (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
         (["--", "bad\0name"], "does not start: embedded null"),
         (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null"),
-        (["--timeout", "0", "--", "true"], "--timeout is 0; allowed: more than 0"),
-        (["--"], "no command to repeat"),
-        ([], "no command to repeat"),
         (["--", "true"], "'true' ended well but wrote no ledger"),
         (["--", "false"], "'false' ended with exit status 1"),
         (["--", "no-such-program"], "does not start: No such file"),

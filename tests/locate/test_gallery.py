@@ -55,12 +55,12 @@ def locate(tmp_path, monkeypatch, capsys):
         command = [sys.executable, str(TRAINING), cause]
         status = main(["locate", "--json", *words, "--", *command])
         found = json.loads(capsys.readouterr().out)
-        return status, found | {"said": mask("\n".join(describe(kept[-1], recipe=True)))}
+        return status, found | {"said": mask("\n".join(describe(kept[-1], determinism=True)))}
 
     return locate
 
 
-WITHOUT = "--without-recipe"
+WITHOUT = "--no-determinism"
 
 
 def mask(text):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.locate import op_evidence
@@ -51,7 +50,7 @@ def test_runs_that_agree():
     found, asked = search(pair(), pair(), tries=2)
     assert found.cause is None
     assert len(asked) == 2
-    assert "equal: no two runs differ." in "\n".join(describe(found, recipe=True))
+    assert "equal: no two runs differ." in "\n".join(describe(found, determinism=True))
 
 
 def test_what_narrows_no_further_ends_the_search():
@@ -160,12 +159,12 @@ def test_the_fit_is_named_where_a_run_has_several():
     first = pair("weights", moment="initial")
     first.fits, first.fit = 2, "fit-001"
     found, _ = search(first, pair())
-    assert "fit:   fit-001, one of 2" in describe(found, recipe=True)
+    assert "fit:   fit-001, one of 2" in describe(found, determinism=True)
 
 
 def test_a_divergence_that_does_not_come_back_is_told_as_far_as_it_was_seen():
     found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), *[pair()] * 3, tries=1)
-    text = "\n".join(describe(found, recipe=True))
+    text = "\n".join(describe(found, determinism=True))
     assert found.cause.kind == "module"
     assert "modules of the step: the divergence did not come back in 2 runs" in text
     assert "where: epoch 0, step 4, batch 4: loss loss" in text
@@ -213,7 +212,7 @@ def test_filled_memory_tells_an_uninitialised_read(differs, monkeypatch):
 
 def test_a_line_is_no_wider_than_a_terminal():
     found, _ = search(pair(**EPOCH), *[pair("weight", "layers.weight", step=4)] * 2)
-    assert max(map(len, describe(found, recipe=True))) <= 80
+    assert max(map(len, describe(found, determinism=True))) <= 80
 
 
 def test_another_stack_is_shown_and_nothing_else_is_sought():
@@ -221,7 +220,7 @@ def test_another_stack_is_shown_and_nothing_else_is_sought():
     other.comparison.stack = (SimpleNamespace(field="threads", expected=1, actual=2),)
     found, asked = search(other)
     assert (found.cause.kind, len(asked)) == ("stack", 1)
-    assert "  threads" in describe(found, recipe=True)
+    assert "  threads" in describe(found, determinism=True)
 
 
 def test_what_one_run_has_alone_is_told():
@@ -233,7 +232,7 @@ def test_what_one_run_has_alone_is_told():
     longer.differs, longer.comparison.ranks = True, [rank]
     found, asked = search(longer)
     assert (found.cause.kind, len(asked)) == ("length", 1)
-    assert "  rank 0, actual alone: 9 records, from epoch 2" in describe(found, recipe=True)
+    assert "  rank 0, actual alone: 9 records, from epoch 2" in describe(found, determinism=True)
 
 
 def test_initial_weights_need_two_looks():
@@ -261,16 +260,3 @@ def test_initial_weights_need_two_looks():
 def test_the_catalogue_is_asked(op, args, name):
     found = find_patch({"op": f"aten.{op}", "args": args})
     assert (found.name if found else None) == name
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--"], "no command to run"),
-        (["--tries", "0", "--", "true"], "--tries is 0; allowed"),
-        (["--timeout", "0", "--", "true"], "--timeout is 0; allowed"),
-    ],
-)
-def test_misuse(words, message, capsys):
-    assert main(["locate", *words]) == 2
-    assert message in capsys.readouterr().err
