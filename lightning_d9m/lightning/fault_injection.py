@@ -30,10 +30,12 @@ from lightning_d9m.launch.interruption_points import (
     InterruptionPoint,
     parse_place,
 )
+from lightning_d9m.lightning.lightning_private import resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Checkpoint as _Checkpoint
 else:
     _Callback = combined_base("callbacks.Callback")
@@ -74,18 +76,11 @@ def apply_interrupt_variables(
         )
 
 
-def _resume(trainer: Any, path: Path) -> None:
-    """Let the fit that is being set up go on from a checkpoint."""
+def _resume(trainer: "Trainer", path: Path) -> None:
+    """Let the fit that is being set up resume from a checkpoint."""
     if not path.exists():
         raise SettingError(f"The variable {RESUME} is '{path}', which is not there.")
-    connector = trainer._checkpoint_connector  # noqa: SLF001 - a callback has no other word in this
-    original = connector.resume_start
-
-    def resume_start(_: object = None, **words: Any) -> Any:
-        del connector.resume_start
-        return original(path, **words)
-
-    connector.resume_start = resume_start
+    resume_next_fit(trainer, path)
 
 
 class EpochShapeCallback(_Callback):

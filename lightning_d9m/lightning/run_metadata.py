@@ -7,6 +7,7 @@ from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model, replicated_names
 from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
 from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.version import __version__
 
@@ -41,11 +42,10 @@ def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
 def describe_run(trainer: Any, module: Any) -> RunFacts:
     """Return the model, data and Trainer settings that two comparable runs must share."""
     model, parameters = describe_model(module)
-    loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001 - no public way to them
     return RunFacts(
         model=model,
         parameters=parameters,
-        train=[_facts_of_loader(loader) for loader in loaders],
+        train=[_facts_of_loader(loader) for loader in list_loaders(trainer.fit_loop)],
         trainer={
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
