@@ -16,16 +16,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / "bin" / "python"
-# Resolved first and by its exact version: pip takes a CPU build of it (2.13.0+cpu) where one of its
-# indexes has one. Where none has, as PyPI alone, torch brings gigabytes of CUDA libraries; then
-# PIP_EXTRA_INDEX_URL can name an index of CPU builds. An installed torch >= 2.11 is kept.
+# Resolved first, by its exact version: pip prefers a CPU build (2.13.0+cpu) if one of its indexes
+# has one. Otherwise torch brings gigabytes of CUDA libraries; PIP_EXTRA_INDEX_URL can name an index
+# of CPU builds. An installed torch >= 2.11 is kept.
 TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 10)
-# What `pip install` runs: an interrupted upgrade of pip leaves parts of it.
+# `pip install` imports this; an interrupted upgrade of pip leaves only parts of it.
 PIP = "pip._internal.commands.install"
-# The marks of tests that have no other at their side: threads have to race in them, or processes,
-# each of which needs a core.
+# Markers of tests that run one at a time: their threads race, or each of their processes needs a
+# core.
 ALONE = "alone or horovod"
+# The files of slow tests start first (tests/conftest.py), so that both workers end together.
+TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 # There while the environment is being made.
 UNFINISHED = ENVIRONMENT / "unfinished"
 
@@ -44,14 +46,14 @@ def execute(*words: object, **environment: str) -> int:
 
 
 def run(*words: object, **environment: str) -> None:
-    """Run a command in the project's folder; its failure is ours."""
+    """Run a command in the project's folder; exit with its status if it fails."""
     status = execute(*words, **environment)
     if status != 0:
         sys.exit(status)
 
 
 def make_environment() -> None:
-    """Make ``.venv``, or mend it: what made it may have been interrupted, or have left pip out."""
+    """Make ``.venv``, or repair one that was interrupted or has no pip."""
     if ENVIRONMENT.exists() and (UNFINISHED.exists() or not works("sys")):
         remove_environment()
     if works(PIP):
@@ -65,12 +67,12 @@ def make_environment() -> None:
 
 def remove_environment() -> None:
     """Remove an environment that cannot be used."""
-    say(f"{ENVIRONMENT.relative_to(ROOT)} is not whole: it is made anew")
+    say(f"{ENVIRONMENT.relative_to(ROOT)} is incomplete; making it again")
     shutil.rmtree(ENVIRONMENT)
 
 
 def make_by_venv() -> None:
-    """Run ``venv``, which on Debian is a package of its own."""
+    """Run ``venv``, which Debian ships as a separate package."""
     if not ENVIRONMENT.exists():
         ENVIRONMENT.mkdir()
         UNFINISHED.touch()
@@ -94,7 +96,7 @@ def works(module: str) -> bool:
 
 
 def install_debian(*packages: str) -> None:
-    """Install packages of Debian's, or say how."""
+    """Install Debian packages, or say how to."""
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         sys.exit(
             f"dev.py: missing: {' '.join(packages)}. Install: apt-get install {' '.join(packages)}"
@@ -128,7 +130,7 @@ def install(*groups: str, extra: str = "") -> None:
 
 
 def need_tools() -> None:
-    """Install what compiles Horovod, where it is missing."""
+    """Install the compiler tools that Horovod's build needs."""
     packages = {"c++": "g++", "cmake": "cmake", "make": "make"}
     missing = [package for tool, package in packages.items() if shutil.which(tool) is None]
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
@@ -143,12 +145,8 @@ def digits() -> None:
     run(ENVIRONMENT / "bin" / "d9m", "repeat", "-n", "2", "--", "python", "examples/digits.py")
 
 
-def test(words: list[str]) -> None:
-    """All that CI checks: format, lint, types, import contracts, docs, tests."""
-    need_tools()
-    install("dev", "horovod", extra="examples")
-    say("Horovod (built once, some minutes; then taken from a cache)")
-    run(ENVIRONMENT / "bin" / "d9m", "install-horovod")
+def check() -> None:
+    """Check format, lint, types and import contracts."""
     say("format and lint")
     run("ruff", "format", "--check", ".")
     run("ruff", "check", ".")
@@ -156,25 +154,50 @@ def test(words: list[str]) -> None:
     run("mypy")
     say("import contracts")
     run("lint-imports")
+
+
+def test(arguments: list[str]) -> None:
+    """All that CI checks: format, lint, types, import contracts, docs, tests."""
+    need_tools()
+    install("dev", "horovod", extra="examples")
+    say("Horovod (built once, some minutes; then taken from a cache)")
+    run(ENVIRONMENT / "bin" / "d9m", "install-horovod")
+    check()
     say("documentation")
     run("mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
-    if words:
-        say("the tests that were asked for")
-        run(PYTHON, "-m", "pytest", *words)
+    if arguments:
+        say("the tests that you named")
+        run(PYTHON, "-m", "pytest", *arguments)
         return
     sites = ENVIRONMENT / "raise-sites"
     sites.write_text("")
-    # In one word: with two, pytest takes the file for a folder of tests before it knows the option.
+    # In one argument: with two, pytest takes the file for a test folder before it knows the option.
     pytest = (PYTHON, "-m", "pytest", f"--raise-sites={sites}")
     say("tests and doctests, two at once")
-    two = (*pytest, "-n", "2", "--dist", "loadfile")
     # One thread each: those of two processes would wait for each other in every small operation.
-    statuses = [execute(*two, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
+    statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
     say("tests that need the cores for themselves")
     statuses += [execute(*pytest, "-m", ALONE)]
     # Silent unless there is an error of ours that no test has made.
     statuses += [execute(PYTHON, "tests/raise_sites.py", sites)]
     sys.exit(max(statuses))
+
+
+def test_quickly() -> None:
+    """The checks and tests for everyday work."""
+    install("dev", "horovod", extra="examples")
+    check()
+    say("fast tests, two at once")
+    status = execute(
+        *(PYTHON, "-m", "pytest", "-q", *TWO_AT_ONCE, "-m", f"not ({ALONE} or slow)"),
+        OMP_NUM_THREADS="1",
+    )
+    print(
+        "\nLeft out: the slow tests (tests/slow_tests.txt), tests that need Horovod or both cores, "
+        "the documentation build, and the check that every error is raised by a test. "
+        "`python3 dev.py test` runs everything."
+    )
+    sys.exit(status)
 
 
 def main() -> None:
@@ -183,12 +206,17 @@ def main() -> None:
         sys.exit(f"dev.py: Python {sys.version.split()[0]} is too old; use 3.10 or newer.")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["digits", "test"], help="the main job, or all checks")
-    command, words = parser.parse_known_args()
+    parser.add_argument(
+        "--quick", action="store_true", help="test: the checks and tests for everyday work"
+    )
+    options, arguments = parser.parse_known_args()
     make_environment()
-    if command.command == "digits":
+    if options.command == "digits":
         digits()
+    elif options.quick:
+        test_quickly()
     else:
-        test(words)
+        test(arguments)
 
 
 if __name__ == "__main__":

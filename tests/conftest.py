@@ -26,6 +26,22 @@ settings.load_profile("untimed")
 collect_ignore = ["ddp_probing.py", "ddp_training.py", "resume_training.py"]  # run by ranks
 
 
+SLOW = tuple(
+    line
+    for line in Path(__file__).with_name("slow_tests.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow tests, and let their files start first."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = raise_sites.__doc__.partition("\n")[0]
     parser.addoption("--raise-sites", type=Path, metavar="FILE", help=about)
