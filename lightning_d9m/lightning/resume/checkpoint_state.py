@@ -12,6 +12,7 @@ It is kept under one key, as plain values that ``torch.load(weights_only=True)``
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
@@ -25,6 +26,7 @@ from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.exactness import (
     FORMAT,
+    describe_reloaded_generators,
     describe_strangers,
     find_missing_state,
     find_problems,
@@ -36,8 +38,11 @@ from lightning_d9m.lightning.resume.exactness import (
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
     LoopPosition,
+    draws_when_iterated,
+    drop_consumed_states,
     find_place,
     finish_pending_work,
+    iterate_again,
     skip_remaining_batches,
 )
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
@@ -61,6 +66,7 @@ class CheckpointState:
         self._reasons: list[str] = []
         self._unvalidated: dict[str, Any] | None = None
         self._before_evaluation: run_state.RngAndMetricState | None = None
+        self._loader_states: list[dict[str, Any]] = []
         self._at_end = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,6 +76,7 @@ class CheckpointState:
             "_reasons": [],
             "_unvalidated": None,
             "_before_evaluation": None,
+            "_loader_states": [],
         }
 
     def keep(
@@ -132,7 +139,7 @@ class CheckpointState:
     def attach(self, trainer: Any, run: TrainerSession) -> None:
         """Prepare a fit for a checkpoint that it may go on from; before that is loaded."""
         self._kept = self._resumed = self._unvalidated = self._before_evaluation = None
-        self._reasons = []
+        self._reasons, self._loader_states = [], []
         if run.stage == "fit":
             run.resume(
                 self._loops_wrapped(trainer, run),
@@ -142,72 +149,81 @@ class CheckpointState:
     @contextmanager
     def _loops_wrapped(self, trainer: Any, run: TrainerSession) -> Iterator[None]:
         fit = trainer.fit_loop
-        reset: Callable[[], None] = fit.reset
-        reset_epoch: Callable[[], None] = fit.epoch_loop.reset
-        start: Callable[[], None] = fit.on_advance_start
-        on_run_start: Callable[..., None] = fit.epoch_loop.on_run_start
-
-        def settle_and_reset() -> None:
-            if _has_loaded(trainer):
-                restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
-                self._at_end = finish_pending_work(trainer, self._place(trainer))
-            reset()
-
-        def reset_epoch_quietly() -> None:
-            with catch_warnings():
-                if self._resumed is not None and not self._reasons:
-                    # What Lightning cannot do, the loaders under control can.
-                    filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-                reset_epoch()
-
-        def restore_and_start() -> None:
-            # After `on_train_start`, where modules reset what they have measured.
-            if self._resumed is not None:
-                run_state.restore_outside(trainer, self._rank_state(trainer))
-            start()
-
-        def start_and_restore(*args: Any) -> None:
-            if _iterates_again(trainer):
-                run.restart_epoch(trainer.current_epoch)
-            on_run_start(*args)
-            # Else Lightning leaves out what schedulers do at the end of the epoch.
-            fit._restarting = False
-            if self._at_end:
-                self._at_end = False
-                skip_remaining_batches(trainer)
-            self._restore(trainer)
-
-        replacements = AttributePatches()
-        replacements.replace(fit, "reset", settle_and_reset)
-        replacements.replace(fit, "on_advance_start", restore_and_start)
-        replacements.replace(fit.epoch_loop, "reset", reset_epoch_quietly)
-        replacements.replace(fit.epoch_loop, "on_run_start", start_and_restore)
-        self._wrap_validation(trainer, replacements)
+        epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
+        wrappers: list[tuple[Any, str, Callable[..., object]]] = [
+            (fit, "_load_combined_loader_states", self._load_loader_states),
+            (fit, "reset", self._settle_and_reset),
+            (fit, "on_advance_start", self._restore_and_start),
+            (epoch_loop, "reset", self._reset_epoch),
+            (epoch_loop, "on_run_start", partial(self._start_batches, run)),
+            (val_loop, "setup_data", self._load_validation),
+            (val_loop, "run", self._run_validation),
+        ]
+        patches = AttributePatches()
         try:
+            for owner, name, wrapper in wrappers:
+                patches.replace(owner, name, partial(wrapper, trainer, getattr(owner, name)))
             yield
         finally:
-            replacements.undo()
+            patches.undo()
 
-    def _wrap_validation(self, trainer: Any, replacements: AttributePatches) -> None:
+    def _load_loader_states(self, trainer: Any, load: Callable[[], None]) -> None:
+        fit = trainer.fit_loop
+        if fit.restarting:
+            if self._resumed is not None and self._place(trainer).moment == "epoch":
+                drop_consumed_states(trainer)
+            self._loader_states = list(fit._combined_loader_states_to_load)
+        load()
+
+    def _settle_and_reset(self, trainer: Any, reset: Callable[[], None]) -> None:
+        if _has_loaded(trainer):
+            restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
+            self._at_end = finish_pending_work(trainer, self._place(trainer))
+        reset()
+
+    def _restore_and_start(self, trainer: Any, start: Callable[[], None]) -> None:
+        # After `on_train_start`, where modules reset what they have measured.
+        if self._resumed is not None:
+            run_state.restore_outside(trainer, self._rank_state(trainer))
+        start()
+
+    def _reset_epoch(self, trainer: Any, reset: Callable[[], None]) -> None:
+        with catch_warnings():
+            if self._resumed is not None and not self._reasons:
+                # What Lightning cannot do, the loaders under control can.
+                filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            reset()
+
+    def _start_batches(
+        self, run: TrainerSession, trainer: Any, start: Callable[..., None], *args: Any
+    ) -> None:
+        if _iterates_again(trainer):
+            run.restart_epoch(trainer.current_epoch)
+        elif self._resumes_between_epochs(trainer) and draws_when_iterated(trainer):
+            run.restart_epoch(trainer.current_epoch)
+            iterate_again(trainer, self._loader_states)
+        self._loader_states = []
+        start(*args)
+        # Else Lightning leaves out what schedulers do at the end of the epoch.
+        trainer.fit_loop._restarting = False
+        if self._at_end:
+            self._at_end = False
+            skip_remaining_batches(trainer)
+        self._restore(trainer)
+
+    def _load_validation(self, trainer: Any, load: Callable[[], None]) -> None:
+        load()
         loop = trainer.fit_loop.epoch_loop.val_loop
-        load: Callable[[], None] = loop.setup_data
-        run: Callable[[], object] = loop.run
+        if loop._combined_loader is not None and self._unvalidated is not None:
+            rank, self._unvalidated = self._unvalidated, None
+            run_state.restore_validation(trainer, rank)
 
-        def load_and_restore() -> None:
-            load()
-            if loop._combined_loader is not None and self._unvalidated is not None:
-                rank, self._unvalidated = self._unvalidated, None
-                run_state.restore_validation(trainer, rank)
-
-        def keep_and_run() -> object:
-            if not trainer.sanity_checking:
-                self._before_evaluation = run_state.capture_drawn(trainer, "validation")
-            outputs = run()
-            self._before_evaluation = None  # after an exception it is still wanted
-            return outputs
-
-        replacements.replace(loop, "setup_data", load_and_restore)
-        replacements.replace(loop, "run", keep_and_run)
+    def _run_validation(self, trainer: Any, run: Callable[[], object]) -> object:
+        if not trainer.sanity_checking:
+            self._before_evaluation = run_state.capture_drawn(trainer, "validation")
+        outputs = run()
+        self._before_evaluation = None  # after an exception it is still wanted
+        return outputs
 
     def _place_loader(self, trainer: Any, run: TrainerSession, loader: object) -> None:
         if not _has_loaded(trainer):
@@ -260,6 +276,14 @@ class CheckpointState:
             find_place(trainer) if self._resumed is None else LoopPosition(**self._resumed["place"])
         )
 
+    def _resumes_between_epochs(self, trainer: Any) -> bool:
+        """Return whether a resumed fit is about to train its first epoch from its beginning."""
+        return (
+            trainer.current_epoch > 0
+            and self._resumed is not None
+            and self._place(trainer).moment == "epoch"
+        )
+
     def _rank_state(self, trainer: Any) -> dict[str, Any]:
         return {} if self._resumed is None else _rank_of(self._resumed, trainer)
 
@@ -308,6 +332,8 @@ class CheckpointState:
     def _raise_or_warn_on_all_ranks(self, trainer: Any, rank: Mapping[str, Any]) -> None:
         """Complain of what one of the ranks has found, on all of them."""
         problems = describe_strangers(run_state.find_unmatched_state(trainer, rank))
+        reloaded = run_state.find_reloaded_generators(trainer, rank, self._place(trainer).epoch)
+        problems += describe_reloaded_generators(reloaded)
         ranks_of(trainer).together(
             lambda: self._raise_or_warn(trainer, problems) if problems else None
         )

@@ -110,6 +110,20 @@ def describe_strangers(paths: Iterable[str]) -> list[str]:
     return [problem]
 
 
+def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
+    """Return why generators of loaders that are loaded again cannot be restored."""
+    named = ", ".join(paths)
+    if not named:
+        return []
+    problem = (
+        "The loaders are loaded again for the epoch that is resumed "
+        f"(reload_dataloaders_every_n_epochs), and their datasets keep generators: {named}. "
+        "Whether these continue or start again cannot be known. Keep them in the module or the "
+        "datamodule, or draw from the generators of Python, NumPy or torch."
+    )
+    return [problem]
+
+
 def is_other_world(state: Mapping[str, Any], trainer: Any) -> bool:
     """Return whether a state was saved by another number of ranks."""
     return bool(state["world_size"] != trainer.world_size)

@@ -5,8 +5,11 @@ Lightning saves at moments after which something is left to do: the validation t
 the end of the epoch. Of its own it leaves that out when it resumes; see ``settle``.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
 
 LoopPhase = Literal["epoch", "batch", "validation", "within"]
 
@@ -88,6 +91,57 @@ def finish_pending_work(trainer: Any, place: LoopPosition) -> bool:
 def skip_remaining_batches(trainer: Any) -> None:
     """Let the loop over an epoch's batches end at once; before it starts."""
     trainer.fit_loop.epoch_loop._restarting = False
+
+
+def draws_when_iterated(trainer: Any) -> bool:
+    """Return whether a training loader may draw in this process when its iterator is made.
+
+    A map-style dataset is not read before a batch is fetched, and its batches are seeded one by
+    one. An iterator is excluded: making it again would lose its first batch.
+    """
+    return any(
+        loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset)
+        if isinstance(loader, DataLoader)
+        else not isinstance(loader, Iterator)
+        for loader in trainer.fit_loop._combined_loader.flattened
+    )
+
+
+def drop_consumed_states(trainer: Any) -> None:
+    """Leave out states of loaders that only count the batches of the epoch that has ended.
+
+    A fit of a number of steps (``max_steps``) loads them between epochs too, where torchdata's
+    loader would skip as many batches of the next epoch.
+    """
+    fit = trainer.fit_loop
+    stateful = [loader for loader in fit._combined_loader.flattened if _is_stateful(loader)]
+    states = fit._combined_loader_states_to_load
+    if len(states) == len(stateful):  # otherwise Lightning raises an error
+        fit._combined_loader_states_to_load = [
+            {} if isinstance(loader, DataLoader) and not _is_stateful(loader.dataset) else state
+            for loader, state in zip(stateful, states, strict=True)
+        ]
+
+
+def _is_stateful(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def iterate_again(trainer: Any, loader_states: list[dict[str, Any]]) -> None:
+    """Make the iterator over the training loaders again, at the start of a resumed epoch.
+
+    Lightning makes it when it loads the loaders, and fetches the first batch of an iterable
+    dataset at once. In an uninterrupted run it does so after ``on_train_epoch_start``, where the
+    epoch is seeded.
+
+    Args:
+        trainer: The Trainer.
+        loader_states: States of the loaders that Lightning loaded from the checkpoint.
+    """
+    fit = trainer.fit_loop
+    if loader_states:
+        fit._combined_loader._load_state_dicts(loader_states)
+    iter(fit._data_fetcher)
 
 
 def _begin_epoch(fit: Any) -> None:

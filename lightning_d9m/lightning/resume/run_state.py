@@ -77,6 +77,21 @@ def find_unmatched_state(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
     return sorted(generators | metrics)
 
 
+def find_reloaded_generators(trainer: Any, rank: Mapping[str, Any], epoch: int) -> list[str]:
+    """Return the generators of loaders that are loaded again for the epoch that is resumed.
+
+    The dataset of the new loader may be a new object, whose generator starts again, or the same
+    one, whose generator continues; a resumed run cannot tell.
+    """
+    every = trainer.reload_dataloaders_every_n_epochs
+    found = []
+    for stage, key in (("train.", "reload_epoch"), (_VALIDATION, "validation_reload_epoch")):
+        loaded = rank.get(key)
+        if every and loaded is not None and epoch - loaded >= every:
+            found += [path for path in rank.get("generators", {}) if path.startswith(stage)]
+    return found
+
+
 def restore_outside(trainer: Any, rank: Mapping[str, Any]) -> None:
     """Restore what lives from epoch to epoch; called once, before the first epoch begins."""
     _restore_drawn(trainer, rank)

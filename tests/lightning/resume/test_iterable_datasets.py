@@ -1,0 +1,156 @@
+"""An iterable dataset that draws random numbers is resumed exactly at the end of an epoch."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
+from resuming import DrawingDigits, Fits, agree
+from torch.utils.data import DataLoader, IterableDataset
+from trainings import NoisyDigits, make_loader, make_model
+
+from lightning_d9m.errors import InexactResumeError
+
+pytestmark = [
+    pytest.mark.usefixtures("unseeded", "new_process"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's own
+]
+
+
+class DrawnStream(IterableDataset):
+    """A stream that draws its order when it starts, and noise for each sample."""
+
+    def __iter__(self):
+        digits = NoisyDigits()
+        order = np.random.permutation(96)
+        return (self.add_noise(*digits[int(index)]) for index in order)
+
+    def add_noise(self, image, label):
+        return image + 0.1 * torch.rand(64) + 0.1 * np.random.rand(), label
+
+
+class SizedStream(DrawnStream):
+    """The same, and it says how many samples it has."""
+
+    def __len__(self):
+        return 96
+
+
+class StreamWithGenerator(DrawnStream):
+    """A stream with a random generator of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def add_noise(self, image, label):
+        return image + 0.1 * self.rng.random(), label
+
+
+def make_stream(dataset=DrawnStream, **words):
+    return DataLoader(dataset(), batch_size=16, **words)
+
+
+def stateful(dataset=DrawnStream, **words):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(dataset(), batch_size=16, **words)
+
+
+class Batches:
+    """Batches from no loader of torch's."""
+
+    def __iter__(self):
+        return iter(make_stream())
+
+
+def two_loaders():
+    return CombinedLoader([make_stream(), make_loader()], "min_size")
+
+
+def step_on_two(self, batch, batch_idx):
+    images = batch[0][0] + 0.1 * batch[1][0]
+    loss = torch.nn.functional.cross_entropy(self.layers(images), batch[0][1])
+    self.log("train_loss", loss, batch_size=16)
+    return loss
+
+
+LOADERS = {
+    "without a length": make_stream,
+    "with a length": partial(make_stream, SizedStream),
+    "with a generator": partial(make_stream, StreamWithGenerator),
+    "one worker": partial(make_stream, num_workers=1),
+    "a persistent worker": partial(make_stream, num_workers=1, persistent_workers=True),
+    "a generator and a worker": partial(make_stream, StreamWithGenerator, num_workers=1),
+    "stateful": stateful,
+    "stateful with a length": partial(stateful, SizedStream),
+    "not torch's": Batches,
+}
+PLACES = [
+    {"hook": "on_train_epoch_end"},
+    {"hook": "on_validation_end", "batch": 6},
+    {"batch": 6},
+]
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS.keys())
+def test_resumes_exactly_at_the_end_of_an_epoch(tmp_path, new_process, loader):
+    fits = Fits(tmp_path, new_process)
+    straight = fits.fit(loader=loader)
+    for place in PLACES if loader is make_stream else PLACES[:1]:
+        fits.interrupt(loader=loader, at=place)
+        agree(straight, fits.resume(loader=loader))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [stateful, partial(stateful, SizedStream), make_stream],
+    ids=["stateful", "stateful with a length", "torch's"],
+)
+def test_resumes_a_run_of_a_number_of_steps_exactly(tmp_path, new_process, loader):
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": loader, "max_epochs": -1, "max_steps": 18}
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
+    agree(straight, fits.resume(**run))
+
+
+def test_resumes_exactly_with_two_loaders(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)}
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
+    agree(straight, fits.resume(**run))
+
+
+class Reloaded(LightningDataModule):
+    """Gives new loaders, whose dataset has a generator, in every epoch."""
+
+    def __init__(self, make_dataset):
+        super().__init__()
+        self.make_dataset = make_dataset
+
+    def train_dataloader(self):
+        return DataLoader(self.make_dataset(), batch_size=16)
+
+    def val_dataloader(self):
+        return make_loader(shuffle=False)
+
+
+@pytest.mark.parametrize("dataset", [DrawnStream, NoisyDigits])
+def test_resumes_exactly_where_loaders_are_reloaded(tmp_path, new_process, dataset):
+    fits = Fits(tmp_path, new_process)
+    run = {"datamodule": partial(Reloaded, dataset), "reload_dataloaders_every_n_epochs": 1}
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
+    agree(straight, fits.resume(**run))
+
+
+@pytest.mark.parametrize("dataset", [DrawingDigits, StreamWithGenerator])
+def test_generators_of_reloaded_loaders_cannot_be_resumed(tmp_path, new_process, dataset):
+    fits = Fits(tmp_path, new_process)
+    run = {"datamodule": partial(Reloaded, dataset), "reload_dataloaders_every_n_epochs": 1}
+    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
+    with pytest.raises(InexactResumeError, match=r"keep generators: train\.0\.dataset\.rng\. "):
+        fits.resume(**run)
