@@ -1,4 +1,4 @@
-"""``python -m lightning_d9m`` is ``d9m``."""
+"""Entry point of ``python -m lightning_d9m``, the same as ``d9m``."""
 
 import sys
 

@@ -1,15 +1,15 @@
-"""Values of a ledger as text for people: a ledger is untrusted, and so is every name in it."""
+"""Untrusted values as printable text: a ledger may hold any name."""
 
 import reprlib
 from collections.abc import Sequence
 
 
 def quote(value: object, limit: int = 80) -> str:
-    r"""Return a value for people: one line of printable characters, cut at ``limit``.
+    r"""Return a value as one line of printable characters, cut at ``limit``.
 
-    What a ledger holds is untrusted: a name must not move the cursor of a terminal.
+    A name in a ledger is untrusted and must not move the cursor of a terminal.
 
-    >>> print(shown("layers.0.weight"), shown("red\x1b[31m"), shown(None))
+    >>> print(quote("layers.0.weight"), quote("red\x1b[31m"), quote(None))
     'layers.0.weight' 'red\x1b[31m' None
     """
     if isinstance(value, str):
@@ -21,9 +21,9 @@ def quote(value: object, limit: int = 80) -> str:
 
 
 def escape(value: object, limit: int = 80) -> str:
-    """Return a value as ``shown`` does, without the quotes around a text.
+    """Return a value as ``quote`` does, without the quotes around a printable string.
 
-    >>> plain("layers.0.weight"), plain(3)
+    >>> escape("layers.0.weight"), escape(3)
     ('layers.0.weight', '3')
     """
     if isinstance(value, str) and value.isprintable() and len(value) <= limit:
@@ -32,7 +32,7 @@ def escape(value: object, limit: int = 80) -> str:
 
 
 def printable(line: str) -> str:
-    r"""Return a line whole, with escapes for what would move the cursor or turn the direction.
+    r"""Return a whole line, with escapes for characters that move the cursor or turn the direction.
 
     >>> print(printable("a \x1b[31m"))
     a \x1b[31m
@@ -41,7 +41,7 @@ def printable(line: str) -> str:
 
 
 def describe_moment(moment: str, epoch: int, step: int) -> str:
-    """Return a moment in a few words, for people.
+    """Return a moment in a few words.
 
     >>> describe_moment("epoch", 3, 92), describe_moment("initial", 0, 0)
     ('epoch 3 (step 92)', 'the initial state')
@@ -55,7 +55,7 @@ def describe_moment(moment: str, epoch: int, step: int) -> str:
 
 
 def describe_value(value: str) -> str:
-    """Return a digest as it is, a number that ``float.hex()`` wrote in both notations.
+    """Return a digest unchanged, and a number from ``float.hex()`` in both notations.
 
     >>> describe_value("0x1.8000000000000p-3")
     '0x1.8000000000000p-3 (0.1875)'
@@ -69,7 +69,7 @@ def describe_value(value: str) -> str:
 
 
 def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
-    """Return the first names, and how many more there are.
+    """Return the first names and the number of the others.
 
     >>> describe_names(["a", "b", "c", "d"], 9)
     'a, b, c and 6 more'
@@ -80,9 +80,9 @@ def describe_names(names: Sequence[str], count: int, limit: int = 3) -> str:
 
 
 def pluralize(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun; the plural is formed with an s unless it is given.
+    """Return a number with its noun; the plural is the noun and an s unless it is given.
 
-    >>> counted(1, "record"), counted(2500, "record")
+    >>> pluralize(1, "record"), pluralize(2500, "record")
     ('1 record', '2,500 records')
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

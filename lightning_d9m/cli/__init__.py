@@ -1,1 +1,1 @@
-"""The ``d9m`` command: one file for each command."""
+"""The ``d9m`` command line: one module for each command."""

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from lightning_d9m.errors import SettingError
 
@@ -64,6 +65,13 @@ def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="-- COMMAND",
         help=f"{what}, such as: python train.py",
     )
+
+
+def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the two ledgers that a command compares."""
+    forms = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
+    parser.add_argument("expected", type=Path, help=f"ledger of the earlier run: {forms}")
+    parser.add_argument("actual", type=Path, help="ledger of the later run, in the same forms")
 
 
 def get_command(arguments: argparse.Namespace, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""``d9m audit``: how nondeterministic ops, trainings and inference are, and what it costs."""
+"""``d9m audit``: measure the nondeterminism of ops, trainings and inference, and its cost."""
 
 import argparse
 from importlib import import_module
@@ -6,27 +6,27 @@ from importlib import import_module
 _COMMANDS = {
     "ops": (
         "lightning_d9m.cli.audit_ops",
-        "every op that is, or is said to be, nondeterministic, measured on this machine",
+        "measure every op that is, or is documented as, nondeterministic",
     ),
     "model": (
         "lightning_d9m.cli.audit_model",
-        "the spread of several trainings, without determinism and with it",
+        "measure the spread of several trainings without and with determinism",
     ),
     "inference": (
         "lightning_d9m.cli.audit_inference",
-        "whether a model is repeatable, and a sample's output independent of its batch",
+        "check that a model is repeatable and that a sample's output does not depend on its batch",
     ),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m audit`` and of its commands."""
+    """Add the arguments of ``d9m audit`` and of its commands."""
     commands = parser.add_subparsers(dest="audit", metavar="WHAT", required=True)
     for name, (module, summary) in _COMMANDS.items():
-        adapter = import_module(module)
+        imported = import_module(module)
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        adapter.add_arguments(command)
-        command.set_defaults(audit_run=adapter.run, refuse=command.error)
+        imported.add_arguments(command)
+        command.set_defaults(audit_run=imported.run, refuse=command.error)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,29 +1,27 @@
-"""``d9m doctor``: what on this machine would make a run nondeterministic, and the fix for each."""
+"""``d9m doctor``: settings of this machine that make runs nondeterministic, and their fixes."""
 
 import argparse
 import json
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from lightning_d9m.control.doctor import CheckResult
 
-_WIDTH = 80
-_INDENT = " " * 9
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m doctor``."""
+    """Add the arguments of ``d9m doctor``."""
     parser.add_argument(
         "--json", action="store_true", help="print findings and the whole stack as one JSON object"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; return 0 when there is nothing to mend, else 1."""
-    # These load torch, which the command line's help must not.
+    """Print the findings; return 0 if there is no problem, else 1."""
+    # These load torch, which `d9m --help` must not.
     from lightning_d9m.control.doctor import find_problems, sort_findings
     from lightning_d9m.horovod.doctor import look_at_installation
     from lightning_d9m.ledger.stack import capture_stack
@@ -34,23 +32,26 @@ def run(arguments: argparse.Namespace) -> int:
         report = {"findings": [asdict(f) for f in findings], "stack": capture_stack()}
         print(json.dumps(report, indent=2))
     else:
-        for finding in findings:
-            print("\n".join(format_finding(finding)))
-        plural = "" if problems == 1 else "s"
-        print(f"\n{problems} problem{plural} found." if problems else "\nNothing to mend.")
+        print(format_findings(findings))
+        print(f"\n{pluralize(problems, 'problem') if problems else 'No problems'} found.")
     return 1 if problems else 0
 
 
-def format_finding(finding: "CheckResult") -> Iterator[str]:
-    """Yield a finding's lines, at most 80 columns wide."""
-    yield from _wrap(f"{finding.status:8} {finding.name}: {finding.found}", "")
-    if finding.reason:
-        yield from _wrap(finding.reason, _INDENT)
-    if finding.fix:
-        yield from _wrap(f"Fix: {finding.fix}", _INDENT)
+def format_findings(findings: Sequence["CheckResult"]) -> str:
+    """Return a table of findings: the status, then what was found, why it matters and the fix."""
+    from rich.text import Text
 
+    from lightning_d9m.output.terminal import make_table, render, style, terminal_width
 
-def _wrap(text: str, first: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=_INDENT, break_on_hyphens=False
-    )
+    rows = [
+        (
+            style(finding.status),
+            Text("\n".join(filter(None, [
+                f"{finding.name}: {finding.found}",
+                finding.reason,
+                finding.fix and f"Fix: {finding.fix}",
+            ]))),
+        )
+        for finding in findings
+    ]  # fmt: skip
+    return render(make_table(["", ""], rows), terminal_width())

@@ -1,6 +1,6 @@
-"""The command ``d9m``: its parser, and nothing that loads torch.
+"""The ``d9m`` command: its parser and its handling of errors, without loading torch.
 
-Exit status of every command: 0 equal or in order, 1 different or something found, 2 misuse.
+Exit status of every command: 0 equal or no findings, 1 different or findings, 2 an error.
 """
 
 import argparse
@@ -15,77 +15,77 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
-_WIDEST = 100
+_MAX_WIDTH = 100
 _COMMANDS = {
     "repeat": (
         "lightning_d9m.cli.repeat",
-        "run a command several times and say whether the runs agree bit for bit",
+        "run a command several times and compare the runs bit for bit",
     ),
     "compare": ("lightning_d9m.cli.compare", "compare two ledgers and name the first divergence"),
-    "report": ("lightning_d9m.cli.report", "write how two ledgers compare as one HTML file"),
+    "report": ("lightning_d9m.cli.report", "write the comparison of two ledgers as one HTML file"),
     "locate": (
         "lightning_d9m.cli.locate",
-        "find the step, rank, module and operation at which a command's runs diverge",
+        "find the step, rank, module and op at which a command's runs diverge",
     ),
     "verify": (
         "lightning_d9m.cli.verify",
-        "check that a checkpoint is whole, and find the epoch that it holds",
+        "check that a checkpoint is whole and find it in a ledger",
     ),
     "doctor": (
         "lightning_d9m.cli.doctor",
-        "what on this machine would make a run nondeterministic, and the fix",
+        "check this machine for settings that make runs nondeterministic",
     ),
     "ops": (
         "lightning_d9m.cli.ops",
-        "the operations that torch leaves nondeterministic, and what is done about each",
+        "list the ops that torch leaves nondeterministic, and what is done about each",
     ),
     "scan": (
         "lightning_d9m.cli.scan",
-        "list what in a program's source would make its runs differ",
+        "find code in a program that makes its runs differ",
     ),
     "audit": (
         "lightning_d9m.cli.audit",
-        "measure how nondeterministic ops, trainings and inference are here",
+        "measure the nondeterminism of ops, trainings and inference on this machine",
     ),
     "install-horovod": (
         "lightning_d9m.cli.install_horovod",
-        "build Horovod for the torch that is installed",
+        "build Horovod for the installed torch",
     ),
 }
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser; each command lives in the adapter that its name says.
+    """Build the parser.
 
     Args:
-        chosen: The command that will run. Only its adapter is loaded, so that help comes at once.
+        chosen: The command that will run. Only its module is imported, so that help is fast.
     """
     parser = argparse.ArgumentParser(
         prog="d9m",
         description="Deterministic training with PyTorch Lightning: prove it, compare it, fix it.",
-        epilog="Exit status: 0 equal or in order, 1 different or something found, 2 misuse.",
+        epilog="Exit status: 0 equal or no findings, 1 different or findings, 2 an error.",
     )
     parser.add_argument("--version", action="version", version=f"d9m {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name == chosen:
-            adapter = import_module(module)
-            adapter.add_arguments(command)
-            command.set_defaults(run=adapter.run, refuse=command.error)
+            imported = import_module(module)
+            imported.add_arguments(command)
+            command.set_defaults(run=imported.run, refuse=command.error)
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run ``d9m`` on ``words`` (the process's own arguments by default) and return its status."""
-    words = sys.argv[1:] if words is None else words
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    arguments, unknown = build_parser(chosen).parse_known_args(words)
-    if unknown:  # with the usage of the command, where argparse by itself prints that of d9m
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``d9m`` on ``argv`` (by default ``sys.argv[1:]``) and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    arguments, unknown = build_parser(chosen).parse_known_args(argv)
+    if unknown:  # prints the usage of the command; argparse would print that of d9m
         arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(arguments.run(arguments))
-        # Here, where a reader that has gone can be dealt with, not when the interpreter ends.
+        # Flush here, where a closed pipe can be handled, and not when the interpreter exits.
         sys.stdout.flush()
     except D9mError as error:
         _print_error(str(error))
@@ -94,44 +94,46 @@ def main(words: Sequence[str] | None = None) -> int:
         print("d9m: interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe has gone (`d9m compare ... | head`): no error of ours.
+        # The reader of the pipe has exited (`d9m compare ... | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        # Not 1, which says that runs differ. `python -X dev -m lightning_d9m` shows where.
+        # Not 1, which means that runs differ. `python -X dev -m lightning_d9m` shows a traceback.
         if sys.flags.dev_mode:
             raise
-        _print_error(_describe(error))
+        _print_error(_describe_unexpected(error))
         _drop_output()
         return 2
     return status
 
 
 def _print_error(text: str) -> None:
-    """Print an error, on a terminal without words that are cut at its edge."""
-    # It may name what others have named: a folder, a field of a ledger, a line of a log.
+    """Print an error; on a terminal, wrapped between words."""
+    # It may hold untrusted text: the name of a folder, a field of a ledger, a line of a log.
     lines = [printable(line) for line in f"d9m: error: {text}".splitlines()]
     if sys.stderr.isatty():
-        width = min(shutil.get_terminal_size().columns, _WIDEST)
-        words = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-        # What is indented is laid out already: the end of a log, two values to be compared.
-        lines = [part for ln in lines for part in ([ln] if ln[:1] in ("", " ") else words.wrap(ln))]
+        width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+        wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        # Indented lines are laid out already: the end of a log, two values to be compared.
+        lines = [
+            part for ln in lines for part in ([ln] if ln[:1] in ("", " ") else wrapper.wrap(ln))
+        ]
     print("\n".join(lines), file=sys.stderr)
 
 
-def _describe(error: Exception) -> str:
-    """Return one line on an error that nobody foresaw."""
+def _describe_unexpected(error: Exception) -> str:
+    """Return one line on an unexpected error."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         return f"{text}. Check the disk and the permissions."
     return (
-        f"{type(error).__name__}: {text}. This is an error of d9m itself: please report it, with "
-        "what `python -X dev -m lightning_d9m ...` prints."
+        f"{type(error).__name__}: {text}. This is a bug in d9m: please report it, with the output "
+        "of `python -X dev -m lightning_d9m ...`."
     )
 
 
 def _drop_output() -> None:
-    """Give up what cannot be printed (a full disk, say), before the interpreter tries again."""
+    """Discard unprinted output, for example on a full disk, so that exiting does not retry it."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""``d9m ops``: which ops torch leaves nondeterministic, and what is done about each."""
+"""``d9m ops``: the ops that torch leaves nondeterministic, and what is done about each."""
 
 import argparse
 import json
@@ -8,15 +8,15 @@ from lightning_d9m.patches.catalog.listing import render_markdown, render_op, re
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m ops``."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="all facts of this op")
+    """Add the arguments of ``d9m ops``."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print all facts of this op")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print the documentation's page")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the catalogue, or one entry of it."""
+    """Print the catalog, or one entry of it."""
     ops = OPS if arguments.name is None else (find_op(arguments.name),)
     if arguments.json:
         records = [op.as_record() for op in ops]

@@ -1,4 +1,4 @@
-"""``d9m repeat``: run a command several times and say whether the runs agree bit for bit."""
+"""``d9m repeat``: run a command several times and compare the runs bit for bit."""
 
 import argparse
 from pathlib import Path
@@ -15,25 +15,31 @@ from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
 
-_FEWEST_RUNS = 2
+_MIN_RUNS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m repeat``."""
+    """Add the arguments of ``d9m repeat``."""
     parser.usage = (
-        "d9m repeat [-n RUNS | --interrupt] [-o DIR] [--timeout SECONDS] [--json]\n"
-        "                  -- COMMAND ..."
+        "d9m repeat [-n RUNS | --interrupt [--allow-objects]] [-o DIR]\n"
+        "                  [--timeout SECONDS] [--json] -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
         "--runs",
-        type=whole_number(_FEWEST_RUNS, MOST_RUNS),
+        type=whole_number(_MIN_RUNS, MOST_RUNS),
         help="number of runs (default: 2)",
     )
     parser.add_argument(
         "--interrupt",
         action="store_true",
-        help="hold runs that are killed at several places and resumed against a straight one",
+        help="kill runs at several points, resume them, and compare them with a straight run",
+    )
+    parser.add_argument(
+        "--allow-objects",
+        action="store_true",
+        help="with --interrupt: resume also from checkpoints that hold Python objects, as "
+        "fit(..., weights_only=False) does",
     )
     parser.add_argument(
         "-o",
@@ -46,30 +52,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return 0 when all runs agree, 1 when they differ."""
-    words = get_command(arguments, "repeat")
+    """Run the command and print the comparison.
+
+    Returns:
+        0 if all runs are equal, 1 if some differ, 2 if none differs but some failed.
+    """
+    argv = get_command(arguments, "repeat")
     _check(arguments)
     output = make_output(arguments.output)
     if arguments.interrupt:
-        runs = interrupt_and_resume(words, output, timeout=arguments.timeout)
+        report = interrupt_and_resume(
+            argv, output, timeout=arguments.timeout, allow_objects=arguments.allow_objects
+        )
     else:
-        runs = _repeat(words, output, arguments)
-    report = RepeatReport(runs, output)
+        report = RepeatReport(_repeat(argv, output, arguments), output)
     report.print_out(as_one_object=arguments.json)
-    return 0 if report.equal else 1
+    return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(words: list[str], output: Path, arguments: argparse.Namespace) -> list[Run]:
-    runs: list[Run] = []
-    many = arguments.runs or _FEWEST_RUNS
-    for number in range(1, many + 1):
-        title = f"run {number} of {many}"
+def _repeat(argv: list[str], output: Path, arguments: argparse.Namespace) -> dict[int, Run]:
+    runs: dict[int, Run] = {}
+    count = arguments.runs or _MIN_RUNS
+    for number in range(1, count + 1):
+        title = f"run {number} of {count}"
         folder = make_run_folder(output, f"run-{number:03d}")
         try:
-            run_once(words, folder, title=title, timeout=arguments.timeout)
-            runs.append(Run(read_fits(folder, words)))
+            run_once(argv, folder, title=title, timeout=arguments.timeout)
+            runs[number] = Run(read_fits(folder, argv))
         except CommandError as error:
-            before = f" (run {number - 1} ended well)" if runs else ""
+            before = f" (run {number - 1} succeeded)" if runs else ""
             raise CommandError(f"In {title}{before}: {error}") from error
     return runs
 
@@ -77,6 +88,11 @@ def _repeat(words: list[str], output: Path, arguments: argparse.Namespace) -> li
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.interrupt and arguments.runs is not None:
         raise SettingError(
-            f"--runs is {arguments.runs} beside --interrupt, which makes one run for each place "
-            "that it chooses. Leave one of them out."
+            f"--runs is {arguments.runs}, but --interrupt makes one run for each point that it "
+            "chooses. Leave one of them out."
+        )
+    if arguments.allow_objects and not arguments.interrupt:
+        raise SettingError(
+            "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
+            "add --interrupt."
         )

@@ -1,17 +1,15 @@
-"""``d9m repeat --interrupt``: runs that are killed and resumed, held against a straight one.
+"""``d9m repeat --interrupt``: compare runs that are killed and resumed with a straight run.
 
-The user's program is not changed: variables steer the callback in it (see ``interruption``). A
-first run goes straight and says where it could be interrupted. Then, for each place that is chosen,
-one run is killed there, and another goes on from the checkpoint that it left, to the end.
+The user's program is not changed: variables control the callback in it (see
+``lightning.fault_injection``). The straight run reports the points at which it can be interrupted.
+For each chosen point, one run is killed there, and another resumes from its checkpoint.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_d9m.errors import CommandError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     FOLDER,
@@ -24,36 +22,74 @@ from lightning_d9m.launch.interruption_points import (
     choose_places,
 )
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
-from lightning_d9m.output.repeat_text import RepeatReport
+from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
 
 _CHECKPOINTS = "checkpoints"
+# torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
+# as Lightning does, and raises if the second is set beside it.
+_ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+# By words in the log of a run that cannot resume.
+_REMEDIES = {
+    "InexactResumeError": (
+        "To resume anyway and compare the result, set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before "
+        "the command. If the program passes its own DeterminismCallback, give it "
+        'on_inexact_resume="warn" instead.'
+    ),
+    "Weights only load failed": (
+        "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
+        "fit(..., weights_only=False) in the program."
+    ),
+}
 
 
-def interrupt_and_resume(words: list[str], output: Path, *, timeout: float | None) -> list[Run]:
-    """Run the command straight, and once for each place at which it can be interrupted.
+def interrupt_and_resume(
+    argv: list[str], output: Path, *, timeout: float | None, allow_objects: bool
+) -> RepeatReport:
+    """Run the command straight, and once for each point at which it can be interrupted.
 
     Args:
-        words: The command.
+        argv: The command.
         output: The folder for all runs.
         timeout: Seconds after which a process counts as hanging.
+        allow_objects: Whether to load checkpoints that hold Python objects.
 
     Returns:
-        The straight run, then those that were resumed.
+        The straight run compared with those that were resumed. A point whose runs fail is part of
+        it and stops no other.
 
     Raises:
-        CommandError: When the command fails, is not interrupted, or has no place for that.
+        CommandError: When the straight run fails or has no point at which it can be interrupted.
     """
     folder = make_run_folder(output, "run-001")
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    run_once(words, folder, title="run 1, straight", timeout=timeout, steering=survey)
-    straight = Run(read_fits(folder, words), "straight")
-    places = choose_places(_read_survey(folder))
-    if not places:
+    run_once(argv, folder, title="run 1, straight", timeout=timeout, steering=survey)
+    straight = Run(read_fits(folder, argv), "straight")
+    points = choose_places(_read_survey(folder))
+    if not points:
         raise CommandError(
-            "The command's first fit has no place to be interrupted at: it has one epoch of one "
-            "batch, and no validation. Give it more to train."
+            "The command's first fit has no point at which it can be interrupted: it has one epoch "
+            "of one batch, and no validation. Train for more batches."
         )
-    return [straight, *_resumed(words, output, places, straight, timeout)]
+    runs, failures = {1: straight}, []
+    for number, (point, label) in enumerate(points, start=2):
+        title = f"run {number} of {len(points) + 1}"
+        folder = output / f"run-{number:03d}"
+        try:
+            killed = make_run_folder(output, f"run-{number:03d}-killed")
+            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout)
+            make_run_folder(output, folder.name)
+            steering = {RESUME: str(checkpoints / CHECKPOINT)}
+            steering |= _ALLOW_OBJECTS if allow_objects else {}
+            run_once(argv, folder, title=f"{title}, resumed", timeout=timeout, steering=steering)
+            run = Run(read_fits(folder, argv), f"{label}, resumed")
+            if RepeatReport({1: straight, number: run}, output).verdict == "equal":
+                # A checkpoint that leads to a different run is kept.
+                shutil.rmtree(checkpoints, ignore_errors=True)
+            runs[number] = run
+        except (CommandError, LedgerError) as error:
+            text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
+            failures.append(FailedRun(number, f"{label}, failed", text))
+    return RepeatReport(runs, output, failures)
 
 
 def _read_survey(folder: Path) -> list[EpochShape]:
@@ -62,65 +98,39 @@ def _read_survey(folder: Path) -> list[EpochShape]:
         return [EpochShape(**entry) for entry in entries]
     except FileNotFoundError:
         raise CommandError(
-            "The command's first fit did not say where it can be interrupted: it did not train to "
-            "its end, or not in the process that the command starts (as under ddp_spawn)."
+            "The command's first fit did not report where it can be interrupted: it did not train "
+            "to its end, or ran outside the process that the command starts (as under ddp_spawn)."
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise CommandError(f"{folder / SURVEY} cannot be read: {error}") from error
 
 
-def _resumed(
-    words: list[str],
-    output: Path,
-    places: list[tuple[InterruptionPoint, str]],
-    straight: Run,
-    timeout: float | None,
-) -> Iterator[Run]:
-    for number, (place, happens) in enumerate(places, start=2):
-        title = f"run {number} of {len(places) + 1}"
-        try:
-            killed = make_run_folder(output, f"run-{number:03d}-killed")
-            checkpoints = _kill(words, killed, place, f"{title}, to be killed", timeout)
-            folder = make_run_folder(output, f"run-{number:03d}")
-            run_once(
-                words,
-                folder,
-                title=f"{title}, resumed",
-                timeout=timeout,
-                steering={RESUME: str(checkpoints / CHECKPOINT)},
-            )
-            run = Run(read_fits(folder, words), f"{happens}, resumed")
-        except CommandError as error:
-            raise CommandError(f"In run {number}, {happens}, resumed: {error}") from error
-        if RepeatReport([straight, run], output).equal:
-            _remove(checkpoints)  # one that led to other bits is kept, to be looked at
-        yield run
-
-
 def _kill(
-    words: list[str], folder: Path, place: InterruptionPoint, title: str, timeout: float | None
+    argv: list[str], folder: Path, point: InterruptionPoint, title: str, timeout: float | None
 ) -> Path:
-    """Run the command until it is killed at a place; return the folder with its checkpoint."""
+    """Run the command until it is killed at a point; return the folder with its checkpoint."""
     checkpoints = make_run_folder(folder, _CHECKPOINTS)
     mark = checkpoints / MARK
     run_once(
-        words,
+        argv,
         folder,
         title=title,
         timeout=timeout,
-        steering={INTERRUPT: str(place), FOLDER: str(checkpoints)},
+        steering={INTERRUPT: str(point), FOLDER: str(checkpoints)},
         killed_when=mark.exists,
     )
     if not mark.exists():
         raise CommandError(
-            "The command came to its end without passing the place at which it was to be killed, "
-            f"and which the straight run had passed: its runs differ. Log: {folder / 'output.log'}."
+            "The command ended without reaching the point at which it should be killed, which the "
+            f"straight run had reached: its runs differ. Log: {folder / 'output.log'}."
         )
     return checkpoints
 
 
-def _remove(folder: Path) -> None:
+def _find_remedies(log: Path) -> list[str]:
+    """Return what helps a run that could not resume, by what it printed."""
     try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise CommandError(f"{folder} cannot be removed: {explain(error)}") from error
+        text = log.read_text(errors="replace")
+    except OSError:  # it did not start
+        return []
+    return [remedy for words, remedy in _REMEDIES.items() if words in text]

@@ -11,7 +11,7 @@ from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.html_page import GENERATOR, render_page
-from lightning_d9m.output.progress import progress_shown
+from lightning_d9m.output.progress import show_progress
 from lightning_d9m.text import printable
 
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_output(arguments.output, force=arguments.force)
     course = Timeline()
     ledgers = read_ledger(arguments.expected), read_ledger(arguments.actual)
-    with progress_shown() as progress:
+    with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=course.watch)
     if arguments.json:
         print(json.dumps(_facts(comparison, course), indent=2))

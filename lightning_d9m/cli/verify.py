@@ -1,6 +1,6 @@
-"""``d9m verify CHECKPOINT [LEDGER]``: whether a checkpoint is what was saved, without training.
+"""``d9m verify CHECKPOINT [LEDGER]``: check offline that a checkpoint is what was saved.
 
-It runs on the CPU, and loads nothing but plain values.
+It runs on the CPU and loads only plain values, unless ``--allow-objects`` is given.
 """
 
 import argparse
@@ -11,17 +11,23 @@ from typing import Any
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.records import Digests
-from lightning_d9m.text import escape
+from lightning_d9m.text import escape, pluralize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of ``d9m verify``."""
     parser.add_argument("checkpoint", type=Path, help="a checkpoint that a Trainer saved")
     parser.add_argument(
         "ledger",
         type=Path,
         nargs="?",
-        help="the ledger to find it in (default: the one that it names, if that is there)",
+        help="the ledger to search (default: the one that the checkpoint names, if it exists)",
+    )
+    parser.add_argument(
+        "--allow-objects",
+        action="store_true",
+        help="also load Python objects, which can run code from the file: use it only for files "
+        "that you trust",
     )
 
 
@@ -29,20 +35,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify a checkpoint.
 
     Returns:
-        0 when it is whole and, where a ledger has a record for it, the weights are those of that
-        record; 1 when not.
+        0 if it is whole and, where a ledger has a record for it, holds the weights of that record;
+        else 1.
 
     Raises:
-        CommandError: When there is nothing to check it by.
+        CommandError: When there is nothing to check it by, or it holds objects.
         LedgerError: When the ledger that was named cannot be read.
     """
     from lightning_d9m.lightning.checkpoint_io import KEY, check_checkpoint, load_checkpoint
 
     path: Path = arguments.checkpoint
     if not path.is_file():
-        raise CommandError(f"There is no checkpoint at {path}: it is no file. Check the name.")
+        raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
     try:
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
         sealed = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
         print(error)
@@ -52,24 +58,24 @@ def run(arguments: argparse.Namespace) -> int:
     ledger = _find_ledger(arguments.ledger, state)
     if not sealed and ledger is None:
         raise CommandError(
-            f"{path} holds no seal of lightning_d9m, so there is nothing to check it by. Name the "
-            "ledger of the run that saved it, or save checkpoints with DeterminismCallback."
+            f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. Name "
+            "the ledger of the run that saved it, or save checkpoints with DeterminismCallback."
         )
-    print(f"{path}: {_describe_seal(checkpoint) if sealed else 'holds no seal of lightning_d9m'}")
+    print(f"{path}: {_describe_manifest(checkpoint) if sealed else 'no manifest of lightning_d9m'}")
     if state:
-        print(f"saved {_describe_place(state['place'])}, seed {state['seed']}")
+        print(f"saved {_describe_position(state['place'])}, seed {state['seed']}")
     if ledger is None:
-        print("no ledger to find its weights in: name one to do so")
+        print("no ledger to find its weights in; name one to search it")
         return 0
     return _find_in(ledger, checkpoint, state)
 
 
-def _describe_seal(checkpoint: Mapping[str, Any]) -> str:
+def _describe_manifest(checkpoint: Mapping[str, Any]) -> str:
     count = len(checkpoint["lightning_d9m"]["seal"]["tensors"])
-    return f"whole: {count} tensors and all other values are those that were saved"
+    return f"whole: {pluralize(count, 'tensor')} and all other values are as saved"
 
 
-def _describe_place(place: Mapping[str, Any]) -> str:
+def _describe_position(place: Mapping[str, Any]) -> str:
     epoch, step = place["epoch"], place["step"]
     if place["moment"] == "epoch":
         return f"before epoch {epoch} at step {step}"
@@ -80,15 +86,15 @@ def _find_ledger(named: Path | None, state: Mapping[str, Any]) -> Ledger | None:
     if named is not None:
         return read_ledger(named)
     ranks = state.get("ranks") or [{}]
-    standing = ranks[0].get("ledger")
+    position = ranks[0].get("ledger")
     try:
-        return None if not standing else read_ledger(standing["folder"])
+        return read_ledger(position["folder"]) if position else None
     except LedgerError:
         return None  # it was moved
 
 
 def _find_in(ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Find the records of a ledger that hold the checkpoint's weights; return the exit status."""
+    """Print which records of a ledger have the checkpoint's weights; return the exit status."""
     weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
     rank = min(ledger.files)
     digests = _digest_weights(weights)
@@ -105,7 +111,7 @@ def _find_in(ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, 
     if between and _was_written_for(ledger, rank, state):
         print(
             f"{ledger.path}: none of its {count} records of weights was taken where this was "
-            "saved; it does hold the record that was its last then"
+            "saved, but it has the record that was its last at that time"
         )
         return 0
     print(f"{ledger.path}: none of its {count} records holds these weights")
@@ -116,8 +122,8 @@ def _was_written_for(ledger: Ledger, rank: int, state: Mapping[str, Any]) -> boo
     from lightning_d9m.ledger.resumed_runs import holds_check
 
     ranks = state.get("ranks") or []
-    standing = (ranks[rank].get("ledger") if rank < len(ranks) else None) or {}
-    return "check" in standing and holds_check(ledger.files[rank], standing["check"])
+    position = (ranks[rank].get("ledger") if rank < len(ranks) else None) or {}
+    return "check" in position and holds_check(ledger.files[rank], position["check"])
 
 
 def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
@@ -131,7 +137,7 @@ def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _holds(record: Digests, digests: Mapping[str, str]) -> bool:
-    """Whether all weights of a record are in the checkpoint, and buffers where both have them."""
+    """Return whether the checkpoint has all weights of a record, and the buffers that both have."""
     expected = dict(record.groups["weights"])
     buffers = record.groups.get("buffers", {})
     expected |= {name: value for name, value in buffers.items() if name in digests}

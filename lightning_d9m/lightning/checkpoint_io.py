@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.errors import CheckpointError
+from lightning_d9m.errors import CheckpointError, CommandError
 from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
 from lightning_d9m.text import describe_names, escape
 
@@ -65,22 +65,48 @@ def save_with_manifest(trainer: Any) -> None:
     strategy.save_checkpoint = save_checkpoint
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint on the CPU; nothing but plain values is loaded.
+def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:
+    """Read a checkpoint on the CPU.
+
+    Args:
+        path: The file.
+        allow_objects: Whether to unpickle Python objects, which can run code from the file.
 
     Raises:
-        CheckpointError: When it cannot be read, or is no checkpoint.
+        CheckpointError: When it cannot be read, or is not a checkpoint.
+        CommandError: When it holds objects that may not be loaded, or that cannot be.
     """
     try:
         with damage_explained(path):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {escape(str(error))}") from error
+        if objects := _find_objects(path):
+            listed = describe_names(objects[:8], len(objects), 8)
+            if allow_objects:
+                raise CommandError(
+                    f"The objects in {path} cannot be loaded ({listed}): {error}. Run the command "
+                    "where the program can import them, as with PYTHONPATH=."
+                ) from error
+            raise CommandError(
+                f"{path} is not damaged, but holds Python objects ({listed}), and loading them can "
+                "run code from the file. If you trust it, add --allow-objects; a program resumes "
+                "from it with fit(..., weights_only=False), or with "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
+            ) from error
+        raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is no checkpoint of a Trainer: it holds no dict.")
     return checkpoint
+
+
+def _find_objects(path: Path) -> list[str]:
+    """Return the classes and functions in a checkpoint that torch does not load by default."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # noqa: BLE001 - not a file that torch saved: the first error says why
+        return []
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A progress line on stderr."""
+"""A progress line on standard error, shown by rich only on a terminal."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,16 +6,19 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_shown() -> Iterator[Callable[[int], None] | None]:
-    """Give what shows to a person how far a comparison is, wiped away in the end."""
+def show_progress(what: str) -> Iterator[Callable[[int], None] | None]:
+    """Yield a function that shows how many items are done; None if nobody watches.
+
+    The line is erased at the end.
+
+    Args:
+        what: What is counted, as in ``"records compared"``.
+    """
     if not sys.stderr.isatty():
         yield None
         return
-    try:
-        yield _show_progress
-    finally:
-        print("\r\033[K", end="", file=sys.stderr)
+    from rich.console import Console
 
-
-def _show_progress(records: int) -> None:
-    print(f"\r{records:,} records compared", end="", file=sys.stderr, flush=True)
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
+        yield lambda done: status.update(f"{done:,} {what}")

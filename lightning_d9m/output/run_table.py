@@ -1,4 +1,4 @@
-"""The table that ends ``d9m repeat``: run, seed, weights, final loss, verdict.
+"""The table at the end of ``d9m repeat``: run, seed, weights, final loss, verdict.
 
 Its form is that of Riach's table of repeated trainings (GTC 2019, S9911).
 """
@@ -6,8 +6,15 @@ Its form is that of Riach's table of repeated trainings (GTC 2019, S9911).
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from lightning_d9m.output.terminal import make_table, measure, render, style
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _WIDTH = 80
+_DIGEST = 32
 _SHORTEST_DIGEST = 8
 
 
@@ -19,9 +26,9 @@ class RunRow:
         run: Number of the run, from 1.
         fit: Number of the fit within the run, from 1.
         seed: The base seed.
-        weights: Digest of the final weights, 32 hex digits; empty when the fit did not end.
-        loss: ``float.hex()`` of the last training loss; None when there was none.
-        verdict: ``"expected"`` for the first run, ``"equal"`` or ``"differs"`` for the others.
+        weights: Digest of the final weights, 32 hex digits; empty if the fit did not end.
+        loss: ``float.hex()`` of the last training loss; None if there was none.
+        verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
     """
 
     run: int
@@ -32,7 +39,7 @@ class RunRow:
     verdict: str
 
     def as_json(self) -> dict[str, object]:
-        """Return the row for ``--json``, the loss in both notations (JSON knows no NaN: null)."""
+        """Return the row for ``--json``, the loss in both notations (null for NaN)."""
         loss = math.nan if self.loss is None else float.fromhex(self.loss)
         return asdict(self) | {
             "loss": loss if math.isfinite(loss) else None,
@@ -40,32 +47,39 @@ class RunRow:
         }
 
 
-def format_table(rows: Sequence[RunRow]) -> str:
-    """Lay out the rows in at most 80 columns; digests are cut to what fits, never a loss."""
+def format_table(rows: Sequence[RunRow], width: int = _WIDTH, *, plain: bool = True) -> str:
+    """Lay out the rows.
+
+    A table that would be too wide has all digests cut to one length. A loss is never cut.
+
+    Args:
+        rows: The rows.
+        width: The number of columns if possible.
+        plain: Whether to leave out colors even on a terminal.
+    """
+    table = _make_table(rows, _DIGEST)
+    if (excess := measure(table) - width) > 0:
+        table = _make_table(rows, max(_SHORTEST_DIGEST, _DIGEST - excess))
+    return render(table, max(width, measure(table)), plain=plain)
+
+
+def _make_table(rows: Sequence[RunRow], digits: int) -> "Table":
     several_fits = len({row.fit for row in rows}) > 1
-    cells = [
-        (
-            f"{row.run}.{row.fit}" if several_fits else str(row.run),
-            str(row.seed),
-            row.weights or "none",
-            "none" if row.loss is None else repr(float.fromhex(row.loss)),
-            "" if row.loss is None else float.fromhex(row.loss).hex(),
-            row.verdict,
-        )
-        for row in rows
-    ]
-    titles = ("run.fit" if several_fits else "run", "seed", "weights", "final loss", "", "verdict")
-    widths = [max(len(line[column]) for line in (titles, *cells)) for column in range(len(titles))]
-    spare = _WIDTH - sum(widths) + widths[2] - 2 * (len(widths) - 1)
-    widths[2] = max(_SHORTEST_DIGEST, min(widths[2], spare))
-    lines = []
-    for line in (titles, *cells):
-        run, seed, weights, *rest = line
-        padded = [
-            run.rjust(widths[0]),
-            seed.rjust(widths[1]),
-            weights[: widths[2]].ljust(widths[2]),
-        ]
-        padded += [text.ljust(width) for text, width in zip(rest, widths[3:], strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    losses = [None if row.loss is None else float.fromhex(row.loss) for row in rows]
+    table = make_table(
+        ["run.fit" if several_fits else "run", "seed", "weights", "final loss", "", "verdict"],
+        [
+            (
+                f"{row.run}.{row.fit}" if several_fits else str(row.run),
+                str(row.seed),
+                row.weights[:digits] or "none",
+                "none" if loss is None else repr(loss),
+                "" if loss is None else loss.hex(),
+                style(row.verdict),
+            )
+            for row, loss in zip(rows, losses, strict=True)
+        ],
+    )
+    for column in table.columns[:2]:
+        column.justify = "right"
+    return table

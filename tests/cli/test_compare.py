@@ -303,8 +303,8 @@ def test_progress_is_shown_to_a_person_only(tmp_path, capsys, monkeypatch):
     one, other = write(tmp_path), write(tmp_path)
     assert run(parse(one, other)) == 0
     output = capsys.readouterr()
-    assert "\r5 records compared" in output.err
-    assert output.err.endswith("\r\033[K")
+    assert "5 records compared" in output.err
+    assert output.err.endswith("\033[2K")
     assert "equal" in output.out
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_d9m import SettingError
-from lightning_d9m.cli.doctor import format_finding
+from lightning_d9m.cli.doctor import format_findings
 from lightning_d9m.cli.main import main
 from lightning_d9m.control import doctor
 from lightning_d9m.control import environment as variables
@@ -21,7 +21,7 @@ from lightning_d9m.horovod.environment import PINNED
 
 @pytest.fixture
 def healthy(monkeypatch):
-    """An environment in which there is nothing to mend, with Horovod installed."""
+    """An environment without problems, with Horovod installed."""
     names = [*doctor._VARIABLES, *PINNED, "HOROVOD_ELASTIC", "NCCL_ALGO"]
     for name in [*names, "OMP_NUM_THREADS", "OMP_DYNAMIC", "PL_GLOBAL_SEED"]:
         monkeypatch.delenv(name, raising=False)
@@ -42,12 +42,12 @@ def report(capsys):
     return run
 
 
-def test_a_healthy_environment_has_nothing_to_mend(healthy, report, capsys):
+def test_a_healthy_environment_has_no_problems(healthy, report, capsys):
     status, findings = report()
     assert status == 0
     assert "problem" not in {finding["status"] for finding in findings.values()}
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("\nNothing to mend.\n")
+    assert capsys.readouterr().out.endswith("\nNo problems found.\n")
 
 
 @pytest.mark.parametrize(
@@ -228,10 +228,11 @@ def test_the_hash_seed_counts_as_python_was_started(healthy, seed, status):
     assert report["stack"]["torch.version"] == torch.__version__
 
 
-def test_lines_fit_80_columns():
+def test_lines_fit_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     finding = CheckResult("a name", "problem", "value " * 30, "reason " * 30, "fix " * 30)
-    lines = list(format_finding(finding))
-    assert max(map(len, lines)) <= 80
+    lines = format_findings([finding]).splitlines()
+    assert 70 < max(map(len, lines)) <= 80
     assert lines[0].startswith("problem  a name: value")
     assert all(line.startswith(" " * 9) for line in lines[1:])
 

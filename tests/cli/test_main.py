@@ -92,7 +92,7 @@ def test_interrupting_is_no_traceback(monkeypatch, capsys):
     ("error", "message"),
     [
         (OSError(28, "No space left on device", "x"), "[Errno 28] No space left on device: 'x'."),
-        (KeyError("name"), "KeyError: 'name'. This is an error of d9m itself: please report it"),
+        (KeyError("name"), "KeyError: 'name'. This is a bug in d9m: please report it"),
     ],
 )
 def test_an_error_that_nobody_foresaw_is_one_line_and_2(monkeypatch, capsys, error, message):

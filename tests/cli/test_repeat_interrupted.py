@@ -1,4 +1,4 @@
-"""``d9m repeat --interrupt``: runs that are killed and resumed, held against a straight one."""
+"""``d9m repeat --interrupt``: runs that are killed and resumed are compared with a straight one."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from lightning_d9m.cli.main import main
 
 D9M = (sys.executable, "-m", "lightning_d9m")
 
-# Stands for a user's project without the seconds that torch takes to load: it leaves a ledger, and
-# obeys the variables as the callback in a project does. A place is where `VALUE` is 1.
+# A user's project without importing torch: it writes a ledger, and obeys the variables as the
+# callback in a project does.
 PROJECT = """
 import json, os, signal
 from pathlib import Path
@@ -42,6 +42,8 @@ def train(value=7, survey=({survey}), obeys=True):
             ledger.write(Digests(moment=moment, **digests).as_record())
         ledger.write(End(status="finished").as_record())
 """
+LEDGERS = "Path(os.environ['LIGHTNING_D9M_LEDGER_DIR'])"
+FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 EPOCHS = [{"epoch": n, "batches": 4, "accumulated": 2, "validation": 1} for n in range(2)]
 
 
@@ -64,7 +66,7 @@ def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(repeat, tm
     status, out, err = repeat("train()")
     assert status == 0
     assert "equal: 6 runs agree bit for bit" in out
-    assert [line.split()[-1] for line in out.splitlines()[1:7]] == ["expected"] + ["equal"] * 5
+    assert [line.split()[-1] for line in out.splitlines()[1:7]] == ["reference"] + ["equal"] * 5
     assert out.splitlines()[7:13] == [
         "run 1: straight",
         "run 2: killed at the end of epoch 0, resumed",
@@ -107,14 +109,10 @@ def test_later_fits_are_compared_too(repeat):
 @pytest.mark.parametrize(
     ("code", "survey", "message"),
     [
-        ("train(survey=None)", [], "did not say where it can be interrupted"),
-        ("train()", [{**EPOCHS[0], "batches": 1, "validation": 0}], "no place to be interrupted"),
+        ("train(survey=None)", [], "did not report where it can be interrupted"),
+        ("train()", [{**EPOCHS[0], "batches": 1, "validation": 0}], "no point at which it can be"),
         ("train()", [{"epoch": 1}], "survey cannot be read"),
-        ("train(obeys=False)", EPOCHS, "without passing the place"),
-        ("assert not resume, 'no way'; train()", EPOCHS, "| AssertionError: no way"),
-        ("if not resume: train()", EPOCHS, "resumed: The command"),
-        ("if not request or request == 'survey': train()", EPOCHS, "without passing the place"),
-        ("assert request == 'survey', 'too early'; train()", EPOCHS, "| AssertionError: too early"),
+        ("assert not request, 'too early'; train()", EPOCHS, "| AssertionError: too early"),
     ],
 )
 def test_a_command_that_cannot_be_tested_is_one_clear_error(repeat, code, survey, message):
@@ -125,10 +123,86 @@ def test_a_command_that_cannot_be_tested_is_one_clear_error(repeat, code, survey
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("train(obeys=False)", "without reaching the point"),
+        ("assert not resume, 'no way'; train()", "| AssertionError: no way"),
+        ("if not resume: train()", "wrote no ledger"),
+        ("if not request or request == 'survey': train()", "without reaching the point"),
+        ("assert request == 'survey', 'too early'; train()", "| AssertionError: too early"),
+        ("train(); 0 if not resume else next(ledgers.glob('*/*')).write_text('{')", "not a ledger"),
+    ],
+)
+def test_points_that_fail_are_all_reported(repeat, code, message):
+    status, out, err = repeat(code.replace("ledgers", LEDGERS))
+    assert status == 2
+    assert "d9m: error:" not in err
+    assert [line for line in out.splitlines() if line.startswith("run 2: ")] == [
+        "run 2: killed at the end of epoch 0, failed"
+    ]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("Run ")] == [*"23456"]
+    assert out.count(message) == 5
+    assert "\nincomplete: 5 runs failed.\n" in out
+
+
+FAIL_ONCE = "assert not (resume and 'batch:1:3' == Path(resume).read_text()), {cause!r}\n"
+
+
+def test_a_point_that_fails_leaves_the_verdicts_of_the_others(repeat):
+    status, out, _ = repeat(FAIL_ONCE.format(cause="why") + "train()")
+    assert status == 2
+    assert [line.split()[0] for line in out.splitlines()[1:6]] == [*"12356"]
+    assert [line.split()[-1] for line in out.splitlines()[1:6]] == ["reference"] + ["equal"] * 4
+    assert "\nrun 4: killed after batch 3 of epoch 1, between accumulated batches, failed\n" in out
+    assert "| AssertionError: why" in out
+    assert "incomplete: 1 run failed; 5 runs agree bit for bit" in out
+
+
+def test_a_difference_outweighs_a_failure(repeat):
+    status, out, _ = repeat(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)", "--json")
+    result = json.loads(out)
+    assert (status, result["verdict"]) == (1, "different")
+    assert [entry["run"] for entry in result["failed"]] == [4]
+    assert "AssertionError: why" in result["failed"][0]["error"]
+    assert [entry["run"] for entry in result["differing"]] == [2, 3, 5, 6]
+    out = repeat(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)")[1]
+    assert "different: 4 of 5 runs differ from run 1; 1 run failed; above: run 2." in out
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("InexactResumeError: no", "set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before the command"),
+        ("Weights only load failed.", "add --allow-objects, or call fit(..., weights_only=False)"),
+        ("something else", None),
+    ],
+)
+def test_the_remedy_is_named(repeat, cause, remedy):
+    out = repeat(FAIL_ONCE.format(cause=cause) + "train()")[1]
+    assert cause in out
+    if remedy is None:
+        assert "--allow-objects" not in out
+        assert "ON_INEXACT_RESUME" not in out
+    else:
+        assert out.count(remedy) == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--allow-objects",)])
+def test_objects_are_allowed_in_resumed_runs_only(repeat, tmp_path, monkeypatch, options):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    repeat("print(*map(os.environ.get, FORCE)); train()".replace("FORCE", repr(FORCE)), *options)
+    logs = {path.parent.name: path.read_text() for path in tmp_path.rglob("output.log")}
+    assert len(logs) == 11
+    for name, text in logs.items():
+        resumed = name != "run-001" and "killed" not in name
+        assert text == ("0 1\n" if options and resumed else "1 None\n")
+
+
 def test_runs_beside_interrupt_are_misuse(repeat):
     status, _, err = repeat("train()", "-n", "3")
     assert status == 2
-    assert "--runs is 3 beside --interrupt" in err
+    assert "--runs is 3, but --interrupt makes one run for each point" in err
 
 
 def test_a_command_that_outlives_its_kill_is_killed(repeat):

@@ -1,10 +1,13 @@
 """``d9m verify``: a checkpoint is checked offline, and found in a ledger."""
 
+import sys
+
 import pytest
 import torch
 from resuming import Fits
 
 from lightning_d9m.cli.main import main
+from lightning_d9m.hashing.checkpoint_digests import make_manifest
 from lightning_d9m.lightning.checkpoint_io import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
@@ -85,4 +88,39 @@ def test_what_is_no_checkpoint_is_said(verify, tmp_path):
     other = tmp_path / "numbers.pt"
     torch.save(torch.ones(3), other)
     assert verify(other)[0] == 1
-    assert "There is no checkpoint at" in verify(tmp_path / "none.ckpt")[1]
+    status, text = verify(tmp_path / "none.ckpt")
+    assert status == 2
+    assert "No such file: " in text
+
+
+class Setting:
+    """An object in a checkpoint."""
+
+
+def test_objects_are_loaded_on_request_only(saved, verify, tmp_path):
+    ledger, checkpoint = saved["epoch"]
+    content = torch.load(checkpoint, weights_only=True)
+    content["hyper_parameters"] = {"setting": Setting()}
+    rest = {name: value for name, value in content[KEY].items() if name != "seal"}
+    content[KEY] = {**rest, "seal": make_manifest({**content, KEY: rest})}
+    path = tmp_path / "objects.ckpt"
+    torch.save(content, path)
+    status, text = verify(path, ledger)
+    assert status == 2
+    assert "is not damaged, but holds Python objects (" in text
+    assert f"{Setting.__module__}.Setting)" in text
+    assert "add --allow-objects" in text
+    assert "fit(..., weights_only=False)" in text
+    status, text = verify("--allow-objects", path, ledger)
+    assert status == 0, text
+    assert "whole: " in text
+
+
+def test_objects_that_cannot_be_imported(saved, verify, tmp_path, monkeypatch):
+    path = tmp_path / "objects.ckpt"
+    torch.save({"state_dict": {}, "setting": Setting()}, path)
+    monkeypatch.delattr(sys.modules[Setting.__module__], "Setting")
+    status, text = verify("--allow-objects", path)
+    assert status == 2
+    assert "cannot be loaded" in text
+    assert "can import them" in text

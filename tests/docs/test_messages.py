@@ -75,6 +75,7 @@ def asks(function, **words):
             "tries": 1,
             "timeout": None,
             "interrupt": False,
+            "allow_objects": False,
             "threads": None,
         } | words
         call = getattr(g.module, function)
@@ -232,11 +233,6 @@ CASES = [
         "cli.repeat_interrupted",
         lambda g: (g.file("x", g.module.SURVEY), g.module._read_survey(g.folder)),
         "cannot be read:",
-    ),
-    (
-        "cli.repeat_interrupted",
-        lambda g: g.module._remove(g.folder / "none"),
-        "cannot be removed:",
     ),
     ("launch.run", lambda g: g.module.read_fits(g.folder, ["true"]), "wrote no ledger."),
     (

@@ -1,4 +1,4 @@
-"""The table of ``d9m repeat`` fits a terminal and never cuts a loss."""
+"""The table of ``d9m repeat`` fits a terminal and cuts no loss."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ LOSS = 0.038124501705169678
 
 
 def rows(*losses, seed=42, fits=1):
-    """Return one row for each loss."""
+    """Return one row for each loss and fit."""
     return [
         RunRow(run=i + 1, fit=fit + 1, seed=seed, weights=DIGEST, loss=loss, verdict="equal")
         for i, loss in enumerate(losses)
@@ -48,3 +48,23 @@ def test_json_holds_both_notations():
     assert as_json["loss_hex"] == LOSS.hex()
     assert rows("nan")[0].as_json()["loss"] is None
     assert rows("nan")[0].as_json()["loss_hex"] == "nan"
+
+
+def test_all_digests_are_cut_to_one_length_and_losses_never():
+    long, short = (-1.2345678901234567e-300).hex(), (1.0).hex()
+    digests = {
+        width: {line.split()[2] for line in format_table(rows(long, short), width).splitlines()[1:]}
+        for width in (200, 90, 80, 40)
+    }
+    assert digests[200] == {DIGEST}
+    assert all(len(found) == 1 for found in digests.values())
+    assert [len(*digests[width]) for width in (90, 80, 40)] == [19, 9, 8]
+
+
+def test_color_is_for_terminals_only(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32mequal" in format_table(rows(LOSS.hex()), plain=False)
+    assert "\x1b" not in format_table(rows(LOSS.hex()))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in format_table(rows(LOSS.hex()), plain=False)

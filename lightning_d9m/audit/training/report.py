@@ -143,7 +143,7 @@ def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
             seed=run["seed"],
             weights=run["weights"],
             loss=run["loss"],
-            verdict="expected" if run["run"] == 1 else "equal" if run["equal"] else "differs",
+            verdict="reference" if run["run"] == 1 else "equal" if run["equal"] else "differs",
         )
         for run in entry["runs"]
     ]

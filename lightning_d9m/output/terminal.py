@@ -1,0 +1,71 @@
+"""Tables on a terminal, laid out and colored by rich; plain in a pipe and under NO_COLOR."""
+
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_STYLES = {
+    "equal": "green",
+    "differs": "bold red",
+    "no match": "red",
+    "problem": "bold red",
+    "note": "yellow",
+    "ok": "green",
+}
+
+
+def make_table(titles: Sequence[str], rows: Sequence[Sequence["RenderableType"]]) -> "Table":
+    """Return a table without lines, with two spaces between columns.
+
+    Args:
+        titles: The columns' titles; no header is shown if all are empty.
+        rows: The cells.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(titles))
+    for title in titles:
+        table.add_column(title, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def style(word: str) -> "Text":
+    """Return a word in the color of its meaning."""
+    from rich.text import Text
+
+    return Text(word, _STYLES.get(word, ""))
+
+
+def measure(table: "Table") -> int:
+    """Return how many columns of a terminal a table needs."""
+    from rich.console import Console
+
+    return Console(width=10_000).measure(table).maximum
+
+
+def render(table: "Table", width: int, *, plain: bool = False) -> str:
+    """Return a table as text without trailing spaces, in color if standard output is a terminal.
+
+    Args:
+        table: The table.
+        width: Number of columns.
+        plain: Whether to leave out colors even on a terminal.
+    """
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, force_terminal=False if plain else None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def terminal_width(limit: int = 100) -> int:
+    """Return the terminal's width, or ``COLUMNS``, or 80; at most ``limit``."""
+    return min(shutil.get_terminal_size().columns, limit)
