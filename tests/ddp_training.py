@@ -40,6 +40,19 @@ def one_ulp_on_rank_1(self):
             self.layers[0].weight.view(torch.int32)[2, 3] += 1
 
 
+def other_moment_on_rank_1(self):
+    """Change Adam's first moment of rank 1 by one unit in the last place, after the last step."""
+    if RANK == 1 and not self.trainer.sanity_checking:
+        moment = self.optimizers().state[self.layers[0].weight]["exp_avg"]
+        moment.view(torch.int32)[2, 3] += 1
+
+
+def other_rate_on_rank_1(self):
+    """Change the learning rate of rank 1 when an epoch ends."""
+    if RANK == 1 and not self.trainer.sanity_checking:
+        self.optimizers().param_groups[0]["lr"] = 0.02
+
+
 def other_statistics_on_rank_1(self):
     """Change a buffer of rank 1 when an epoch ends: the next batch brings rank 0's again."""
     if RANK == 1:
@@ -68,6 +81,10 @@ def main():
     fit(folder, "second")
     ulp = make_model(on_train_batch_end=lambda self, *_: one_ulp_on_rank_1(self))
     found["one ulp on rank 1"] = error_of(folder, "ulp", ulp)
+    moment = make_model(on_validation_epoch_end=other_moment_on_rank_1)
+    found["other moment on rank 1"] = error_of(folder, "moment", moment)
+    rate = make_model(on_validation_epoch_end=other_rate_on_rank_1)
+    found["other rate on rank 1"] = error_of(folder, "rate", rate)
     other = make_model(on_validation_epoch_end=other_statistics_on_rank_1)
     found["other statistics on rank 1"] = error_of(
         folder, "data", other, reference=folder / "first" / "fit-000"

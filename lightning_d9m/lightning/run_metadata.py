@@ -4,11 +4,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.hashing.training_state import describe_model, replicated_names
+from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.recording.replicated_state import ReplicatedState, find_replicated_state
 from lightning_d9m.version import __version__
 
 # Under these each rank holds a part of every parameter, so that no two are to be equal.
@@ -74,8 +75,8 @@ def _length(sized: object) -> int | None:
         return None
 
 
-def find_replicated(trainer: Any, module: Any) -> list[str]:
-    """Return the names of the tensors that must be equal on all ranks; none if sharded."""
-    if any(base.__name__ in _SHARDING for base in type(trainer.strategy).__mro__):
-        return []
-    return replicated_names(module)
+def find_replicated(trainer: Any, module: Any) -> ReplicatedState:
+    """Return the state that must be equal on all ranks."""
+    sharded = any(base.__name__ in _SHARDING for base in type(trainer.strategy).__mro__)
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return find_replicated_state(module, trainer.optimizers, schedulers, sharded=sharded)

@@ -1,25 +1,32 @@
-"""Whether all ranks hold the same bits: digests as vectors of integers, gathered by the caller."""
+"""The comparison of digests across ranks, as vectors of integers that all ranks gather."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
+from lightning_d9m.recording.collective import Gather
+from lightning_d9m.recording.replicated_state import ReplicatedState
 from lightning_d9m.text import describe_moment, describe_names, escape
 
 _HALF = 8
 _NAMES = "names of the entries"
+# The words for a group's entries in messages.
+_ENTRIES = {"optimizers": "optimizer entries"}
+_GROUPS = ("weights", "buffers", "optimizers", "schedulers")
+# Integers in a row of ``RankAgreement.summarize`` for each group: names, then digests.
+_SUMMARY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RankDifference:
-    """How the ranks disagree.
+    """The entries of a group that differ across ranks.
 
     Attributes:
         rank: The first rank that differs.
         ranks: All ranks that differ.
-        expected_rank: The rank that the others are held against.
+        expected_rank: The rank that the others are compared with.
         names: The first names that differ on ``rank``, at most ``NAMES_KEPT``.
         count: Number of entries that differ on ``rank``.
         total: Number of entries that were compared.
@@ -40,29 +47,32 @@ class RankDifference:
 def encode_digests(entries: Mapping[str, str]) -> list[int]:
     """Return digests as int64 values: two for the names, then two for each digest, in order.
 
-    The digest of the names comes first, so that ranks that list other names are found rather than
-    held against each other entry by entry.
+    The digest of the names comes first. Ranks that list different names are not compared entry by
+    entry.
     """
-    names = blake2b(repr(list(entries)).encode(), digest_size=2 * _HALF).hexdigest()
+    names = _hash_texts(entries)
     return [part for value in (names, *entries.values()) for part in _split(value)]
+
+
+def _hash_texts(texts: Collection[str]) -> str:
+    return blake2b(repr(list(texts)).encode(), digest_size=2 * _HALF).hexdigest()
 
 
 def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> RankDifference | None:
     """Compare what ``encode_digests`` gave on each rank.
 
-    Rank 0 is what the others are held against, unless all the others agree with each other: then
-    rank 0 is the one that differs. With two ranks nobody can tell which is right, and rank 1 is
-    named.
+    The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
+    0 is the one that differs. Of two ranks, rank 1 is named.
 
     Args:
         names: The names that this rank encoded.
         vectors: One vector for each rank, in order of ranks; every rank gathers the same.
 
     Returns:
-        How they differ, the same on all ranks that encoded the same names, or None when all agree.
+        The difference, the same on all ranks that encoded the same names; None when all agree.
 
     Raises:
-        ValueError: When the vectors do not fit the names, so that nothing was compared.
+        ValueError: When the vectors do not fit the names.
     """
     lengths = sorted({len(vector) for vector in vectors})
     if lengths != [2 * len(names) + 2]:
@@ -96,10 +106,88 @@ def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> Ran
     )
 
 
+class RankAgreement:
+    """Compares a training state across ranks, record by record.
+
+    Ranks gather one digest of each group, and a group's entries only when these differ.
+
+    Args:
+        gather: Gathers integers from all ranks.
+        replicated: The state that must be equal.
+    """
+
+    def __init__(self, gather: Gather, replicated: ReplicatedState) -> None:
+        self._gather = gather
+        self._replicated = replicated
+        self._tables: dict[str, dict[str, str]] = {}
+        self._buffers: dict[str, str] = {}
+        self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
+
+    def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[int]:
+        """Return the integers that ``compare`` needs of every rank."""
+        selected = self._replicated.select(groups)
+        self._tables = {group: selected.get(group, {}) for group in _GROUPS}
+        self._buffers = self._replicated.select_buffers(groups)
+        tables = (*self._tables.values(), self._buffers)
+        texts = [text for table in tables for text in (table, table.values())]
+        return [part for text in texts for part in _split(_hash_texts(text))]
+
+    def compare(self, rows: Sequence[Sequence[int]]) -> dict[str, RankDifference]:
+        """Return the differences by group, the same on every rank.
+
+        Args:
+            rows: What ``summarize`` returned on each rank.
+        """
+        differences: dict[str, RankDifference | None] = {}
+        for number, (group, table) in enumerate(self._tables.items()):
+            parts = [row[_SUMMARY * number : _SUMMARY * (number + 1)] for row in rows]
+            names_differ = compare_ranks([], [part[:2] for part in parts])
+            if names_differ is None and not _all_equal(parts):
+                vectors = self._gather(encode_digests(table))
+                differences[group] = compare_ranks(list(table), vectors)
+            else:
+                differences[group] = names_differ
+        buffers = self._compare_buffers([row[-_SUMMARY:] for row in rows])
+        differences["buffers"] = differences["buffers"] or buffers
+        return {group: found for group, found in differences.items() if found is not None}
+
+    def _compare_buffers(self, parts: Sequence[Sequence[int]]) -> RankDifference | None:
+        """Compare the buffers that a training step may set from each rank's own data.
+
+        Such a buffer changes on every rank. One that all ranks held alike in the last record, and
+        that only some ranks have changed since, differs by mistake.
+        """
+        if _all_equal(parts):
+            self._agreed = self._buffers
+            return None
+        if not _all_equal([part[:2] for part in parts]):  # ranks have different buffers
+            self._agreed = {}
+            return None
+        vectors = self._gather(encode_digests(self._buffers))
+        agreed: dict[str, str] = {}
+        chosen = []
+        for at, name in enumerate(self._buffers, start=1):
+            held = {_join(*_pair(vector, at)) for vector in vectors}
+            if len(held) == 1:
+                agreed[name] = held.pop()
+            elif self._agreed.get(name) in held:
+                agreed[name] = self._agreed[name]
+            else:
+                continue
+            chosen.append((at, name))
+        self._agreed = agreed
+        kept = [[x for at in (0, *(at for at, _ in chosen)) for x in _pair(v, at)] for v in vectors]
+        return compare_ranks([name for _, name in chosen], kept)
+
+
+def _all_equal(rows: Sequence[Sequence[int]]) -> bool:
+    return all(list(row) == list(rows[0]) for row in rows)
+
+
 def rank_error(
     difference: RankDifference, *, moment: str, epoch: int, step: int, group: str = "weights"
 ) -> DriftError:
-    """Build the error that says which rank left the others."""
+    """Build the error that names the rank that differs, and what differs on it."""
     first, expected_rank = difference.rank, difference.expected_rank
     labels = [f"expected (rank {expected_rank}):", f"actual (rank {first}):"]
     width = max(len(label) for label in labels)
@@ -108,17 +196,19 @@ def rank_error(
         who += f"{', ...' if difference.ranks[8:] else ''} differ"
     else:
         who = f"Rank {first} differs"
+    entries = _ENTRIES.get(group, escape(group))
     if difference.names == (_NAMES,):
-        what = f"they do not list the same {escape(group)}"
+        what = f"they do not list the same {entries}"
     else:
         named = describe_names(difference.names, difference.count)
-        what = f"{difference.count} of {difference.total} {escape(group)} differ, first {named}"
+        what = f"{difference.count} of {difference.total} {entries} differ, first {named}"
     return DriftError(
         f"{who} from rank {expected_rank} in {describe_moment(moment, epoch, step)}: {what}.\n"
         f"  {labels[0]:<{width}} {difference.expected}\n"
         f"  {labels[1]:<{width}} {difference.actual}\n"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
-        "change to its weights, a module that is not synchronised, a failing device.",
+        "change to its weights, a learning rate that follows its own metric (log the metric with "
+        "sync_dist=True), a module that is not synchronized, a failing device.",
         moment=moment,
         epoch=epoch,
         step=step,

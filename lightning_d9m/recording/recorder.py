@@ -6,7 +6,7 @@ any.
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,9 @@ from lightning_d9m.ledger.records import Digests, End, Header, Json, RunFacts
 from lightning_d9m.ledger.stack import check_stack
 from lightning_d9m.ledger.writer import LedgerWriter
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.rank_agreement import (
-    RankDifference,
-    compare_ranks,
-    encode_digests,
-    rank_error,
-)
+from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
 from lightning_d9m.recording.reference import Reference
+from lightning_d9m.recording.replicated_state import ReplicatedState
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Recorder:
         header: The first record.
         policy: What the run is held against.
         ranks: How ranks talk; None when there is one rank.
-        replicated: Names of the weights that all ranks hold alike.
+        replicated: The state that must be equal on all ranks; None compares nothing across ranks.
     """
 
     def __init__(
@@ -67,22 +63,24 @@ class Recorder:
         *,
         policy: Policy,
         ranks: Ranks | None = None,
-        replicated: Sequence[str] = (),
+        replicated: ReplicatedState | None = None,
     ) -> None:
         self.folder = folder
         self._header = header
         self._policy = policy
         self._ranks = ranks or Ranks(header.rank)
         self._gather = self._ranks.gather
-        self._replicated = list(replicated)
+        self._agreement = None
+        if self._gather is not None and replicated is not None:
+            self._agreement = RankAgreement(self._gather, replicated)
         self._writer: LedgerWriter | None = None
         self._problem: LedgerError | None = None
         self._reference: Reference | None = None
 
     @property
     def compares(self) -> bool:
-        """Whether there is anything that this run is held against."""
-        return self._reference is not None or (self._gather is not None and bool(self._replicated))
+        """Whether this run is compared with a reference or across ranks."""
+        return self._reference is not None or self._agreement is not None
 
     @property
     def standing(self) -> dict[str, str] | None:
@@ -198,26 +196,27 @@ class Recorder:
         """Return what the ranks find together, the same on every rank."""
         if self._gather is None:
             return []
-        counts = [row[0] for row in self._gather([found[0].count if found else 0])]
+        agreement = self._agreement
+        summary = [] if agreement is None else agreement.summarize(digests.groups)
+        rows = self._gather([found[0].count if found else 0, *summary])
+        counts = [row[0] for row in rows]
         drifted = [rank for rank, count in enumerate(counts) if count]
         errors = []
         if drifted and not found:
             errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
-        difference = self._compare_ranks(digests)
-        if difference is not None:
+        if agreement is None:
+            return errors
+        for group, difference in agreement.compare([row[1:] for row in rows]).items():
             errors.append(
                 rank_error(
-                    difference, moment=digests.moment, epoch=digests.epoch, step=digests.step
+                    difference,
+                    moment=digests.moment,
+                    epoch=digests.epoch,
+                    step=digests.step,
+                    group=group,
                 )
             )
         return errors
-
-    def _compare_ranks(self, digests: Digests) -> RankDifference | None:
-        if self._gather is None or not self._replicated:
-            return None
-        weights = {name: digests.groups["weights"][name] for name in self._replicated}
-        vectors = self._gather(encode_digests(weights))
-        return compare_ranks(self._replicated, vectors)
 
     def _other_rank_error(self, digests: Digests, rank: int, count: int) -> DriftError:
         return DriftError(

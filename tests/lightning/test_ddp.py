@@ -46,6 +46,21 @@ def test_one_ulp_on_one_rank_raises_on_all(outcome):
         assert "Rank 1 differs from rank 0" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("other moment on rank 1", "0.exp_avg.layers.0.weight"),
+        ("other rate on rank 1", "0.group.0"),
+    ],
+)
+def test_optimizer_state_that_differs_on_one_rank_raises_on_all(outcome, case, name):
+    _, found = outcome
+    for error in (entry[case] for entry in found):
+        assert (error["rank"], error["group"], error["names"]) == (1, "optimizers", [name])
+        assert (error["epoch"], error["count"]) == (0, 1)
+        assert "optimizer entries differ, first " + name in error["message"]
+
+
 def test_a_reference_that_one_rank_leaves_stops_all(outcome):
     _, found = outcome
     first, second = (entry["other statistics on rank 1"] for entry in found)

@@ -111,7 +111,8 @@ class TestRankError:
             f"  expected (rank 0): {'a' * 32}\n"
             f"  actual (rank 2):   {'b' * 32}\n"
             "All ranks must hold the same bits after each step. Look for what only one rank does: "
-            "a change to its weights, a module that is not synchronised, a failing device."
+            "a change to its weights, a learning rate that follows its own metric (log the metric "
+            "with sync_dist=True), a module that is not synchronized, a failing device."
         )
         assert (error.moment, error.epoch, error.step, error.rank) == ("epoch", 4, 115, 2)
         assert (error.group, error.count, error.total) == ("weights", 14, 20)

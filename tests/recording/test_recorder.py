@@ -11,6 +11,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.recorder import Policy, Recorder
+from lightning_d9m.recording.replicated_state import ReplicatedState
 
 RANKS = 3
 FACTS = RunFacts(model="m", parameters=2, train=[])
@@ -55,7 +56,7 @@ def run(folder, act, **policy):
             header(rank),
             policy=Policy(**policy),
             ranks=Ranks(rank, threads.gather_of(rank)),
-            replicated=["a", "b"],
+            replicated=ReplicatedState(weights=["a", "b"]),
         )
         try:
             recorder.begin(FACTS)
@@ -107,7 +108,7 @@ def test_drift_from_the_reference_on_one_rank_stops_all(tmp_path):
     run(tmp_path / "reference", clean)
 
     def act(recorder, rank):
-        recorder._replicated = []  # as with sharded weights, which ranks do not compare
+        recorder._agreement = None  # as with sharded weights, which ranks do not compare
         return one_bit_on_rank_1(recorder, rank)
 
     errors = run(tmp_path / "a", act, reference=tmp_path / "reference")
@@ -121,7 +122,7 @@ def test_drift_from_the_reference_on_one_rank_is_counted_on_all(tmp_path):
     run(tmp_path / "reference", clean)
 
     def act(recorder, rank):
-        recorder._replicated = []
+        recorder._agreement = None
         return one_bit_on_rank_1(recorder, rank)
 
     with warnings.catch_warnings(record=True) as caught:
@@ -217,4 +218,7 @@ def test_whether_anything_is_compared(tmp_path):
     recorder = Recorder(tmp_path, header(0), policy=Policy())
     assert not recorder.compares
     several = Ranks(0, list)
-    assert Recorder(tmp_path, header(0), policy=Policy(), ranks=several, replicated=["a"]).compares
+    replicated = ReplicatedState(weights=["a"])
+    assert Recorder(
+        tmp_path, header(0), policy=Policy(), ranks=several, replicated=replicated
+    ).compares

@@ -1,0 +1,106 @@
+"""The part of a training state that must be equal on all ranks."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.training_state import Groups, replicated_names
+
+# Each rank holds the state of a part of the parameters.
+_SHARDED_OPTIMIZERS = ("ZeroRedundancyOptimizer", "OSS")
+# LBFGS keeps the loss of each rank's own batch.
+_LOCAL_STATE = frozenset({"prev_loss"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedState:
+    """Names of the state that must be equal on all ranks.
+
+    Attributes:
+        weights: Parameters that are not sharded.
+        synchronized: Buffers that every rank computes from the data of all ranks.
+        local: Buffers that each rank computes from its own data.
+        sharded_optimizers: Numbers of optimizers whose per-parameter state is not compared.
+        metric_schedulers: Numbers of schedulers that follow a metric, which may be a rank's own.
+    """
+
+    weights: Collection[str] = ()
+    synchronized: Collection[str] = ()
+    local: Collection[str] = ()
+    sharded_optimizers: Collection[int] = ()
+    metric_schedulers: Collection[int] = ()
+
+    def select(self, groups: Mapping[str, Mapping[str, str]]) -> Groups:
+        """Return the digests that must be equal, by group, names sorted."""
+        takes = {
+            "weights": frozenset(self.weights).__contains__,
+            "buffers": frozenset(self.synchronized).__contains__,
+            "optimizers": self._is_replicated,
+            "schedulers": lambda name: int(name) not in self.metric_schedulers,
+        }
+        return {
+            group: {name: groups[group][name] for name in sorted(filter(take, groups[group]))}
+            for group, take in takes.items()
+            if group in groups
+        }
+
+    def select_buffers(self, groups: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+        """Return the digests of the buffers that may be equal: ``RankAgreement`` decides."""
+        excluded = {*self.synchronized, *self.local}
+        buffers = groups.get("buffers", {})
+        return {name: buffers[name] for name in sorted(buffers.keys() - excluded)}
+
+    def _is_replicated(self, entry: str) -> bool:
+        """Return whether an entry ``0.group.1`` or ``0.exp_avg.layer.weight`` must be equal."""
+        number, key, name = entry.split(".", 2)
+        if key == "group":
+            return True
+        sharded = int(number) in self.sharded_optimizers
+        return not sharded and key not in _LOCAL_STATE and name in self.weights
+
+
+def find_replicated_state(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    schedulers: Sequence[object] = (),
+    *,
+    sharded: bool = False,
+) -> ReplicatedState:
+    """Return what must be equal on all ranks.
+
+    Args:
+        model: The model, as the user's optimizers see it.
+        optimizers: In the order of the snapshot.
+        schedulers: In the order of the snapshot.
+        sharded: Whether the strategy shards all parameters and their optimizer state.
+    """
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    synchronized: set[str] = set()
+    local: set[str] = {plain_name(name) for name, _ in model.named_buffers() if name in ignored}
+    for path, module in model.named_modules():
+        names = {plain_name(f"{path}.{name}" if path else name) for name in module._buffers}  # noqa: SLF001 - named_buffers() leaves out shared ones
+        if isinstance(module, SyncBatchNorm):
+            synchronized |= names
+        elif isinstance(module, _NormBase):
+            local |= names
+    weights = [name for name in replicated_names(model) if name not in ignored]
+    return ReplicatedState(
+        weights=frozenset(() if sharded else weights),
+        synchronized=synchronized - local,
+        local=local,
+        sharded_optimizers=frozenset(
+            number
+            for number, optimizer in enumerate(optimizers)
+            if any(base.__name__ in _SHARDED_OPTIMIZERS for base in type(optimizer).__mro__)
+        ),
+        metric_schedulers=frozenset(
+            number
+            for number, scheduler in enumerate(schedulers)
+            if isinstance(scheduler, ReduceLROnPlateau)
+        ),
+    )
