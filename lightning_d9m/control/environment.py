@@ -13,10 +13,11 @@ import torch
 from lightning_d9m.errors import SettingError, TooLateError
 
 # One fixed workspace per handle. With the default, cuBLAS may share and resize workspaces between
-# streams, and splits a product by the workspace that it finds. The third value is what torch's
-# documentation of recurrent networks names.
+# streams, and splits a product by the workspace that it finds. torch's Context.cpp accepts these
+# two values; with ":4096:2", which torch's documentation of RNN also names, it raises at the first
+# matrix product on CUDA.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_ALLOWED = (":4096:8", ":16:8", ":4096:2")
+CUBLAS_ALLOWED = (":4096:8", ":16:8")
 # NVLS reduces inside the switch, in an order that differs between calls (nccl issue 1497).
 NCCL = "NCCL_ALGO"
 NCCL_DEFAULT = "^NVLS,NVLSTree"

@@ -53,7 +53,8 @@ def test_a_healthy_environment_has_no_problems(healthy, report, capsys):
 @pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
-        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":4096:2"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":16:8"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:2", ":4096:8"),
         ("NCCL_ALGO", "Tree,NVLS", "Ring"),
         ("TORCHINDUCTOR_DETERMINISTIC", "0", "1"),
         ("FLASH_ATTENTION_DETERMINISTIC", "0", "1"),

@@ -86,7 +86,7 @@ def test_a_copy_in_another_process_restores_nothing():
     early.restore()
 
 
-@pytest.mark.parametrize("value", [":4096:8", ":16:8", ":4096:2"])
+@pytest.mark.parametrize("value", [":4096:8", ":16:8"])
 def test_a_valid_workspace_of_the_users_is_kept(monkeypatch, value):
     monkeypatch.setenv(CUBLAS, value)
     early = EarlyVariables()
@@ -98,6 +98,7 @@ def test_a_valid_workspace_of_the_users_is_kept(monkeypatch, value):
 
 BAD = [
     (CUBLAS, ":0:0"),
+    (CUBLAS, ":4096:2"),  # torch raises at the first matrix product with it
     (NCCL, "NVLS"),
     (INDUCTOR, "0"),
     (FLASH_ATTENTION, "0"),
