@@ -4,6 +4,7 @@ Knows torch's ``DataLoader``, not Lightning. Every attribute of the user's objec
 is put back by ``release``.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -214,6 +215,15 @@ class _ControlledLoader:
         self._orders: dict[int, torch.Generator] = {}
         self._rankless = is_rankless(loader)
         replacements.replace(loader, "generator", self._generator)
+        # With in_order=False batches come as workers finish them. torchdata's loaders and older
+        # releases of torch may lack the attribute.
+        if not getattr(loader, "in_order", True):
+            warnings.warn(
+                "A DataLoader has in_order=False, which gives batches as the workers finish them. "
+                "It gives them in order while this run lasts; remove in_order=False.",
+                stacklevel=2,
+            )
+            replacements.replace(loader, "in_order", True)
         if loader.num_workers > 0:
             init = WorkerInit(stream, loader.worker_init_fn)
             replacements.replace(loader, "worker_init_fn", init)

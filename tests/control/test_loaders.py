@@ -1,6 +1,7 @@
 """Loaders are taken over wherever they are, once a stage, and given back as they were."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from control.drawing import (
     SIZE,
     WORKERS,
     Draws,
+    Stream,
     epochs,
     make,
     order,
@@ -18,6 +20,7 @@ from control.drawing import (
 from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
+    get_worker_info,
 )
 
 from lightning_d9m.control.loaders import LoaderControl
@@ -157,6 +160,35 @@ def test_long_lived_workers_of_the_users_are_set_aside():
     assert epochs(loader) == epochs(make(**WORKERS[1]))
     assert loader._iterator is users
     assert epochs(loader, fit=1) == epochs(make(**WORKERS[1]), fit=1)
+
+
+class FirstIsSlow(Draws):
+    """The batch that holds sample 0 takes longer than all others."""
+
+    def __getitem__(self, index):
+        time.sleep(1.5 * (index == 0))
+        return super().__getitem__(index)
+
+
+class FirstWorkerIsSlow(Stream):
+    """The stream of worker 0 starts later than all of worker 1's."""
+
+    def __iter__(self):
+        time.sleep(1.5 * (get_worker_info().id == 0))
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("words", WORKERS, ids=["workers", "persistent"])
+@pytest.mark.parametrize("dataset", [FirstIsSlow, FirstWorkerIsSlow])
+def test_batches_come_in_order_although_the_loader_allows_any(words, dataset):
+    """``in_order=False`` gives batches as workers finish them, which varies from run to run."""
+    loader = make(dataset(), shuffle=None, in_order=False, **words)
+    expected = epochs(make(dataset(), shuffle=None, **words), count=1)
+    with pytest.warns(UserWarning, match="A DataLoader has in_order=False"):
+        assert epochs(loader, count=1) == expected
+    assert loader.in_order is False
+    if words == WORKERS[0]:
+        assert order([rows(loader)]) != order(expected)  # without control the slow batch is late
 
 
 class Quack:
