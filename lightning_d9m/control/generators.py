@@ -20,6 +20,7 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
 # Most of what is found, and never a generator.
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray})
+_CONTAINERS = (dict, list, tuple)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
 _MODULE = frozenset(vars(torch.nn.Module()))
 # How deep objects are searched for generators: loader -> dataset -> transform -> its list -> item.
@@ -27,6 +28,11 @@ _DEPTH = 4
 # A longer list holds data, and one kind of data has no generators in it: no list of transforms is
 # that long.
 _MOST_ITEMS = 1000
+# Nested lists with more items in all hold data too.
+_MOST_NESTED_ITEMS = 10_000
+# Objects that one search visits below the owners' own attributes. A thousand objects with dozens of
+# attributes each would otherwise take seconds.
+_MOST_VISITED = 20_000
 
 
 def encode_rng(state: RngState) -> dict[str, Any]:
@@ -75,31 +81,52 @@ def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any])
 
 
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
-    """Return the generators that objects keep in attributes, lists and dicts, by path."""
+    """Return the generators that objects keep in attributes, lists and dicts, by path.
+
+    The search goes from the outside in, four levels deep. It leaves out lists that are too long to
+    hold anything but data, and ends when it has visited 20,000 objects.
+    """
     found: dict[str, Any] = {}
     seen: set[int] = set()
-    pending = deque((name, owner, 0) for name, owner in owners.items())
+    left = _MOST_VISITED
+    pending = deque((name, owner, 0, 1) for name, owner in owners.items())
     while pending:
-        path, value, depth = pending.popleft()
+        path, value, depth, items = pending.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, _KINDS):
             found[path] = value
         elif depth < _DEPTH:
-            pending += [
-                (f"{path}.{name}", part, depth + 1)
-                for name, part in _parts(value, depth)
+            if isinstance(value, _CONTAINERS):
+                items *= len(value)
+            parts = [
+                (f"{path}.{name}", part, depth + 1, items)
+                for name, part in _list_parts(value, depth, items)
                 if type(part) not in _ATOMS
             ]
+            # Each owner's own attributes are visited, however many owners there are.
+            if depth:
+                parts = parts[:left]
+                left -= len(parts)
+            pending += parts
     return found
 
 
-def _parts(value: Any, depth: int) -> Iterable[tuple[object, Any]]:
-    """Return what a value holds, by name; nothing where that cannot hold a generator."""
-    if isinstance(value, dict):
-        return value.items() if _may_hold(value.values()) else ()
-    if isinstance(value, (list, tuple)):
+def _list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any]]:
+    """Return the named parts of a value; nothing if it cannot hold a generator.
+
+    Args:
+        value: The value.
+        depth: How many steps lead to it from an owner.
+        items: If it is a container: how many items there are in it and in its siblings, were they
+            all as long.
+    """
+    if isinstance(value, _CONTAINERS):
+        if items > _MOST_NESTED_ITEMS:
+            return ()
+        if isinstance(value, dict):
+            return value.items() if _may_hold(value.values()) else ()
         return enumerate(value) if _may_hold(value) else ()
     if isinstance(value, torch.nn.Module):
         # Its parts are modules with attributes of their own; the caller lists them.
@@ -112,7 +139,7 @@ def _parts(value: Any, depth: int) -> Iterable[tuple[object, Any]]:
 
 
 def _may_hold(items: Collection[object]) -> bool:
-    """Return whether one of these may hold a generator; without a line of Python for each."""
+    """Return whether one of the items may hold a generator, without a line of Python for each."""
     return len(items) <= _MOST_ITEMS and not _ATOMS.issuperset(map(type, items))
 
 

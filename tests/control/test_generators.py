@@ -2,12 +2,15 @@
 
 import io
 import random
+from collections import deque
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_d9m.control import generators
 from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
@@ -81,3 +84,51 @@ def test_what_was_captured_and_is_not_there_is_told():
 def test_long_lists_of_data_are_not_searched():
     assert find_generators({"data": [random.Random(1)] * 2000}) == {}
     assert find_generators({"data": [[1, 2]], "none": None, "text": "text"}) == {}
+
+
+class Item:
+    """An object with ten attributes, each of which is such an object too."""
+
+    def __init__(self, levels):
+        parts = {f"part{number}": Item(levels - 1) for number in range(10)} if levels else {}
+        vars(self).update(parts)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: [[[0.5, None] for _ in range(100)] for _ in range(1000)],
+        lambda: [[[0.5, None] for _ in range(20)] for _ in range(900)],
+        lambda: {number: [(number, [other]) for other in range(300)] for number in range(300)},
+        lambda: [Item(2) for _ in range(800)],
+    ],
+    ids=["lists", "pairs", "dicts", "objects"],
+)
+def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(monkeypatch, data):
+    """The bound of one list is not enough: nested ones used to cost a second or two a call."""
+    visited = 0
+
+    class CountingDeque(deque):
+        def popleft(self):
+            nonlocal visited
+            visited += 1
+            return super().popleft()
+
+    monkeypatch.setattr(generators, "deque", CountingDeque)
+
+    class Dataset:
+        def __init__(self):
+            self.data = data()
+            self.transforms = [Item(1), Item(1)]
+            self.transforms[1].generator = random.Random(1)
+
+    owners = {f"loader{number}": Dataset() for number in range(2)}
+    assert list(find_generators(owners)) == [f"{name}.transforms.1.generator" for name in owners]
+    assert visited <= 21_000
+
+
+def test_every_owner_is_searched_however_many_there_are():
+    """As the modules of a model are: their own attributes are not data."""
+    owners = {str(number): Item(1) for number in range(6000)}
+    owners["5999"].generator = torch.Generator()
+    assert list(find_generators(owners)) == ["5999.generator"]
