@@ -5,6 +5,7 @@ What a library has read stays in force after the variable is restored, so that i
 """
 
 import os
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ class _VariableState:
 
 
 _state = _VariableState()
+# Reentrant: a callback that is garbage-collected while the lock is held gives up its hold at once.
+_lock = threading.RLock()
 
 
 class EarlyVariables:
@@ -111,9 +114,10 @@ class EarlyVariables:
         """
         if self._hold is not None or not control_is_on():
             return
-        if _state.holders == 0:
-            _set_variables()
-        _state.holders += 1
+        with _lock:
+            if _state.holders == 0:
+                _set_variables()
+            _state.holders += 1
         self._hold = weakref.finalize(self, _give_up)
         self._hold.atexit = False  # the environment ends with the process
 
@@ -130,9 +134,10 @@ def users_value(name: str) -> str | None:
 
 
 def _give_up() -> None:
-    _state.holders -= 1
-    if _state.holders == 0:
-        _restore_variables()
+    with _lock:
+        _state.holders -= 1
+        if _state.holders == 0:
+            _restore_variables()
 
 
 def _set_variables() -> None:

@@ -4,6 +4,7 @@
 callback.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _open: list["Session"] = []
 _fits = 0
+# Held while a session opens or closes: flags, variables and generators belong to the process.
+_lock = threading.RLock()
 
 
 class Session:
@@ -37,10 +40,12 @@ class Session:
     Attributes:
         settings: The same.
         fits: How many fits began while it was the active session.
+        thread: The thread that opened it.
         seed_is_default: True if nobody chose the seed, so that a Trainer may take another one.
 
     Raises:
-        SettingError: When a variable of the user's asks for the opposite.
+        SettingError: When a variable of the user's asks for the opposite, or another thread holds a
+            session open.
         TooLateError: When a switch can no longer take effect.
     """
 
@@ -48,6 +53,7 @@ class Session:
         self.settings = settings
         self.fits = 0
         self.seed_is_default = False
+        self.thread = threading.current_thread()
         self._scopes = 0
         self._switching = control_is_on()
         if not self._switching:
@@ -56,7 +62,8 @@ class Session:
                 "deterministic. Unset it for any other purpose than to measure that.",
                 stacklevel=2,
             )
-        with ExitStack() as stack:
+        with _lock, ExitStack() as stack:
+            _refuse_second_thread()
             variables = EarlyVariables()
             variables.set()
             stack.callback(variables.restore)
@@ -66,7 +73,7 @@ class Session:
             stack.enter_context(rng_restored())
             seed_all(settings.seed)
             self._stack = stack.pop_all()
-        _open.append(self)
+            _open.append(self)
 
     def _switch(self, stack: ExitStack) -> None:
         fill = self.settings.fill_uninitialized_memory
@@ -92,17 +99,19 @@ class Session:
         Raises:
             SettingError: When a ``with`` block that began later still holds its session open.
         """
-        if self not in _open:
-            return
-        while _open[-1] is not self and not _open[-1].in_scope:
-            _open[-1].close()
-        if _open[-1] is not self:
-            raise SettingError(
-                "A session that was opened later is still open, and would be left with the "
-                "wrong switches. Close sessions in reverse order, or use `with deterministic(...)`."
-            )
-        _open.pop()
-        self._stack.close()
+        with _lock:
+            if self not in _open:
+                return
+            while _open[-1] is not self and not _open[-1].in_scope:
+                _open[-1].close()
+            if _open[-1] is not self:
+                raise SettingError(
+                    "A session that was opened later is still open, and would be left with the "
+                    "wrong switches. Close sessions in reverse order, or use `with "
+                    "deterministic(...)`."
+                )
+            _open.pop()
+            self._stack.close()
 
     def __enter__(self) -> "Self":
         self._scopes += 1
@@ -122,6 +131,18 @@ class Session:
     def in_scope(self) -> bool:
         """Whether a ``with`` block holds the session open."""
         return self._scopes > 0
+
+
+def _refuse_second_thread() -> None:
+    session = active_session()
+    if session is None or not session.in_scope or session.thread is threading.current_thread():
+        return
+    if session.thread.is_alive():
+        raise SettingError(
+            f"A deterministic session is open in the thread {session.thread.name!r}, and its "
+            "switches and generators belong to the whole process. Open one session at a time, or "
+            "run trainings side by side in processes."
+        )
 
 
 def _patching(settings: Settings) -> bool:
@@ -161,16 +182,20 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
     True
     """
     chosen = _choose(settings, overrides)
-    last = active_session()
-    if last is not None and not last.in_scope:
-        last.close()
-    return Session(chosen)
+    with _lock:
+        last = active_session()
+        if last is not None and not last.in_scope:
+            last.close()
+        return Session(chosen)
 
 
 @contextmanager
 def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterator[Session]:
     """Compute the body deterministically, in a session of its own; see :func:`enable`."""
-    with Session(_choose(settings, overrides)) as session:
+    chosen = _choose(settings, overrides)
+    with ExitStack() as stack:
+        with _lock:
+            session = stack.enter_context(Session(chosen))
         yield session
 
 

@@ -4,6 +4,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -160,6 +163,48 @@ def test_a_session_that_is_entered_twice_closes_with_the_outer_block():
             pass
         assert active_session() is opened
     assert active_session() is None
+
+
+def test_a_second_thread_is_refused_while_a_session_is_open():
+    """Eight threads that opened sessions side by side used to leave flags switched."""
+    before = state()
+    start = threading.Barrier(8)
+
+    def open_session(seed):
+        start.wait()
+        try:
+            with deterministic(seed=seed, threads=OTHER):
+                time.sleep(0.05)
+                return "opened"
+        except SettingError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8, thread_name_prefix="worker") as pool:
+        for _ in range(5):
+            results = list(pool.map(open_session, range(8)))
+            assert "opened" in results
+            refused = [result for result in results if result != "opened"]
+            assert refused
+            for message in refused:
+                assert message.startswith("A deterministic session is open in the thread 'worker_")
+            assert active_session() is None
+            assert state() == before
+
+
+def test_a_thread_may_open_a_session_after_enable_and_after_another_thread():
+    """``enable`` at the top of a program, and one training at a time in threads."""
+    outer = enable(seed=1)
+    left_open = []
+    for _ in range(2):
+        worker = threading.Thread(target=lambda: left_open.append(Session(Settings()).__enter__()))
+        worker.start()
+        worker.join()  # its session outlives it
+    assert active_session() is left_open[1]
+    with deterministic(seed=2):
+        pass
+    for session in reversed(left_open):
+        session.close()
+    outer.close()
 
 
 def test_an_unknown_setting_is_named():
