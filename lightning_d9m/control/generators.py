@@ -123,11 +123,10 @@ def _list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, An
             all as long.
     """
     if isinstance(value, _CONTAINERS):
-        if items > _MOST_NESTED_ITEMS:
+        held = value.values() if isinstance(value, dict) else value
+        if items > _MOST_NESTED_ITEMS or not _may_hold(held):
             return ()
-        if isinstance(value, dict):
-            return value.items() if _may_hold(value.values()) else ()
-        return enumerate(value) if _may_hold(value) else ()
+        return value.items() if isinstance(value, dict) else enumerate(value)
     if isinstance(value, torch.nn.Module):
         # Its parts are modules with attributes of their own; the caller lists them.
         return [entry for entry in vars(value).items() if entry[0] not in _MODULE]

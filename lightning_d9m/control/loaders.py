@@ -223,7 +223,7 @@ class _ControlledLoader:
                 "It gives them in order while this run lasts; remove in_order=False.",
                 stacklevel=2,
             )
-            replacements.replace(loader, "in_order", True)
+            replacements.replace(loader, "in_order", value=True)
         if loader.num_workers > 0:
             init = WorkerInit(stream, loader.worker_init_fn)
             replacements.replace(loader, "worker_init_fn", init)

@@ -202,8 +202,8 @@ def test_a_thread_may_open_a_session_after_enable_and_after_another_thread():
     assert active_session() is left_open[1]
     with deterministic(seed=2):
         pass
-    for session in reversed(left_open):
-        session.close()
+    for inner in reversed(left_open):
+        inner.close()
     outer.close()
 
 
