@@ -1,4 +1,4 @@
-"""``d9m ops``: the ops that torch leaves nondeterministic, and what is done about each."""
+"""``d9m ops``: the ops that torch leaves nondeterministic, and their replacements."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from lightning_d9m.patches.catalog.listing import render_markdown, render_op, re
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m ops``."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print all facts of this op")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print all facts about this op")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print the documentation's page")

@@ -1,1 +1,1 @@
-"""Deterministic replacements of operations that torch leaves nondeterministic, one a file."""
+"""Deterministic replacements of ops that torch leaves nondeterministic."""

@@ -1,12 +1,12 @@
-"""Puts every replacement under a backend's dispatch key, all or none, and takes them back.
+"""Registration of all kernels under a backend's dispatch key, and their removal.
 
 The dispatcher sends calls from C++ autograd, from compiled graphs and from any library through
-the same table, so that a replacement catches them all, and the alert inside torch's kernel never
-fires. The tables of other keys (autograd, autocast, meta, vmap) stay as they are.
+the same table, so a kernel registered there serves them all, and the alert inside torch's own
+kernel never fires. The tables of other keys (autograd, autocast, meta, vmap) stay as they are.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,25 +14,29 @@ from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._prims_common.wrappers import _maybe_resize_out
 from torch.library import Library, get_kernel
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.catalog.op import Op
+from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
+from lightning_d9m.patches.primitives.segment_reduce import Update
 
+_OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
 
 
 @dataclass(frozen=True)
 class AppliedPatches:
-    """What is in force, as a ledger records it.
+    """The patches in force, as a ledger records them.
 
     Attributes:
         device_key: The dispatch key, ``"CUDA"`` in production.
         names: The ops that are patched, sorted.
-        excluded: The ops that were opted out of, sorted.
+        excluded: The ops that the user excluded, sorted.
     """
 
     device_key: str
@@ -48,12 +52,12 @@ def patches_applied(
 
     Args:
         device_key: The backend's dispatch key. Tests use ``"CPU"``.
-        exclude: Names from the catalogue of ops to leave to torch.
-        include: Names of ops whose replacement is offered, but not the default.
+        exclude: Names from the catalog of ops to leave to torch.
+        include: Names of ops that are patched on request only.
 
     Raises:
-        SettingError: A name is not in the catalogue or has no replacement, or the patches are
-            already applied under this key.
+        SettingError: A name is not in the catalog or has no kernel, or the patches are already
+            applied under this key.
     """
     excluded = tuple(sorted(set(exclude)))
     ops = [op for op in select_ops(torch.__version__, excluded, include) if _exists(op)]
@@ -62,33 +66,35 @@ def patches_applied(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
             "again would not change which ops are patched. Leave the first block first."
         )
+    names = tuple(sorted(op.name for op in ops))
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            # Overriding a kernel is what this is for; torch warns of the first one.
+            # Overriding a kernel is the purpose; torch warns about the first one.
             warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered")
             for op in ops:
                 _register(library, op, device_key)
         _active.add(device_key)
-        yield AppliedPatches(device_key, tuple(sorted(op.name for op in ops)), excluded)
+        with decompositions_bypassed(names, device_key.lower()):
+            yield AppliedPatches(device_key, names, excluded)
     finally:
         _active.discard(device_key)
-        library._destroy()  # noqa: SLF001 - nothing public takes a kernel back at a known moment
+        library._destroy()  # noqa: SLF001 - no public method removes a kernel at a known time
 
 
 def _register(library: Library, op: Op, device_key: str) -> None:
     for overload, path in op.kernels.items():
-        replacement = resolve_name(path)
-        outputs = [
-            argument.name for argument in _find_schema(overload).arguments if argument.is_out
-        ]
-        make = _write_to if outputs else _return
-        kernel = make(replacement, _find_original(overload, device_key), outputs)
+        kernel = Kernel(
+            resolve_name(path),
+            _find_original(overload, device_key),
+            _find_schema(overload).arguments,
+            offered=op.status == "offered",
+        )
         library.impl(overload, kernel, device_key, with_keyset=True)
 
 
 def _exists(op: Op) -> bool:
-    """Say whether this torch has the op at all: a newer op may not be in an older torch."""
+    """Return whether this torch has the op: a newer op may be missing in an older torch."""
     return any(hasattr(torch.ops.aten, overload.partition(".")[0]) for overload in op.kernels)
 
 
@@ -100,7 +106,7 @@ def _find_schema(overload: str) -> torch._C.FunctionSchema:
 
 def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
     name = f"aten::{overload}"
-    # get_kernel would also answer with a fallback, which is no kernel of the backend.
+    # get_kernel would also return a fallback, which is not a kernel of the backend.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key):  # noqa: SLF001
         return cast(Callable[..., Any], get_kernel(name, device_key).call_boxed)
 
@@ -110,38 +116,93 @@ def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
     return call_nothing
 
 
-def _return(
-    replacement: Callable[..., Any], call: Callable[..., Any], _outputs: list[str]
-) -> Callable[..., Any]:
-    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        return replacement(partial(call, keyset), *args, **kwargs)
+class Kernel:
+    """A replacement as the dispatcher calls it: functional, in place, or with ``out=``.
 
-    return run
+    One replacement serves all overloads of an op. It returns results, or an ``Update`` that this
+    class applies to ``self`` in place, or to a copy of it.
 
+    Args:
+        replacement: The function of the catalog.
+        call: Torch's kernel of this overload.
+        arguments: The overload's arguments, from its schema.
+        offered: Whether torch has a deterministic version to fall back to.
+    """
 
-def _write_to(
-    replacement: Callable[..., Any], call: Callable[..., Any], outputs: list[str]
-) -> Callable[..., Any]:
-    """Make an ``out=`` kernel of one that returns its results."""
+    def __init__(
+        self,
+        replacement: Callable[..., Any],
+        call: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        offered: bool,
+    ) -> None:
+        self._replacement = replacement
+        self._call = call
+        self._outputs = [argument.name for argument in arguments if argument.is_out]
+        alias = arguments[0].alias_info
+        self._in_place = alias is not None and alias.is_write
+        self._offered = offered
 
-    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        targets = [kwargs.pop(name) for name in outputs]
-        original = partial(call, keyset, **dict(zip(outputs, targets, strict=True)))
-        returned = replacement(original, *args, **kwargs)
+    def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        targets = [kwargs.pop(name) for name in self._outputs]
+        outputs = dict(zip(self._outputs, targets, strict=True))
+        original = partial(self._call, keyset, **outputs)
+        if self._in_place and _shares_memory(args[0], args[1:]):
+            if self._offered:
+                return original(*args, **kwargs)
+            raise_as_original(original, *args, **kwargs)
+        returned = self._replacement(original, *args, **kwargs)
+        if isinstance(returned, Update):
+            if any(_shares_memory(target, args[1:]) for target in targets):
+                raise_as_original(original, *args, **kwargs)
+            target = args[0]
+            if not self._in_place:
+                target = target.clone(memory_format=torch.contiguous_format)
+            returned.write(target)
+            returned = target
+        if not targets:
+            return returned
         results = returned if isinstance(returned, tuple) else (returned,)
         for target, result in zip(targets, results, strict=True):
             if target is not result:
-                _fill(original, target, result, args)
+                _fill(partial(original, *args, **kwargs), target, result)
         return tuple(targets) if isinstance(returned, tuple) else targets[0]
 
-    return run
+
+def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
+    """Return whether elements of a written tensor share memory, with each other or with others.
+
+    As in torch, only dense tensors without internal overlap are compared with each other.
+    """
+    if _internal_overlap(target) == _OVERLAP:
+        return True
+    given = [part for one in arguments for part in (one if isinstance(one, list) else [one])]
+    return any(isinstance(part, Tensor) and _overlap(target, part) for part in given)
 
 
-def _fill(original: Original, target: torch.Tensor, result: torch.Tensor, args: Any) -> None:
+def _internal_overlap(tensor: Tensor) -> int:
+    return torch._debug_has_internal_overlap(tensor)  # noqa: SLF001 - torch's kernels check the same
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    """Return what torch's ``get_overlap_status`` returns, where its answer is known."""
+    if not left.numel() or not right.numel() or left.device != right.device:
+        return False
+    if _internal_overlap(left) or _internal_overlap(right):
+        return False
+    (start, end), (other_start, other_end) = (
+        (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size())
+        for part in (left, right)
+    )
+    return start < other_end and other_start < end
+
+
+def _fill(original: Original, target: Tensor, result: Tensor) -> None:
     if target.dtype != result.dtype or target.device != result.device:
-        raise_as_original(original, *args)
+        raise_as_original(original)
     if target.shape != result.shape:
-        # Warns, as torch does, when the output held something of another shape.
+        # Warns, as torch does, if the output held something of a different shape.
         _maybe_resize_out(target, result.shape)
         target.as_strided_(result.shape, result.stride())
     target.copy_(result)

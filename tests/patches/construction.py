@@ -1,4 +1,4 @@
-"""What the replacements are made of: each aten op that they call, and why it is deterministic."""
+"""The aten ops that the replacements call, and the reason why each is deterministic."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +20,11 @@ ONE_THREAD_PER_OUTPUT = {
     *("_assert_async", "_local_scalar_dense"),
     "_ctc_loss",  # forward: one thread for each state, one step after the other
     "_embedding_bag_forward_only",  # each bag and feature added by one thread, in order
+    "kthvalue",  # its value; the index, which may vary, is not used
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
 
-FIXED_TREES = {"sum", "sum.dim_IntList", "all", "aminmax", "segment_reduce"}
+FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "aminmax", "segment_reduce"}
 """Reductions whose partial results are combined in an order that the shapes decide."""
 
 
@@ -122,11 +123,11 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
             module = import_module(path.split(":")[0])
             name = path.split(":")[1]
             patch.setattr(module, name, observe(path, getattr(module, name)))
-        build = gather_tables._place
+        build = gather_tables._build_on_device
 
         def prepare(*args: object) -> object:
             with _disable_current_modes():
                 return build(*args)
 
-        patch.setattr(gather_tables, "_place", prepare)
+        patch.setattr(gather_tables, "_build_on_device", prepare)
         yield judge, ran

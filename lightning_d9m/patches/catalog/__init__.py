@@ -1,1 +1,1 @@
-"""What each nondeterministic op does on CUDA, as data."""
+"""The behavior of each nondeterministic op on CUDA, as data."""

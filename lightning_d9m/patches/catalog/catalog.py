@@ -1,14 +1,14 @@
-"""Which ops are patched, which are offered, which need no patch and why.
+"""The catalog: ops that are patched, ops that are patched on request, and ops that need no patch.
 
-The one source of what :func:`~lightning_d9m.patches.registration.patches_applied` registers, of
-``d9m ops`` and of the documentation's list. It imports no torch.
+:func:`~lightning_d9m.patches.registration.patches_applied`, ``d9m ops`` and docs/ops.md are made
+from it. It does not import torch.
 """
 
 from collections.abc import Iterable
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.exempt import EXEMPT
-from lightning_d9m.patches.catalog.native import SWITCHING
+from lightning_d9m.patches.catalog.native import NATIVE
 from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.patches.catalog.pooling import POOLING
 from lightning_d9m.patches.catalog.resampling import RESAMPLING
@@ -16,22 +16,22 @@ from lightning_d9m.patches.catalog.scattering import SCATTERING
 from lightning_d9m.patches.catalog.torch_docs import read_documentation
 
 OPS: tuple[Op, ...] = tuple(
-    sorted((*POOLING, *RESAMPLING, *SCATTERING, *EXEMPT, *SWITCHING), key=lambda op: op.name)
+    sorted((*POOLING, *RESAMPLING, *SCATTERING, *EXEMPT, *NATIVE), key=lambda op: op.name)
 )
 
 
 def find_op(name: str) -> Op:
-    """Return the op of a name.
+    """Return the op with a name.
 
     Raises:
-        SettingError: There is none.
+        SettingError: The catalog has no such op.
     """
     for op in OPS:
         if op.name == name:
             return op
     near = [op.name for op in OPS if name.strip("_") in op.name]
     raise SettingError(
-        f"The catalogue has no op {name!r}. "
+        f"The catalog has no op {name!r}. "
         + (f"Similar: {', '.join(near)}. " if near else "")
         + "`d9m ops` lists the names."
     )
@@ -43,13 +43,12 @@ def select_ops(
     """Return the ops to patch.
 
     Args:
-        torch_version: As ``torch.__version__`` gives it. Ops that this version needs no patch for
-            are left alone.
+        torch_version: ``torch.__version__``. Ops that need no patch in this version are skipped.
         exclude: Names of ops to leave to torch.
-        include: Names of ops whose replacement is offered, but not the default.
+        include: Names of ops that are patched on request only.
 
     Raises:
-        SettingError: A name is not in the catalogue, or names an op that has no replacement.
+        SettingError: A name is not in the catalog, or the op has no replacement.
     """
     excluded, included = set(exclude), set(include)
     for name in sorted(excluded | included):
@@ -71,18 +70,18 @@ def select_ops(
 
 
 def read_raising_ops(docstring: str) -> tuple[str, ...]:
-    """Read which ops torch says it refuses when deterministic algorithms are on.
+    """Return the ops that raise, by torch's documentation, when deterministic algorithms are on.
 
     Args:
         docstring: That of ``torch.use_deterministic_algorithms``.
 
     Returns:
         Names such as ``torch.nn.AvgPool3d``; for an op with a list of modes one name for each, such
-        as ``torch.nn.functional.interpolate bilinear``; of what is said of Apple's devices alone
-        such as ``torch.kthvalue (MPS)``. Sorted.
+        as ``torch.nn.functional.interpolate bilinear``; for an op that raises on Apple's devices
+        only, such as ``torch.kthvalue (MPS)``. Sorted.
 
     Raises:
-        SettingError: The docstring has no such list any more, so that nothing can be checked.
+        SettingError: The docstring has no such list.
     """
     return tuple(
         sorted(
@@ -97,6 +96,6 @@ def read_raising_ops(docstring: str) -> tuple[str, ...]:
 
 
 def find_unaccounted(docstring: str) -> tuple[str, ...]:
-    """Return what torch says it refuses and the catalogue neither patches nor exempts."""
+    """Return the documented raising ops that the catalog neither patches nor exempts."""
     known = {name for op in OPS for name in op.documented}
     return tuple(name for name in read_raising_ops(docstring) if name not in known)

@@ -1,4 +1,4 @@
-"""The catalogue's entries for ops that need no patch, or that no patch can help."""
+"""Catalog entries of ops that need no patch, or that no patch can help."""
 
 from lightning_d9m.patches.catalog.op import FlagEffect, Op
 
@@ -26,8 +26,8 @@ EXEMPT: tuple[Op, ...] = (
             "other dtypes when deterministic algorithms are on, but not for quantized ones."
         ),
         reason=(
-            "No computation is nondeterministic: what is read is uninitialised. Quantize a tensor "
-            "of the new size instead of resizing a quantized one."
+            "No computation is nondeterministic: the new elements are uninitialized. Quantize a "
+            "tensor of the new size instead of resizing a quantized one."
         ),
     ),
     Op(
@@ -36,7 +36,7 @@ EXEMPT: tuple[Op, ...] = (
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Runs a deterministic kernel.",
         cause="The index was that of whichever of several equal elements a thread found.",
-        reason="torch fixed it and took it off its list before 2.13.",
+        reason="torch fixed it and removed it from its list before 2.13.",
     ),
     Op(
         name="avg_pool2d_backward",
@@ -71,7 +71,7 @@ EXEMPT: tuple[Op, ...] = (
             "with warn_only=True it warns once and stays nondeterministic."
         ),
         cause="Blocks of keys add to the gradient of the queries with atomics.",
-        reason="torch itself does it, if deterministic algorithms are on without warn_only.",
+        reason="torch is deterministic if deterministic algorithms are on without warn_only.",
         operators=(
             "_scaled_dot_product_flash_attention_backward",
             "_scaled_dot_product_efficient_attention_backward",
@@ -82,9 +82,9 @@ EXEMPT: tuple[Op, ...] = (
         name="ctc_loss_cudnn",
         status="exempt",
         flag_effect=FlagEffect.SWITCHES,
-        torch_does="Asks cuDNN for its deterministic algorithm under cudnn.deterministic.",
+        torch_does="Selects cuDNN's deterministic algorithm if cudnn.deterministic is set.",
         cause="cuDNN's default algorithm for CTC varies.",
-        reason="The flag chooses the deterministic algorithm; the native version is patched.",
+        reason="The flag selects the deterministic algorithm; the native version is patched.",
         operators=("_cudnn_ctc_loss",),
     ),
     Op(
@@ -102,13 +102,13 @@ EXEMPT: tuple[Op, ...] = (
         flag_effect=FlagEffect.UNNEEDED,
         torch_does="Runs as always.",
         cause="max_norm rescales rows of the table in place while the forward pass reads them.",
-        reason="Each row is rescaled to one value, whoever does it; avoid max_norm all the same.",
+        reason="Every thread rescales a row to the same value; still, avoid max_norm.",
     ),
     Op(
         name="flash_attn_package_backward",
         status="exempt",
         flag_effect=FlagEffect.OUT_OF_REACH,
-        torch_does="Cannot reach it: the package brings its own kernels.",
+        torch_does="Cannot affect it: the package has its own kernels.",
         cause="Blocks of keys add to the gradient of the queries with atomics.",
         reason="Pass deterministic=True to its functions, or set FLASH_ATTENTION_DETERMINISTIC=1.",
     ),
@@ -131,11 +131,11 @@ EXEMPT: tuple[Op, ...] = (
                 "torch.nn.functional.interpolate",
             )
         ),
-        torch_does="Raises on an MPS device, as the docstring says from 2.15 on.",
-        cause="Metal's threads meet on one place in no fixed order, as CUDA's do.",
+        torch_does="Raises on an MPS device; documented from 2.15 on.",
+        cause="As on CUDA, the threads that add to one place have no fixed order.",
         reason=(
-            "The replacements are registered for CUDA, and nobody has run them on an Apple device. "
-            "torch raises there, so that nothing varies unnoticed."
+            "The replacements are registered for CUDA and have not been run on an Apple device. "
+            "torch raises there, so nothing varies unnoticed."
         ),
         since="2.15",
     ),

@@ -1,4 +1,4 @@
-"""The catalogue as text: for a terminal and for the documentation."""
+"""The catalog as text, for a terminal and for the documentation."""
 
 from collections.abc import Iterable
 from textwrap import fill
@@ -7,30 +7,41 @@ from lightning_d9m.patches.catalog.op import Op
 
 _UNMEASURED = "not measured on a CUDA machine yet"
 _OFFER = (
-    "Applied only where asked for, by `patches_applied(include=[...])`: torch has a deterministic "
-    "version, which stays until a measurement on a CUDA machine says that this one is faster."
+    "Applied on request only, by `patches_applied(include=[...])`: torch's own version is "
+    "deterministic, and no measurement on a CUDA machine shows that the replacement is faster."
 )
 _HEADINGS = {
-    "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` names those to leave."),
+    "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` excludes ops by name."),
     "offered": ("Offered", _OFFER),
-    "exempt": ("Without a patch", "Called nondeterministic elsewhere, and why not patched here."),
+    "exempt": ("Without a patch", "Ops that are documented or reported as nondeterministic, with the reason."),
 }
 _INTRODUCTION = """\
 # Ops
 
-What torch leaves nondeterministic on CUDA, and what is done about it. This page is made from the
-catalogue by `d9m ops --markdown`.
+The ops that torch leaves nondeterministic on CUDA, and their deterministic replacements.
+`d9m ops --markdown` makes this page from the catalog.
 
-The replacements are registered in torch's dispatcher for CUDA, all or none, and taken back at the
-end. They are proven on a CPU, under the CPU's dispatch key, against torch's own kernels; and each
-op of torch that they call is held against a list of those whose CUDA kernel lets no two threads
-race.
-**None of them has run on a CUDA machine yet**: neither that one input gives one output there nor
-what it costs has been measured. `benchmarks/gpu_suite.sh` measures both."""
+The replacements are registered in torch's dispatcher for CUDA, all or none, and removed at the
+end. They are tested on a CPU, under the CPU's dispatch key, against torch's own kernels; and each
+op of torch that they call is checked against a list of ops whose CUDA kernels have no race.
+**None of them has run on a CUDA machine yet**: neither their determinism nor their cost there has
+been measured. `benchmarks/gpu_suite.sh` measures both.
+
+With deterministic algorithms on in the forward pass, torch replaces bilinear and trilinear
+`F.interpolate`, `F.pad(mode="replicate")` and `F.max_pool3d` by Python decompositions. While the
+patches are applied, these functions call their op again, so that its patched gradient runs.
+
+On CUDA,
+
+- the host waits for the device in `bincount` with weights, in `histc` with the default range and in
+  the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
+- an index out of range is a device-side assertion, which surfaces as an error at a later call;
+- a step with patched pooling, interpolation or padding has to run once before a CUDA graph captures
+  it: its tables are copied from the host. Tables that a graph uses are kept."""
 
 
 def list_facts(op: Op) -> list[tuple[str, str]]:
-    """Return what is known of an op, as pairs of a label and a sentence."""
+    """Return the facts about an op, as pairs of a label and a sentence."""
     facts = [
         ("torch's name", ", ".join(op.documented)),
         ("with the flag on, torch", op.torch_does),
@@ -46,7 +57,7 @@ def list_facts(op: Op) -> list[tuple[str, str]]:
 
 
 def render_table(ops: Iterable[Op]) -> str:
-    """Return one line for each op: its name, its status and what is done."""
+    """Return one line for each op: its name, its status, and its replacement or reason."""
     rows = [(op.name, op.status, op.instead or op.reason) for op in ops]
     width = max(len(name) for name, _, _ in rows)
     return "\n".join(f"{name:{width}}  {status:8}{text}" for name, status, text in rows)

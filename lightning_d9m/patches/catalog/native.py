@@ -1,17 +1,17 @@
-"""The catalogue's entries for ops that torch itself makes deterministic when asked to.
+"""Catalog entries of ops that torch itself makes deterministic when its flag is on.
 
 They vary only while deterministic algorithms are off. The list is that of the docstring of
-``torch.use_deterministic_algorithms``; attention and recurrent layers are in ``entries_exempt``.
+``torch.use_deterministic_algorithms``; attention and recurrent layers are in ``exempt``.
 """
 
 from lightning_d9m.patches.catalog.op import ATOMICS, FlagEffect, Op
 
 _SWITCHES = "Runs a deterministic version."
-_REASON = "torch itself does it, if deterministic algorithms are on."
+_REASON = "torch itself is deterministic if deterministic algorithms are on."
 _LAST_WINS = "Of several values for one place, whichever thread writes last wins."
 
 
-def _describe(
+def _make_entry(
     name: str,
     *documented: str,
     cause: str = ATOMICS,
@@ -30,30 +30,30 @@ def _describe(
     )
 
 
-SWITCHING: tuple[Op, ...] = (
-    _describe(
+NATIVE: tuple[Op, ...] = (
+    _make_entry(
         "convolution",
         *(f"torch.nn.{kind}{dims}d" for kind in ("Conv", "ConvTranspose") for dims in (1, 2, 3)),
         cause="cuDNN's fastest algorithms for the gradients add with atomics.",
-        torch_does="Asks cuDNN for its deterministic algorithms.",
+        torch_does="Selects cuDNN's deterministic algorithms.",
         operators=("convolution_backward",),
     ),
-    _describe(
+    _make_entry(
         "bmm_sparse",
         "torch.bmm",
         cause="cuSPARSE adds the products of a sparse matrix in no fixed order.",
-        torch_does="Asks cuSPARSE for its deterministic algorithm.",
+        torch_does="Selects cuSPARSE's deterministic algorithm.",
     ),
-    _describe(
+    _make_entry(
         "index_put",
         "torch.Tensor.index_put",
         cause=_LAST_WINS,
         operators=("_unsafe_index_put",),
     ),
-    _describe("scatter", "torch.Tensor.scatter", cause=_LAST_WINS),
-    _describe("scatter_reduce_sum", "torch.Tensor.scatter_reduce"),
-    _describe("index_copy", "torch.Tensor.index_copy", cause=_LAST_WINS),
-    _describe("gather_backward", "torch.gather"),
-    _describe("index_select_backward", "torch.index_select"),
-    _describe("repeat_interleave_backward", "torch.repeat_interleave"),
+    _make_entry("scatter", "torch.Tensor.scatter", cause=_LAST_WINS),
+    _make_entry("scatter_reduce_sum", "torch.Tensor.scatter_reduce"),
+    _make_entry("index_copy", "torch.Tensor.index_copy", cause=_LAST_WINS),
+    _make_entry("gather_backward", "torch.gather"),
+    _make_entry("index_select_backward", "torch.index_select"),
+    _make_entry("repeat_interleave_backward", "torch.repeat_interleave"),
 )

@@ -1,4 +1,4 @@
-"""What the catalogue says of one op."""
+"""An entry of the catalog."""
 
 import re
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from typing import Literal
 Status = Literal["patched", "offered", "exempt"]
 
 ATOMICS = (
-    "One thread per output adds into the input with atomics; the threads that meet on one input "
-    "come in no fixed order, and a floating-point sum depends on the order."
+    "One thread per output adds into the input with atomics; the threads that add to one input "
+    "have no fixed order, and a floating-point sum depends on the order."
 )
 """The cause that most of the ops share."""
 
 GATHER = "Each input reads the outputs it went to, in ascending order"
-"""The remedy that most of the gradients share."""
+"""The replacement that most of the gradients share."""
 
 
 class FlagEffect(Enum):
@@ -41,23 +41,22 @@ class Op:
     """One op that torch leaves, or once left, nondeterministic on CUDA.
 
     Attributes:
-        name: What opts out of it.
-        status: ``"patched"`` by default; ``"offered"`` on request, because it is not known to be
-            faster than torch's own deterministic version; ``"exempt"``, with a reason.
+        name: The name by which a user excludes or includes it.
+        status: ``"patched"`` by default; ``"offered"`` on request, because torch's own version is
+            deterministic; ``"exempt"``, with a reason.
         flag_effect: The effect of deterministic algorithms on the op. The linter chooses its rule
             by it.
-        documented: What the docstring of ``torch.use_deterministic_algorithms`` calls it.
-        torch_does: What torch does when deterministic algorithms are on.
-        cause: Why it is nondeterministic.
-        instead: What is done here.
-        bits: How the result relates to the original's.
+        documented: Its names in the docstring of ``torch.use_deterministic_algorithms``.
+        torch_does: The behavior of torch when deterministic algorithms are on.
+        cause: The reason why it is nondeterministic.
+        instead: The replacement, in a sentence.
+        bits: The relation of the replacement's result to torch's.
         kernels: The replacement of each overload, as ``package.module:function``.
-        operators: Names of the operators that it is, where they are neither its own name nor
-            replaced.
-        since: The first torch release that the entry holds for.
-        until: The first torch release that needs no patch; None where there is none yet.
+        operators: Names of its operators, if they differ from its name and from ``kernels``.
+        since: The first torch release that the entry applies to.
+        until: The first torch release that needs no patch; None if there is none yet.
         cost: Time relative to the nondeterministic original; None until measured.
-        reason: Why an exempt op needs no patch.
+        reason: The reason why an exempt op needs no patch.
     """
 
     name: str
@@ -76,14 +75,14 @@ class Op:
     reason: str = ""
 
     def is_needed(self, torch_version: str) -> bool:
-        """Say whether a release of torch is one that this entry holds for."""
+        """Return whether this entry applies to a release of torch."""
         release = _read_release(torch_version)
         return _read_release(self.since) <= release and (
             self.until is None or release < _read_release(self.until)
         )
 
     def as_record(self) -> dict[str, object]:
-        """Return the entry in the types that JSON knows."""
+        """Return the entry as JSON types."""
         return {
             "name": self.name,
             "status": self.status,

@@ -1,4 +1,4 @@
-"""The catalogue's entries for pooling and unpooling."""
+"""Catalog entries of pooling and unpooling."""
 
 from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, FlagEffect, Op
 
@@ -65,7 +65,7 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.AdaptiveMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead="Each input reads the windows that reach it and adds those that chose it.",
+        instead="Each input reads the windows that contain it and adds those that chose it.",
         bits=_ONE_ORDER,
         kernels={
             "adaptive_max_pool2d_backward": f"{_MAX_POOL}:adaptive_max_pool2d_backward",
@@ -76,9 +76,9 @@ POOLING: tuple[Op, ...] = (
         name="adaptive_max_pool3d_backward",
         status="patched",
         flag_effect=FlagEffect.NONE,
-        torch_does="Nothing: it neither raises nor switches, and no documentation mentions it.",
+        torch_does="Nothing: it neither raises nor switches, and its documentation is silent.",
         cause=ATOMICS,
-        instead="Each input reads the windows that reach it and adds those that chose it.",
+        instead="Each input reads the windows that contain it and adds those that chose it.",
         bits=_ONE_ORDER,
         kernels={
             "adaptive_max_pool3d_backward": f"{_MAX_POOL}:adaptive_max_pool3d_backward",
@@ -91,11 +91,11 @@ POOLING: tuple[Op, ...] = (
         flag_effect=FlagEffect.DECOMPOSES,
         documented=("torch.nn.MaxPool3d",),
         torch_does=(
-            "Decomposes max_pool3d, if deterministic algorithms were on in the forward pass; "
-            "raises in the backward pass if they were off."
+            "Decomposes max_pool3d if deterministic algorithms were on in the forward pass (the "
+            "patch restores the op); raises in the backward pass if they were off."
         ),
         cause=ATOMICS,
-        instead="Each input reads the windows that reach it and adds those that chose it.",
+        instead="Each input reads the windows that contain it and adds those that chose it.",
         bits=_ONE_ORDER,
         kernels={
             "max_pool3d_with_indices_backward": f"{_MAX_POOL}:max_pool3d_backward",
@@ -109,7 +109,7 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.FractionalMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead="The outputs are sorted by the input they chose; each input adds its own.",
+        instead="The outputs are sorted by the input they chose; those of one input are added.",
         bits=_ONE_ORDER,
         kernels={
             "fractional_max_pool2d_backward": f"{_MAX_POOL}:fractional_max_pool2d_backward",
@@ -125,7 +125,7 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.FractionalMaxPool3d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead="The outputs are sorted by the input they chose; each input adds its own.",
+        instead="The outputs are sorted by the input they chose; those of one input are added.",
         bits=_ONE_ORDER,
         kernels={
             "fractional_max_pool3d_backward": f"{_MAX_POOL}:fractional_max_pool3d_backward",

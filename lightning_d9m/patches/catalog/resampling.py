@@ -1,4 +1,4 @@
-"""The catalogue's entries for interpolation, grid sampling and padding."""
+"""Catalog entries of interpolation, grid sampling and padding."""
 
 from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, FlagEffect, Op
 
@@ -8,8 +8,8 @@ _PADDING = "lightning_d9m.patches.kernels.padding"
 
 _RAISES = "Raises in the backward pass."
 _DECOMPOSES = (
-    "Decomposes the op, if deterministic algorithms were on in the forward pass; raises in the "
-    "backward pass if they were off."
+    "Decomposes the op if deterministic algorithms were on in the forward pass (the patch restores "
+    "the op); raises in the backward pass if they were off."
 )
 _SEPARABLE = f"{GATHER}, weighted, one dimension after the other."
 _SEPARABLE_BITS = (
@@ -18,12 +18,11 @@ _SEPARABLE_BITS = (
 )
 
 
-def _describe_interpolation(
+def _make_interpolation(
     mode: str,
     *,
     prefix: str = "",
     documented: str | None = None,
-    torch_does: str = _RAISES,
     flag_effect: FlagEffect = FlagEffect.RAISES,
     since: str = "2.11",
 ) -> Op:
@@ -34,7 +33,7 @@ def _describe_interpolation(
         status="patched",
         flag_effect=flag_effect,
         documented=(f"torch.nn.functional.interpolate {documented}",) if documented else (),
-        torch_does=torch_does,
+        torch_does=_RAISES if flag_effect is FlagEffect.RAISES else _DECOMPOSES,
         cause=ATOMICS,
         instead=_SEPARABLE,
         bits=_SEPARABLE_BITS,
@@ -43,7 +42,7 @@ def _describe_interpolation(
     )
 
 
-def _describe_padding(kind: str, dims: int) -> Op:
+def _make_padding(kind: str, dims: int) -> Op:
     overload = f"{kind}_pad{dims}d_backward"
     path = f"{_PADDING}:{overload}"
     reflects = kind == "reflection"
@@ -68,25 +67,15 @@ def _describe_padding(kind: str, dims: int) -> Op:
 
 
 RESAMPLING: tuple[Op, ...] = (
-    _describe_interpolation("linear1d", documented="linear"),
-    _describe_interpolation(
-        "bilinear2d",
-        documented="bilinear",
-        torch_does=_DECOMPOSES,
-        flag_effect=FlagEffect.DECOMPOSES,
-    ),
-    _describe_interpolation("bicubic2d", documented="bicubic"),
-    _describe_interpolation(
-        "trilinear3d",
-        documented="trilinear",
-        torch_does=_DECOMPOSES,
-        flag_effect=FlagEffect.DECOMPOSES,
-    ),
-    _describe_interpolation("bilinear2d_aa", prefix="_"),
-    _describe_interpolation("bicubic2d_aa", prefix="_"),
-    _describe_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
-    *(_describe_padding("reflection", dims) for dims in (1, 2, 3)),
-    *(_describe_padding("replication", dims) for dims in (1, 2, 3)),
+    _make_interpolation("linear1d", documented="linear"),
+    _make_interpolation("bilinear2d", documented="bilinear", flag_effect=FlagEffect.DECOMPOSES),
+    _make_interpolation("bicubic2d", documented="bicubic"),
+    _make_interpolation("trilinear3d", documented="trilinear", flag_effect=FlagEffect.DECOMPOSES),
+    _make_interpolation("bilinear2d_aa", prefix="_"),
+    _make_interpolation("bicubic2d_aa", prefix="_"),
+    _make_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
+    *(_make_padding("reflection", dims) for dims in (1, 2, 3)),
+    *(_make_padding("replication", dims) for dims in (1, 2, 3)),
     *(
         Op(
             name=f"grid_sampler_{dims}d_backward",
@@ -96,12 +85,11 @@ RESAMPLING: tuple[Op, ...] = (
             torch_does=_RAISES,
             cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004 - a number of dimensions
             instead=(
-                "The reads of all outputs are sorted by the input they touched; each input adds "
-                "its own, weighted."
+                "The reads of all outputs are sorted by the input they touched; those of one input "
+                "are added in order, weighted."
             ),
             bits=(
-                "Within a few rounding errors. A coordinate that is NaN touches nothing, as on "
-                "CUDA."
+                "Within a few rounding errors. A NaN coordinate contributes nothing, as on CUDA."
             ),
             kernels={
                 f"grid_sampler_{dims}d_backward": f"{_GRID_SAMPLE}:grid_sampler_{dims}d_backward",

@@ -1,4 +1,4 @@
-"""The catalogue's entries for losses, indexing, counting and order statistics."""
+"""Catalog entries of losses, indexing, counting and order statistics."""
 
 from lightning_d9m.patches.catalog.op import ATOMICS, FlagEffect, Op
 
@@ -12,7 +12,7 @@ _ORDER_STATISTICS = "lightning_d9m.patches.kernels.order_statistics"
 _PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
 _SCATTER = "lightning_d9m.patches.kernels.scatter"
 
-_SORTED = "The contributions are sorted by where they go; each place adds its own, in order."
+_SORTED = "The contributions are sorted by where they go; those of one place are added in order."
 
 SCATTERING: tuple[Op, ...] = (
     Op(
@@ -22,7 +22,7 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.nn.NLLLoss",),
         torch_does="Raises for an input with two spatial dimensions, unless reduction is 'none'.",
         cause="The blocks add their partial sums with atomics, in no fixed order.",
-        instead="The terms are written down and summed by torch's reduction, a fixed tree.",
+        instead="The terms are stored and summed by torch's reduction, whose tree is fixed.",
         bits="Within a few rounding errors; half and bfloat16 are added in float32.",
         kernels={
             "nll_loss2d_forward": f"{_NLL_LOSS}:nll_loss2d_forward",
@@ -38,7 +38,7 @@ SCATTERING: tuple[Op, ...] = (
         cause="The states of one label add their posteriors with atomics.",
         instead=(
             "The backward variables come from torch's forward kernel, run on the reversed problem; "
-            "the states are sorted by label, and each label adds its own."
+            "the states are sorted by label, and those of one label are added in order."
         ),
         bits="Within the rounding errors of the log-domain sums, which grow with the length.",
         kernels={
@@ -65,11 +65,11 @@ SCATTERING: tuple[Op, ...] = (
         torch_does="Raises; on a CPU only without accumulate.",
         cause="Of several values for one place, whichever thread writes last wins.",
         instead=(
-            "All values for one place are made the last one before they are written; accumulate "
-            "goes to index_put_, which sorts."
+            "All values for one place are set to the last one before they are written; with "
+            "accumulate, index_put_ sorts and adds them."
         ),
         bits="Equal to torch's CPU kernel on one thread.",
-        kernels={"put_": f"{_PUT_UNPOOL}:put_"},
+        kernels={"put_": f"{_PUT_UNPOOL}:put"},
     ),
     Op(
         name="histc",
@@ -93,34 +93,34 @@ SCATTERING: tuple[Op, ...] = (
         bits="Equal to torch's CPU kernel where the sums are sequential (on a CPU).",
         kernels={"bincount": f"{_HISTC_BINCOUNT}:bincount"},
     ),
-    Op(
-        name="median",
-        status="patched",
         flag_effect=FlagEffect.RAISES,
-        documented=("torch.median",),
-        torch_does="Raises for the median along a dimension.",
-        cause="The index is that of whichever of several equal elements a thread finds.",
-        instead="A stable sort; the index is that of the element in the middle.",
-        bits="The value is torch's; the index may differ where elements are equal.",
-        kernels={"median.dim_values": f"{_ORDER_STATISTICS}:median_dim"},
-    ),
-    Op(
-        name="nanmedian",
-        status="patched",
         flag_effect=FlagEffect.RAISES,
-        torch_does="Raises for the median along a dimension.",
-        cause="The index is that of whichever of several equal elements a thread finds.",
-        instead="A stable sort; the index is that of the element in the middle.",
-        bits="The value is torch's; the index may differ where elements are equal.",
-        kernels={"nanmedian.dim_values": f"{_ORDER_STATISTICS}:nanmedian_dim"},
+        flag_effect=FlagEffect.NONE,
+    *(
+        Op(
+            name=name,
+            status="patched",
+            flag_effect=FlagEffect.RAISES,
+            documented=("torch.median",) if name == "median" else (),
+            torch_does="Raises for the median along a dimension.",
+            cause="The index is that of whichever of several equal elements a thread finds.",
+            instead="The value is selected first; the index is that of the first equal element.",
+            bits="The value is torch's; the index may differ where elements are equal.",
+            kernels={f"{name}.dim_values": f"{_ORDER_STATISTICS}:{name}_dim"},
+        )
+        for name in ("median", "nanmedian")
     ),
     Op(
         name="topk",
-        status="patched",
+        status="offered",
         flag_effect=FlagEffect.NONE,
-        torch_does="Nothing: it neither raises nor switches.",
-        cause="Which of several equal elements are returned, and in which order, varies.",
-        instead="A stable sort; of equal elements the first come first.",
+        torch_does=(
+            "Runs as always. On NVIDIA GPUs it selects by a radix search over integer counts and "
+            "writes by prefix sums, so no threads race; which of several equal elements it "
+            "returns is unspecified, but fixed. On ROCm it may vary."
+        ),
+        cause="On ROCm, threads reserve the places of equal elements with atomics.",
+        instead="A stable sort of the whole row; of equal elements the first come first.",
         bits="The values are torch's; the indices may differ where elements are equal.",
         kernels={"topk": f"{_ORDER_STATISTICS}:topk", "topk.values": f"{_ORDER_STATISTICS}:topk"},
     ),
@@ -131,7 +131,7 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.scatter_reduce",),
         torch_does="Raises for reduce='prod'.",
         cause="The threads that meet on one place multiply in no fixed order.",
-        instead="The factors are sorted by where they go; each place multiplies its own, in order.",
+        instead="The factors are sorted by where they go; those of one place are multiplied in order.",
         bits=(
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are multiplied in float32."
@@ -139,7 +139,7 @@ SCATTERING: tuple[Op, ...] = (
         kernels={
             "scatter_reduce.two": f"{_SCATTER}:scatter_reduce",
             "scatter_reduce.two_out": f"{_SCATTER}:scatter_reduce",
-            "scatter_reduce_.two": f"{_SCATTER}:scatter_reduce_",
+            "scatter_reduce_.two": f"{_SCATTER}:scatter_reduce",
         },
     ),
     Op(
@@ -151,7 +151,7 @@ SCATTERING: tuple[Op, ...] = (
             "documentation does not say so."
         ),
         cause="The threads that meet on one place add or multiply in no fixed order.",
-        instead="The elements are sorted by where they go; each place reduces its own, in order.",
+        instead="The elements are sorted by where they go; those of one place are reduced in order.",
         bits=(
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are reduced in float32."
@@ -159,16 +159,16 @@ SCATTERING: tuple[Op, ...] = (
         kernels={
             "scatter.reduce": f"{_SCATTER}:scatter",
             "scatter.reduce_out": f"{_SCATTER}:scatter",
-            "scatter_.reduce": f"{_SCATTER}:scatter_",
+            "scatter_.reduce": f"{_SCATTER}:scatter",
         },
     ),
     Op(
         name="index_reduce",
         status="patched",
         flag_effect=FlagEffect.RAISES,
-        torch_does="Raises on CUDA, whatever the reduction; the docstring speaks of MPS alone.",
+        torch_does="Raises on CUDA for every reduction; the docstring mentions MPS only.",
         cause="The threads that meet on one place reduce with atomics, in no fixed order.",
-        instead="The slices are sorted by where they go; each place reduces its own, in order.",
+        instead="The slices are sorted by where they go; those of one place are reduced in order.",
         bits=(
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are reduced in float32."
@@ -176,7 +176,7 @@ SCATTERING: tuple[Op, ...] = (
         kernels={
             "index_reduce": f"{_INDEX_REDUCE}:index_reduce",
             "index_reduce.out": f"{_INDEX_REDUCE}:index_reduce",
-            "index_reduce_": f"{_INDEX_REDUCE}:index_reduce_",
+            "index_reduce_": f"{_INDEX_REDUCE}:index_reduce",
         },
     ),
     Op(
@@ -185,12 +185,12 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
         cause=ATOMICS,
-        instead="The slices are sorted by where they go; each place adds its own, in order.",
+        instead="The slices are sorted by where they go; those of one place are added in order.",
         bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
         kernels={
             "index_add": f"{_INDEX_ADD}:index_add",
             "index_add.out": f"{_INDEX_ADD}:index_add",
-            "index_add_": f"{_INDEX_ADD}:index_add_",
+            "index_add_": f"{_INDEX_ADD}:index_add",
         },
     ),
     Op(
@@ -200,12 +200,12 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.scatter_add_",),
         torch_does="Sorts by the index of the flat tensor and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, in no fixed order.",
-        instead="The elements are sorted by where they go; each place adds its own, in order.",
+        instead="The elements are sorted by where they go; those of one place are added in order.",
         bits="Equal to torch's CPU kernel for float32, float64 and integers (on a CPU).",
         kernels={
             "scatter_add": f"{_SCATTER}:scatter_add",
             "scatter_add.out": f"{_SCATTER}:scatter_add",
-            "scatter_add_": f"{_SCATTER}:scatter_add_",
+            "scatter_add_": f"{_SCATTER}:scatter_add",
         },
     ),
     Op(
@@ -215,17 +215,17 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.index_put",),
         torch_does="Sorts by index and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, on a CPU too.",
-        instead="The values are sorted by where they go; each place adds its own, in order.",
+        instead="The values are sorted by where they go; those of one place are added in order.",
         bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
-        kernels={"_index_put_impl_": f"{_INDEX_ADD}:index_put_"},
+        kernels={"_index_put_impl_": f"{_INDEX_ADD}:index_put"},
     ),
     Op(
         name="embedding_dense_backward",
         status="offered",
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates in parts whose number is fixed.",
-        cause="None that is known: it is here for its speed.",
-        instead="The rows are sorted by where they go; each place adds its own, in order.",
+        cause="None known; the replacement is offered for its speed.",
+        instead="The rows are sorted by where they go; those of one place are added in order.",
         bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
         kernels={"embedding_dense_backward": f"{_INDEX_ADD}:embedding_dense_backward"},
     ),

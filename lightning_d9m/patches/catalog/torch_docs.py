@@ -1,7 +1,4 @@
-"""What torch documents as nondeterministic: the docstring of ``use_deterministic_algorithms``.
-
-Imports no torch.
-"""
+"""Reader of the docstring of ``torch.use_deterministic_algorithms``. It does not import torch."""
 
 import re
 from collections.abc import Iterable
@@ -28,10 +25,10 @@ class Line:
 
     Attributes:
         kind: ``"switches"`` to a deterministic implementation, or ``"raises"``.
-        name: Such as ``"torch.nn.AvgPool3d"``; a line that names several ops is read as several.
+        name: Such as ``"torch.nn.AvgPool3d"``; a line that names several ops becomes several.
         text: The whole line.
-        devices: The kinds of device that it speaks of; empty for all.
-        modes: Those of a list below it, such as ``"bilinear"``; empty for all.
+        devices: The types of device that it is about; empty for all.
+        modes: The modes of a list below it, such as ``"bilinear"``; empty for all.
     """
 
     kind: DocumentedBehavior
@@ -45,7 +42,7 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
     """Read both lists of the docstring of ``torch.use_deterministic_algorithms``.
 
     Raises:
-        SettingError: A list is not there any more, so that nothing can be checked.
+        SettingError: A list is missing.
     """
     lines: list[Line] = []
     for kind, heading in _HEADINGS.items():
@@ -61,9 +58,9 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
                 lines += [Line(kind, name, text, devices, modes) for name in names]
         if not lines or lines[-1].kind != kind:
             raise SettingError(
-                "The docstring of torch.use_deterministic_algorithms no longer has the list of ops "
-                f"that it calls {kind!r} here, in the form that is read. What is said of this "
-                "torch's ops cannot be checked; update read_documentation to its new form."
+                "The docstring of torch.use_deterministic_algorithms has no list of the ops of kind "
+                f"{kind!r} in the expected form, so the ops of this torch cannot be checked. "
+                "Update read_documentation to the new form."
             )
     return tuple(lines)
 
@@ -71,11 +68,11 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
 def find_lines(
     lines: Iterable[Line], names: Iterable[tuple[str, str]], device: str
 ) -> tuple[Line, ...]:
-    """Return the lines that speak of an op on a kind of device.
+    """Return the lines about an op on a type of device.
 
     Args:
         lines: The documentation.
-        names: Pairs of a name and of words that the line must hold.
+        names: Pairs of a name and of words that the line must contain.
         device: ``"cpu"``, ``"cuda"``, ...
     """
     wanted = tuple(names)

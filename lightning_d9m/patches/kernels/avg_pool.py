@@ -1,19 +1,24 @@
 """Gradients of average pooling in 3 dimensions and of adaptive average pooling in 2 and 3.
 
 torch's CUDA kernels start one thread per output and add into the inputs with atomics. Here each
-input reads the windows that cover it. (The gradient of 2-D average pooling is such a gather in
-torch.)
+input reads the windows that contain it. (In torch the gradient of 2-D average pooling is such a
+gather.)
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.gather_tables import finish, gather_through, place
+from lightning_d9m.patches.primitives.gather_tables import (
+    cached_on_device,
+    cast_like,
+    gather_through,
+)
 from lightning_d9m.patches.primitives.pooling_windows import (
-    build_adaptive_band,
-    build_mean_band,
+    build_adaptive_table,
+    build_mean_table,
     count_outputs,
     read_windows,
 )
@@ -53,42 +58,39 @@ def avg_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
             count_include_pad,
             divisor_override,
         )
-    bands = [
-        place(self.device, build_mean_band, *side, count_include_pad)
+    tables = [
+        cached_on_device(self.device, build_mean_table, *side, count_include_pad)
         for side in zip(sizes, grad_output.shape[-dims:], windows, strict=True)
     ]
     if divisor_override is None:
         divisor = (
-            _stand_up(bands[0].divisor, 2)
-            * _stand_up(bands[1].divisor, 1)
-            * _stand_up(bands[2].divisor, 0)
+            _broadcast(tables[0].divisor, 2)
+            * _broadcast(tables[1].divisor, 1)
+            * _broadcast(tables[2].divisor, 0)
         )
         shares = grad_output.to(accumulation_dtype(grad_output.dtype)) / divisor
     else:
         shares = grad_output.to(accumulation_dtype(grad_output.dtype)) / divisor_override
-    return finish(gather_through(shares, bands), self, keep_format=False)
+    return cast_like(gather_through(shares, tables), self, keep_format=False)
 
 
-def adaptive_avg_pool2d_backward(original: Original, grad_output: Tensor, self: Tensor) -> Tensor:
-    """Return the gradient of ``adaptive_avg_pool2d`` with respect to its input."""
-    return _adaptive_backward(original, grad_output, self, 2)
-
-
-def adaptive_avg_pool3d_backward(original: Original, grad_output: Tensor, self: Tensor) -> Tensor:
-    """Return the gradient of ``adaptive_avg_pool3d`` with respect to its input."""
-    return _adaptive_backward(original, grad_output, self, 3)
-
-
-def _adaptive_backward(original: Original, grad_output: Tensor, self: Tensor, dims: int) -> Tensor:
+def _adaptive_backward(
+    original: Original, grad_output: Tensor, self: Tensor, *, dims: int
+) -> Tensor:
+    """Return the gradient of an adaptive average pooling with respect to its input."""
     if not _can_divide(grad_output, self, dims):
         raise_as_original(original, grad_output, self)
     sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
-    bands = [place(self.device, build_adaptive_band, *side) for side in sides]
+    tables = [cached_on_device(self.device, build_adaptive_table, *side) for side in sides]
     shares = grad_output.to(accumulation_dtype(grad_output.dtype))
-    for position, band in enumerate(bands):
+    for position, table in enumerate(tables):
         # Dividing by one side after the other rounds as torch's kernels do.
-        shares = shares / _stand_up(band.divisor, dims - 1 - position)
-    return finish(gather_through(shares, bands), self, keep_format=dims == 2)  # noqa: PLR2004 - a number of dimensions
+        shares = shares / _broadcast(table.divisor, dims - 1 - position)
+    return cast_like(gather_through(shares, tables), self, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
+
+
+adaptive_avg_pool2d_backward = partial(_adaptive_backward, dims=2)
+adaptive_avg_pool3d_backward = partial(_adaptive_backward, dims=3)
 
 
 def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
@@ -102,6 +104,6 @@ def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
     )
 
 
-def _stand_up(divisor: Tensor | None, trailing: int) -> Tensor:
+def _broadcast(divisor: Tensor | None, trailing: int) -> Tensor:
     assert divisor is not None
     return divisor.view([-1] + [1] * trailing)

@@ -1,9 +1,12 @@
 """The gradient of ``CTCLoss``.
 
-torch's CUDA kernel adds the posterior of the states that share a label with atomics. Here the
-states of a sample are sorted by label, and each label adds its own in their order. The backward
-variables are the forward variables of the reversed problem, so that torch's own forward kernel
-(one thread per state, no race) computes them.
+torch's CUDA kernel adds the posteriors of the states that share a label with atomics. Here the
+states of a sample are sorted by label, and the posteriors of each label are added in their order.
+The backward variables are the forward variables of the reversed problem, so torch's own forward
+kernel (one thread per state, no race) computes them.
+
+The host needs the lengths. If they are CUDA tensors it waits for them, as in torch's own kernel;
+lists and CPU tensors are copied to the device once, without a wait.
 """
 
 from collections.abc import Sequence
@@ -33,10 +36,7 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     (Graves et al. 2006, formula 16), where a label's posterior is the sum over its states of
     ``alpha * beta / (probability * likelihood)``.
     """
-    lengths, label_lengths = (
-        part.tolist() if isinstance(part, Tensor) else list(part)
-        for part in (input_lengths, target_lengths)
-    )
+    lengths, label_lengths = (_list_lengths(part) for part in (input_lengths, target_lengths))
     steps, batch, labels = log_probs.shape
     if not batch or not steps or log_probs.dtype not in (torch.float32, torch.float64):
         raise_as_original(
@@ -52,13 +52,12 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
             zero_infinity,
         )
     device = log_probs.device
-    time = torch.tensor(lengths, device=device)[:, None]
-    count = torch.tensor(label_lengths, device=device)[:, None]
-    padded = _pad_targets(targets.to(device), label_lengths, count)
+    time, count = _copy_lengths([lengths, label_lengths], device)[..., None]
+    padded = _pad_targets(targets.to(device), max(label_lengths), count)
     last_step = torch.arange(steps, device=device)
     past = last_step >= time  # [batch, steps]
     mirror = torch.where(past, 0, time - 1 - last_step)
-    log_beta = _compute_log_beta(log_probs, padded, lengths, label_lengths, mirror, blank)
+    log_beta = _compute_log_beta(log_probs, padded, lengths, label_lengths, count, mirror, blank)
     states = log_alpha.shape[2]
     state_labels = torch.full((batch, states), blank, dtype=torch.int64, device=device)
     state_labels[:, 1::2] = padded[:, : states // 2]
@@ -76,7 +75,7 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     shares = sums.view(batch, labels, steps).permute(2, 0, 1)
     result = (log_probs.exp() - shares) * grad[:, None]
     impossible = neg_log_likelihood == torch.inf
-    # Where nothing can be emitted, torch subtracts infinities and so do its users' checks see NaN.
+    # torch subtracts infinities where nothing can be emitted: its gradient is NaN there.
     result = torch.where(impossible[:, None] | (log_probs == -torch.inf), torch.nan, result)
     silent = past.t()
     if zero_infinity:
@@ -84,18 +83,27 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     return torch.where(silent[..., None], 0, result).contiguous()
 
 
-def _compute_log_beta(
+def _list_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+
+
+def _copy_lengths(lengths: list[list[int]], device: torch.device) -> Tensor:
+    on_cuda = device.type == "cuda"  # a copy from pinned memory does not make the host wait
+    return torch.tensor(lengths, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
+
+
+def _compute_log_beta(  # noqa: PLR0913, PLR0917 - the problem and its lengths, in two forms
     log_probs: Tensor,
     padded: Tensor,
     lengths: list[int],
     label_lengths: list[int],
+    count: Tensor,
     mirror: Tensor,
     blank: int,
 ) -> Tensor:
     """Return the log probability of finishing, of shape ``[batch, steps, states]``."""
     labels = log_probs.shape[2]
     backwards = log_probs.gather(0, mirror.t()[..., None].expand(-1, -1, labels))
-    count = torch.tensor(label_lengths, device=padded.device)[:, None]
     ranks = torch.arange(padded.shape[1], device=padded.device)
     flipped = padded.gather(1, (count - 1 - ranks).clamp(min=0))
     forward = torch._ctc_loss  # noqa: SLF001 - it returns log_alpha, which ctc_loss hides
@@ -106,9 +114,8 @@ def _compute_log_beta(
     return log_beta.gather(2, mirrored[:, None].expand_as(log_beta))
 
 
-def _pad_targets(targets: Tensor, label_lengths: list[int], count: Tensor) -> Tensor:
-    """Return the targets as int64 of shape ``[batch, longest]``, whichever form they came in."""
-    longest = max(label_lengths)
+def _pad_targets(targets: Tensor, longest: int, count: Tensor) -> Tensor:
+    """Return padded or concatenated targets as int64 of shape ``[batch, longest]``."""
     ranks = torch.arange(longest, device=targets.device)
     if targets.dim() == 1:
         places = (count.cumsum(0) - count + ranks).clamp(max=max(targets.numel() - 1, 0))

@@ -1,6 +1,6 @@
-"""The gradient of ``EmbeddingBag`` in mode max; the other modes are torch's own.
+"""The gradient of ``EmbeddingBag`` in mode max; the other modes are left to torch.
 
-torch's CUDA kernel adds each bag's gradient to the rows that won, with atomics.
+torch's CUDA kernel adds the gradient of each bag to the rows that were the maximum, with atomics.
 """
 
 import torch
@@ -33,12 +33,12 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         indices: The rows in the bags, of shape ``[entries]``.
         offset2bag: The bag of each entry.
         bag_size: The number of entries of each bag.
-        maximum_indices: The row that won, for each bag and feature.
+        maximum_indices: The row of the maximum, for each bag and feature.
         num_weights: Rows of the table.
         scale_grad_by_freq: Not for mode max.
         mode: 0 sum, 1 mean, 2 max.
         per_sample_weights: Not for mode max.
-        padding_idx: A row that is left out of the bags, or -1.
+        padding_idx: A row that the bags skip, or -1.
     """
     arguments = (
         grad,

@@ -1,11 +1,12 @@
 """Gradients of ``grid_sample`` in 2 and 3 dimensions.
 
 torch's CUDA kernel starts one thread per output and adds into the input with atomics. Here the
-reads of all outputs are sorted by the input element they touched, and each element adds its own
-in their order. Coordinates and weights follow torch's ``GridSampler.h``.
+reads of all outputs are sorted by the input element that they touched, and the contributions to
+each element are added in their order. Coordinates and weights follow torch's ``GridSampler.h``.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -19,12 +20,12 @@ from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, 
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
-_OUTSIDE = -100.0  # where torch sends coordinates that no integer can hold
+_OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
 _INT_MAX = 2**31 - 1
 
 
 class Tap(NamedTuple):
-    """One neighbour that a sample reads along one dimension; all of shape ``[n, outputs]``.
+    """One neighbor that a sample reads along one dimension; all of shape ``[n, outputs]``.
 
     Attributes:
         place: The element read, possibly outside of the input.
@@ -37,36 +38,6 @@ class Tap(NamedTuple):
     slope: Tensor
 
 
-def grid_sampler_2d_backward(
-    original: Original,
-    grad_output: Tensor,
-    input: Tensor,  # noqa: A002 - torch's name
-    grid: Tensor,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of 2-D ``grid_sample`` with respect to its input and its grid."""
-    arguments = (grad_output, input, grid, interpolation_mode, padding_mode, align_corners)
-    return _backward(original, (*arguments, output_mask), 2)
-
-
-def grid_sampler_3d_backward(
-    original: Original,
-    grad_output: Tensor,
-    input: Tensor,  # noqa: A002 - torch's name
-    grid: Tensor,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of 3-D ``grid_sample`` with respect to its input and its grid."""
-    arguments = (grad_output, input, grid, interpolation_mode, padding_mode, align_corners)
-    return _backward(original, (*arguments, output_mask), 3)
-
-
 def cudnn_grid_sampler_backward(
     original: Original, self: Tensor, grid: Tensor, grad_output: Tensor
 ) -> tuple[Tensor | None, Tensor]:
@@ -77,12 +48,20 @@ def cudnn_grid_sampler_backward(
     return _differentiate(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True))  # noqa: FBT003 - an argument of torch's
 
 
-def _backward(
+def _backward(  # noqa: PLR0913 - torch's arguments
     original: Original,
-    arguments: tuple[Tensor, Tensor, Tensor, int, int, bool, Sequence[bool]],
+    grad_output: Tensor,
+    image: Tensor,
+    grid: Tensor,
+    mode: int,
+    padding: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
+    *,
     dims: int,
 ) -> tuple[Tensor | None, Tensor]:
-    grad_output, image, grid, mode, padding, _, _ = arguments
+    """Return the gradients of ``grid_sample`` with respect to its input and its grid."""
+    arguments = (grad_output, image, grid, mode, padding, align_corners, output_mask)
     if (
         not _can_sample(grad_output, image, grid, dims)
         or mode not in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims]
@@ -90,6 +69,10 @@ def _backward(
     ):
         raise_as_original(original, *arguments)
     return _differentiate(*arguments)
+
+
+grid_sampler_2d_backward = partial(_backward, dims=2)
+grid_sampler_3d_backward = partial(_backward, dims=3)
 
 
 def _can_sample(grad_output: Tensor, image: Tensor, grid: Tensor, dims: int) -> bool:
@@ -115,6 +98,9 @@ def _differentiate(
 ) -> tuple[Tensor | None, Tensor]:
     batch, channels, *sizes = image.shape
     outputs = prod(grid.shape[1:-1])
+    if not grad_output.numel():
+        grad_image = torch.zeros_like(image, memory_format=torch.contiguous_format)
+        return grad_image if output_mask[0] else None, torch.zeros_like(grid)
     dtype = accumulation_dtype(image.dtype)
     coordinates = grid.reshape(batch, outputs, len(sizes)).to(dtype)
     taps = [
@@ -201,7 +187,7 @@ def _unnormalize(coordinate: Tensor, size: int, align_corners: bool) -> tuple[Te
 def _pad(
     position: Tensor, slope: Tensor, size: int, padding: int, align_corners: bool
 ) -> tuple[Tensor, Tensor]:
-    """Bring positions inside as the padding says, and the slope to that of what was done."""
+    """Move positions inside as the padding says, and return them with their slopes."""
     if padding == _REFLECTION:
         low, span = (0.0, float(size - 1)) if align_corners else (-0.5, float(size))
         if span == 0:
@@ -216,11 +202,11 @@ def _pad(
             slope = torch.where(even, slope, -slope)
     if padding != _ZEROS:
         inside = (position > 0) & (position < size - 1)
-        # Comparisons spelled so that NaN passes to the next line, as in torch.
+        # A NaN keeps its slope, as in torch.
         slope = torch.where(inside | position.isnan(), slope, 0)
         position = position.clamp(0, size - 1)
-    holds = (position.abs() < _INT_MAX) & position.isfinite()
-    return torch.where(holds, position, _OUTSIDE), slope
+    representable = (position.abs() < _INT_MAX) & position.isfinite()
+    return torch.where(representable, position, _OUTSIDE), slope
 
 
 def _differentiate_inner(distance: Tensor) -> Tensor:

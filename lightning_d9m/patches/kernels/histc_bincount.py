@@ -19,10 +19,10 @@ def histc(
     min: float = 0,  # noqa: A002 - torch's name
     max: float = 0,  # noqa: A002 - torch's name
 ) -> Tensor:
-    """Count the elements in each of some bins of equal width.
+    """Count the elements in each of ``bins`` bins of equal width.
 
-    Elements are counted as integers, so that a bin may hold more than the dtype can count one by
-    one. For the default range the smallest and the greatest element are read back, as torch does.
+    Elements are counted as integers, so a bin may hold more than the dtype can count one by one.
+    For the default range the host waits for the smallest and the greatest element, as in torch.
     """
     arguments = (self, bins, min, max)
     if not self.is_floating_point() or (bins > 0 and not self.numel() and min <= max):
@@ -49,7 +49,7 @@ def bincount(
 ) -> Tensor:
     """Add the weights of equal values, from first to last.
 
-    The greatest value is read back to size the result, as torch does.
+    The host waits for the smallest and the greatest value, which sizes the result, as in torch.
     """
     arguments = (self, weights, minlength)
     if weights is None or (self.dim() == 1 and not self.numel() and minlength >= 0):

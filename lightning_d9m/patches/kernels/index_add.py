@@ -1,7 +1,7 @@
-"""Adding rows where an index says: ``index_add``, ``index_put`` and the gradient of ``Embedding``.
+"""``index_add``, accumulating ``index_put`` and the gradient of ``Embedding``: rows added by index.
 
 torch has deterministic versions, which sort by index and then go through the duplicates of a place
-one after the other. These sort too, and let every feature of every place have a reader of its own.
+one after the other. These kernels sort too, and reduce every feature of every place in parallel.
 """
 
 from collections.abc import Sequence
@@ -10,30 +10,21 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.primitives.fallback import Original, holds, overlaps_itself
-from lightning_d9m.patches.primitives.segment_reduce import sum_segments
+from lightning_d9m.patches.primitives.fallback import Original, holds
+from lightning_d9m.patches.primitives.segment_reduce import Update, add_into, sum_segments
 
 
 def index_add(
     original: Original, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
-) -> Tensor:
-    """Return a copy with the source's slices added where the index says, in their order."""
-    sums = _sum_slices(self, dim, index, source)
-    if sums is None:
-        result: Tensor = original(self, dim, index, source, alpha=alpha)
-        return result
-    return self.clone(memory_format=torch.contiguous_format).add_(sums, alpha=alpha)
-
-
-def index_add_(
-    original: Original, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
-) -> Tensor:
+) -> Tensor | Update:
     """Add the source's slices where the index says, in their order."""
-    sums = None if overlaps_itself(self) else _sum_slices(self, dim, index, source)
-    if sums is None:
+    if not _can_add_slices(self, dim, index, source):
         result: Tensor = original(self, dim, index, source, alpha=alpha)
         return result
-    return self.add_(sums, alpha=alpha)
+    slices, count = source.movedim(dim, 0), self.shape[dim]
+    return Update(
+        lambda target: add_into(target.movedim(dim, 0), (index,), index, count, slices, alpha)
+    )
 
 
 def embedding_dense_backward(
@@ -56,24 +47,24 @@ def embedding_dense_backward(
     return sum_segments(keys, rows, num_weights).to(grad_output.dtype)
 
 
-def index_put_(
+def index_put(
     original: Original,
     self: Tensor,
     indices: Sequence[Tensor | None],
     values: Tensor,
     accumulate: bool = False,
     unsafe: bool = False,
-) -> Tensor:
+) -> Tensor | Update:
     """Add the values where the indices of the first dimensions say, in their order."""
-    sums = None if not accumulate or overlaps_itself(self) else _sum_put(self, indices, values)
-    if sums is None:
+    update = _plan_put(self, indices, values) if accumulate else None
+    if update is None:
         result: Tensor = original(self, indices, values, accumulate, unsafe)
         return result
-    return self.add_(sums)
+    return update
 
 
-def _sum_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor | None:
-    """Return what to add to each place, or None for what torch's own version must answer."""
+def _plan_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Update | None:
+    """Return the addition, or None if torch's own version must handle the arguments."""
     given = [index for index in indices if index is not None]
     sizes, rest = self.shape[: len(given)], self.shape[len(given) :]
     if (
@@ -87,23 +78,25 @@ def _sum_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> 
     ):
         return None
     try:
-        spots = torch.broadcast_tensors(*given)
-        rows = values.expand(*spots[0].shape, *rest)
+        indexes = torch.broadcast_tensors(*given)
+        rows = values.expand(*indexes[0].shape, *rest)
     except RuntimeError:
         return None
-    places = torch.zeros_like(spots[0], dtype=torch.int64)
-    inside = torch.ones_like(spots[0], dtype=torch.bool)
-    for spot, size in zip(spots, sizes, strict=True):
-        inside = inside & (spot >= -size) & (spot < size)
-        places = places * size + torch.where(spot < 0, spot + size, spot)
+    if not rows.numel():
+        return None
+    keys = torch.zeros_like(indexes[0], dtype=torch.int64)
+    inside = torch.ones_like(indexes[0], dtype=torch.bool)
+    for index, size in zip(indexes, sizes, strict=True):
+        inside = inside & (index >= -size) & (index < size)
+        keys = keys * size + torch.where(index < 0, index + size, index)
     if not holds(inside):
         return None
-    sums = sum_segments(places.flatten(), rows.reshape(places.numel(), prod(rest)), prod(sizes))
-    return sums.to(self.dtype).view(self.shape)
+    flat = tuple(index.flatten() for index in indexes)
+    rows = rows.reshape(keys.numel(), *rest)
+    return Update(lambda target: add_into(target, flat, keys.flatten(), prod(sizes), rows))
 
 
-def _sum_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
-    """Return what to add to each place, or None for what torch's own version must answer."""
+def _can_add_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> bool:
     dims = self.dim()
     if (
         not self.is_floating_point()
@@ -114,12 +107,10 @@ def _sum_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor
         or source.dim() != dims
         or not source.numel()
     ):
-        return None
-    slices = source.movedim(dim, 0)
-    places = self.movedim(dim, 0)
-    if slices.shape[1:] != places.shape[1:] or len(slices) != len(index):
-        return None
-    if not holds((index >= 0) & (index < len(places))):
-        return None
-    sums = sum_segments(index, slices.reshape(len(index), -1), len(places))
-    return sums.to(self.dtype).view(len(places), *places.shape[1:]).movedim(0, dim)
+        return False
+    slices, places = source.movedim(dim, 0), self.movedim(dim, 0)
+    return (
+        slices.shape[1:] == places.shape[1:]
+        and len(slices) == len(index)
+        and holds((index >= 0) & (index < len(places)))
+    )

@@ -1,14 +1,14 @@
-"""Gradients of interpolation: each input reads the outputs that it was spread to.
+"""Gradients of interpolation: each input reads the outputs that it contributed to.
 
 torch's CUDA kernels start one thread per output and add into the inputs with atomics. An
-interpolation is separable, so that one band per dimension suffices. Indices and weights follow
+interpolation is separable, so one gather table per dimension suffices. Indices and weights follow
 torch's ``UpSample.h`` (plain modes) and ``UpSampleKernel.cpp`` (antialiased modes), in the
 precision in which torch computes them.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,125 +16,23 @@ from torch import Tensor
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import (
     GatherTable,
-    build_band,
-    finish,
+    build_gather_table,
+    cached_on_device,
+    cast_like,
     gather_through,
-    place,
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
 
-BandBuilder = Callable[[int, int, bool, float | None, torch.dtype], GatherTable]
+TableBuilder = Callable[[int, int, bool, float | None, torch.dtype], GatherTable]
 
 CUBIC = -0.75
 _CUBIC_ANTIALIASED = -0.5
 
 
-def linear1d_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales: float | None = None,
-) -> Tensor:
-    """Return the gradient of linear interpolation with respect to its input."""
-    return _backward(
-        original,
-        build_linear_band,
-        (grad_output, output_size, input_size, align_corners, scales),
-        keep_format=False,
-    )
-
-
-def bilinear2d_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    """Return the gradient of bilinear interpolation with respect to its input."""
-    arguments = (grad_output, output_size, input_size, align_corners, scales_h, scales_w)
-    return _backward(original, build_linear_band, arguments, keep_format=True)
-
-
-def trilinear3d_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales_d: float | None = None,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    """Return the gradient of trilinear interpolation with respect to its input."""
-    arguments = (grad_output, output_size, input_size, align_corners, scales_d, scales_h, scales_w)
-    return _backward(original, build_linear_band, arguments, keep_format=True)
-
-
-def bicubic2d_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    """Return the gradient of bicubic interpolation with respect to its input."""
-    arguments = (grad_output, output_size, input_size, align_corners, scales_h, scales_w)
-    return _backward(original, build_cubic_band, arguments, keep_format=False)
-
-
-def bilinear2d_aa_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    """Return the gradient of antialiased bilinear interpolation with respect to its input."""
-    arguments = (grad_output, output_size, input_size, align_corners, scales_h, scales_w)
-    return _backward(original, build_triangle_band, arguments, keep_format=True)
-
-
-def bicubic2d_aa_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    """Return the gradient of antialiased bicubic interpolation with respect to its input."""
-    arguments = (grad_output, output_size, input_size, align_corners, scales_h, scales_w)
-    return _backward(original, build_keys_band, arguments, keep_format=False)
-
-
-def lanczos2d_aa_backward(
-    original: Original,
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    """Return the gradient of antialiased Lanczos interpolation with respect to its input."""
-    arguments = (grad_output, output_size, input_size, align_corners, scales_h, scales_w)
-    return _backward(original, build_lanczos_band, arguments, keep_format=False)
-
-
-def build_linear_band(
+def build_linear_table(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
 ) -> GatherTable:
-    """Return the band of linear interpolation: two neighbours, weighted by distance."""
+    """Return the gather table of linear interpolation: two neighbors, weighted by distance."""
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
     source = _sources(output_size, step, align_corners).clamp(min=0)
     left = source.to(torch.int64).clamp(max=input_size - 1)
@@ -145,10 +43,10 @@ def build_linear_band(
     )
 
 
-def build_cubic_band(
+def build_cubic_table(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
 ) -> GatherTable:
-    """Return the band of cubic convolution: four neighbours, clamped at the border."""
+    """Return the gather table of cubic convolution: four neighbors, clamped at the border."""
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
     source = _sources(output_size, step, align_corners)
     base = source.floor()
@@ -164,32 +62,32 @@ def build_cubic_band(
     return _collect(taps.clamp(0, input_size - 1), torch.stack(weights, dim=1), input_size)
 
 
-def build_triangle_band(
+def build_triangle_table(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
 ) -> GatherTable:
-    """Return the band of an antialiasing triangle filter."""
+    """Return the gather table of an antialiasing triangle filter."""
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    return _build_filter_band(input_size, output_size, step, 2, lambda x: (1 - x).clamp(min=0))
+    return _build_filter_table(input_size, output_size, step, 2, lambda x: (1 - x).clamp(min=0))
 
 
-def build_keys_band(
+def build_keys_table(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
 ) -> GatherTable:
-    """Return the band of an antialiasing cubic filter (Keys, a = -0.5)."""
+    """Return the gather table of an antialiasing cubic filter (Keys, a = -0.5)."""
 
     def weigh(distance: Tensor) -> Tensor:
         outer = weigh_cubic_outer(distance, _CUBIC_ANTIALIASED)
-        outer = torch.where(distance < 2, outer, torch.zeros_like(outer))  # noqa: PLR2004 - a number of dimensions
+        outer = torch.where(distance < 2, outer, torch.zeros_like(outer))  # noqa: PLR2004 - the filter's support
         return torch.where(distance < 1, weigh_cubic_inner(distance, _CUBIC_ANTIALIASED), outer)
 
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    return _build_filter_band(input_size, output_size, step, 4, weigh)
+    return _build_filter_table(input_size, output_size, step, 4, weigh)
 
 
-def build_lanczos_band(
+def build_lanczos_table(
     input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
 ) -> GatherTable:
-    """Return the band of an antialiasing Lanczos filter with three lobes."""
+    """Return the gather table of an antialiasing Lanczos filter with three lobes."""
     lobes = 3
 
     def weigh(distance: Tensor) -> Tensor:
@@ -197,32 +95,7 @@ def build_lanczos_band(
         return torch.where(distance < lobes, weight, torch.zeros_like(weight))
 
     step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    return _build_filter_band(input_size, output_size, step, 2 * lobes, weigh)
-
-
-def _backward(
-    original: Original,
-    build: BandBuilder,
-    arguments: tuple[Any, ...],
-    *,
-    keep_format: bool,
-) -> Tensor:
-    grad_output: Tensor = arguments[0]
-    output_size, input_size, align_corners, *scales = arguments[1:]
-    if (
-        len(input_size) != len(scales) + 2
-        or len(output_size) != len(scales)
-        or list(grad_output.shape) != [*input_size[:2], *output_size]
-        or not grad_output.is_floating_point()
-        or min(*input_size[1:], *grad_output.shape[1:]) < 1
-    ):
-        raise_as_original(original, *arguments)
-    dtype = accumulation_dtype(grad_output.dtype)
-    bands = [
-        place(grad_output.device, build, *side, align_corners, scale, dtype)
-        for *side, scale in zip(input_size[2:], output_size, scales, strict=True)
-    ]
-    return finish(gather_through(grad_output, bands), grad_output, keep_format=keep_format)
+    return _build_filter_table(input_size, output_size, step, 2 * lobes, weigh)
 
 
 def _source_step(
@@ -246,10 +119,10 @@ def _sources(output_size: int, step: Tensor, align_corners: bool) -> Tensor:
 
 def _collect(inputs: Tensor, weights: Tensor, input_size: int) -> GatherTable:
     outputs = torch.arange(len(inputs), device="cpu")[:, None].expand_as(inputs)
-    return build_band(inputs.flatten(), outputs.flatten(), input_size, weight=weights.flatten())
+    return build_gather_table(inputs.flatten(), outputs.flatten(), input_size, weight=weights.flatten())
 
 
-def _build_filter_band(
+def _build_filter_table(
     input_size: int,
     output_size: int,
     step: Tensor,
@@ -259,7 +132,7 @@ def _build_filter_band(
     shrink = step.clamp(min=1)  # the filter widens where the image shrinks
     support = taps / 2 * shrink
     centers = (torch.arange(output_size, dtype=step.dtype, device="cpu") + 0.5) * step
-    # Conversion to an integer cuts towards zero, as in C++.
+    # Conversion to an integer truncates toward zero, as in C++.
     starts = (centers - support + 0.5).to(torch.int64).clamp(min=0)
     ends = (centers + support + 0.5).to(torch.int64).clamp(max=input_size)
     width = ceil(float(support)) * 2 + 1
@@ -269,7 +142,7 @@ def _build_filter_band(
     weights = torch.where(inside, weights, torch.zeros_like(weights))
     weights = weights / weights.sum(dim=1, keepdim=True)
     outputs = torch.arange(output_size, device="cpu")[:, None].expand_as(inputs)
-    return build_band(inputs[inside], outputs[inside], input_size, weight=weights[inside])
+    return build_gather_table(inputs[inside], outputs[inside], input_size, weight=weights[inside])
 
 
 def weigh_cubic_inner(distance: Tensor, a: float) -> Tensor:
@@ -280,3 +153,55 @@ def weigh_cubic_inner(distance: Tensor, a: float) -> Tensor:
 def weigh_cubic_outer(distance: Tensor, a: float) -> Tensor:
     """Return the weight of cubic convolution at a distance of 1 to 2."""
     return ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+
+
+def _differentiate(
+    original: Original,
+    grad_output: Tensor,
+    output_size: Sequence[int],
+    input_size: Sequence[int],
+    align_corners: bool,
+    *scales: float | None,
+    dims: int,
+    build: TableBuilder,
+    keep_format: bool = False,
+) -> Tensor:
+    """Return the gradient of an interpolation with respect to its input.
+
+    Args:
+        original: Torch's kernel.
+        grad_output: Of shape ``[batch, channels, *output_size]``.
+        output_size: Sizes of the spatial dimensions.
+        input_size: Sizes of all dimensions.
+        align_corners: As in ``torch.nn.functional.interpolate``.
+        *scales: One for each spatial dimension; in torch's schema the last, optional arguments.
+        dims: Number of spatial dimensions.
+        build: Builds the gather table of one dimension.
+        keep_format: Whether torch's kernel keeps the channels_last memory format.
+    """
+    scales = (*scales, *[None] * (dims - len(scales)))
+    if (
+        len(input_size) != dims + 2
+        or len(output_size) != dims
+        or list(grad_output.shape) != [*input_size[:2], *output_size]
+        or not grad_output.is_floating_point()
+        or min(*input_size[1:], *grad_output.shape[1:]) < 1
+    ):
+        raise_as_original(original, grad_output, output_size, input_size, align_corners, *scales)
+    dtype = accumulation_dtype(grad_output.dtype)
+    tables = [
+        cached_on_device(grad_output.device, build, *side, align_corners, scale, dtype)
+        for *side, scale in zip(input_size[2:], output_size, scales, strict=True)
+    ]
+    return cast_like(gather_through(grad_output, tables), grad_output, keep_format=keep_format)
+
+
+linear1d_backward = partial(_differentiate, dims=1, build=build_linear_table)
+bilinear2d_backward = partial(_differentiate, dims=2, build=build_linear_table, keep_format=True)
+trilinear3d_backward = partial(_differentiate, dims=3, build=build_linear_table, keep_format=True)
+bicubic2d_backward = partial(_differentiate, dims=2, build=build_cubic_table)
+bilinear2d_aa_backward = partial(
+    _differentiate, dims=2, build=build_triangle_table, keep_format=True
+)
+bicubic2d_aa_backward = partial(_differentiate, dims=2, build=build_keys_table)
+lanczos2d_aa_backward = partial(_differentiate, dims=2, build=build_lanczos_table)

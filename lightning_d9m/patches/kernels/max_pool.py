@@ -5,6 +5,7 @@ window chooses one input; where windows overlap, several may choose the same.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -12,17 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.gather_tables import finish, place
+from lightning_d9m.patches.primitives.gather_tables import cached_on_device, cast_like
 from lightning_d9m.patches.primitives.pooling_windows import (
     WindowExtent,
-    build_adaptive_reach,
-    build_strided_reach,
+    build_adaptive_extent,
+    build_strided_extent,
     count_outputs,
     read_windows,
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_segments
 
-_UNREACHED = -2
+_NO_INPUT = -2
 
 
 def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -57,60 +58,23 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
             ceil_mode,
             indices,
         )
-    reaches = [
-        place(self.device, build_strided_reach, *side)
+    extents = [
+        cached_on_device(self.device, build_strided_extent, *side)
         for side in zip(sizes, grad_output.shape[-dims:], windows, strict=True)
     ]
-    return finish(_gather_chosen(grad_output, indices, reaches), self, keep_format=True)
-
-
-def adaptive_max_pool2d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor
-) -> Tensor:
-    """Return the gradient of ``adaptive_max_pool2d`` with respect to its input."""
-    return _adaptive_backward(original, grad_output, self, indices, 2)
-
-
-def adaptive_max_pool3d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor
-) -> Tensor:
-    """Return the gradient of ``adaptive_max_pool3d`` with respect to its input."""
-    return _adaptive_backward(original, grad_output, self, indices, 3)
-
-
-def fractional_max_pool2d_backward(
-    original: Original,
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    output_size: Sequence[int],
-    indices: Tensor,
-) -> Tensor:
-    """Return the gradient of ``fractional_max_pool2d`` with respect to its input."""
-    return _fractional_backward(original, grad_output, self, kernel_size, output_size, indices, 2)
-
-
-def fractional_max_pool3d_backward(
-    original: Original,
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    output_size: Sequence[int],
-    indices: Tensor,
-) -> Tensor:
-    """Return the gradient of ``fractional_max_pool3d`` with respect to its input."""
-    return _fractional_backward(original, grad_output, self, kernel_size, output_size, indices, 3)
+    return cast_like(_gather_chosen(grad_output, indices, extents), self, keep_format=True)
 
 
 def _adaptive_backward(
-    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor, dims: int
+    original: Original, grad_output: Tensor, self: Tensor, indices: Tensor, *, dims: int
 ) -> Tensor:
+    """Return the gradient of an adaptive max pooling with respect to its input."""
     if not _can_choose(grad_output, self, indices, dims):
         raise_as_original(original, grad_output, self, indices)
     sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
-    reaches = [place(self.device, build_adaptive_reach, *side) for side in sides]
-    chosen = _gather_chosen(grad_output, indices, reaches)
-    return finish(chosen, self, keep_format=dims == 2)  # noqa: PLR2004 - a number of dimensions
+    extents = [cached_on_device(self.device, build_adaptive_extent, *side) for side in sides]
+    chosen = _gather_chosen(grad_output, indices, extents)
+    return cast_like(chosen, self, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
 
 
 def _fractional_backward(
@@ -120,51 +84,58 @@ def _fractional_backward(
     kernel_size: Sequence[int],
     output_size: Sequence[int],
     indices: Tensor,
+    *,
     dims: int,
 ) -> Tensor:
+    """Return the gradient of a fractional max pooling with respect to its input."""
     if not _can_choose(grad_output, self, indices, dims) or list(output_size) != list(
         grad_output.shape[-dims:]
     ):
         raise_as_original(original, grad_output, self, kernel_size, output_size, indices)
-    # The windows start at random, differently in each plane, so that no fixed list tells which of
-    # them reach an input: sort the outputs by the input that they chose.
+    # The windows start at random, differently in each plane, so no fixed list contains the windows
+    # of an input: sort the outputs by the input that they chose.
     planes, inputs = prod(self.shape[:-dims]), prod(self.shape[-dims:])
     first = torch.arange(planes, dtype=torch.int64, device=self.device)[:, None] * inputs
     keys = (indices.flatten(-dims).flatten(0, -2) + first).flatten()
     sums = sum_segments(keys, grad_output.reshape(-1), planes * inputs)
-    return finish(sums.view(self.shape), self, keep_format=False)
+    return cast_like(sums.view(self.shape), self, keep_format=False)
 
 
-def _gather_chosen(grad_output: Tensor, indices: Tensor, reaches: list[WindowExtent]) -> Tensor:
+adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
+adaptive_max_pool3d_backward = partial(_adaptive_backward, dims=3)
+fractional_max_pool2d_backward = partial(_fractional_backward, dims=2)
+fractional_max_pool3d_backward = partial(_fractional_backward, dims=3)
+
+
+def _gather_chosen(grad_output: Tensor, indices: Tensor, extents: list[WindowExtent]) -> Tensor:
     """Add, for each input, the gradients of the windows whose index names it.
 
     Args:
         grad_output: Of shape ``[..., *outputs]``.
         indices: For each output the flat position of the chosen input in its plane.
-        reaches: For each dimension the windows that reach an input.
+        extents: For each dimension the windows that contain an input.
     """
-    dims = len(reaches)
+    dims = len(extents)
     planes = prod(grad_output.shape[:-dims])
     outputs = prod(grad_output.shape[-dims:])
     gradients, chosen = (part.reshape(planes, outputs) for part in (grad_output, indices))
-    sizes = [reach.outputs.shape[1] for reach in reaches]
+    sizes = [extent.outputs.shape[1] for extent in extents]
     device = grad_output.device
     inputs = torch.arange(prod(sizes), dtype=torch.int64, device=device).view(sizes)
     dtype = accumulation_dtype(grad_output.dtype)
     total = torch.zeros((planes, prod(sizes)), dtype=dtype, device=device)
-    zero = torch.zeros((), dtype=grad_output.dtype, device=device)
-    # The windows that reach an input are visited in ascending order, which is the order in which
-    # one thread going through all outputs would add them.
-    for ranks in product(*(range(len(reach.outputs)) for reach in reaches)):
+    # The windows that contain an input are visited in ascending order, which is the order in which
+    # one thread that goes through all outputs would add them.
+    for ranks in product(*(range(len(extent.outputs)) for extent in extents)):
         read, expected = torch.zeros_like(inputs), inputs
-        for position, (reach, rank) in enumerate(zip(reaches, ranks, strict=True)):
+        for position, (extent, rank) in enumerate(zip(extents, ranks, strict=True)):
             side = [-1] + [1] * (dims - 1 - position)
-            window = reach.outputs[rank].view(side)
+            window = extent.outputs[rank].view(side)
             read = read * grad_output.shape[position - dims] + window.clamp(min=0)
-            expected = torch.where(window >= 0, expected, _UNREACHED)
+            expected = torch.where(window >= 0, expected, _NO_INPUT)
         places = read.flatten()
         hit = chosen.index_select(1, places) == expected.flatten()
-        total += torch.where(hit, gradients.index_select(1, places), zero)
+        total += torch.where(hit, gradients.index_select(1, places), 0)
     return total.view(*grad_output.shape[:-dims], *sizes)
 
 

@@ -1,7 +1,7 @@
 """The 2-D negative log likelihood loss, reduced over all pixels.
 
-torch's CUDA kernel adds the blocks' partial sums with atomics. Here the terms are written down
-and summed by torch's reduction, whose tree depends on the shape only.
+torch's CUDA kernel adds the blocks' partial sums with atomics. Here the terms are stored and
+summed by torch's reduction, whose tree depends on the shape only.
 """
 
 import torch
@@ -21,7 +21,7 @@ def nll_loss2d_forward(
     reduction: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and the total weight, both scalars; without a reduction torch's own result.
+    """Return the loss and the total weight, both scalars; torch's own result without a reduction.
 
     The loss is ``-sum(weight[t] * self[n, t, h, w])``, for the mean divided by ``sum(weight[t])``,
     over the pixels whose target t is not ``ignore_index``.
@@ -44,15 +44,14 @@ def nll_loss2d_forward(
     try:
         chosen = self.gather(1, classes.unsqueeze(1)).squeeze(1).to(dtype)
     except (IndexError, RuntimeError):
-        raise_as_original(original, *arguments)  # a target is no class
-    zero = torch.zeros((), dtype=dtype, device=self.device)
+        raise_as_original(original, *arguments)  # a target is not a class
     if weight is None:
         total_weight = counted.sum().to(dtype)
-        loss = torch.where(counted, -chosen, zero).sum()
+        loss = torch.where(counted, -chosen, 0).sum()
     else:
         factors = weight.to(dtype).index_select(0, classes.flatten()).view_as(chosen)
-        total_weight = torch.where(counted, factors, zero).sum()
-        loss = torch.where(counted, -chosen * factors, zero).sum()
+        total_weight = torch.where(counted, factors, 0).sum()
+        loss = torch.where(counted, -chosen * factors, 0).sum()
     if reduction == _MEAN:
         loss = loss / total_weight
     return loss.to(self.dtype), total_weight.to(self.dtype)

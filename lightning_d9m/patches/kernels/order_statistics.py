@@ -1,27 +1,15 @@
 """Order statistics together with their indices: the median along a dimension, and ``topk``.
 
-torch's CUDA kernels return the index of whichever of several equal elements a thread finds. Here
-it is the one that a stable sort puts there.
+torch's CUDA kernel of the median returns the index of whichever of several equal elements a thread
+finds. Here it is the first one. ``topk`` returns the elements that a stable sort puts first.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-
-
-def median_dim(
-    original: Original, self: Tensor, dim: int, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the lower median and its index; NaN and the first NaN's index where there is one."""
-    return _median(original, self, dim, keepdim, ignore_nan=False)
-
-
-def nanmedian_dim(
-    original: Original, self: Tensor, dim: int, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the lower median of what is not NaN, and its index."""
-    return _median(original, self, dim, keepdim, ignore_nan=True)
 
 
 def topk(
@@ -50,8 +38,13 @@ def topk(
 
 
 def _median(
-    original: Original, self: Tensor, dim: int, keepdim: bool, *, ignore_nan: bool
+    original: Original, self: Tensor, dim: int, keepdim: bool = False, *, ignore_nan: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return the lower median and the index of the first element that equals it.
+
+    ``median`` returns NaN and the first NaN's index if there is a NaN; ``nanmedian`` only if there
+    is nothing else.
+    """
     dims = max(self.dim(), 1)
     if (
         not -dims <= dim < dims
@@ -61,17 +54,25 @@ def _median(
     ):
         raise_as_original(original, self, dim, keepdim)
     rows = self if self.dim() else self.unsqueeze(0)
-    ordered, indices = torch.sort(rows, dim=dim, stable=True)  # NaNs come last, in their order
     size = rows.shape[dim]
-    if self.is_floating_point():
-        numbers = size - ordered.isnan().sum(dim, keepdim=True)
-        if ignore_nan:
-            place = torch.div(numbers - 1, 2, rounding_mode="floor").clamp_(min=0)
-        else:
-            place = torch.where(numbers < size, numbers, (size - 1) // 2)
-        chosen = ordered.gather(dim, place), indices.gather(dim, place)
+    is_nan = rows.isnan()
+    if ignore_nan and self.is_floating_point():
+        numbers = size - is_nan.sum(dim, keepdim=True)
+        middle = torch.div(numbers - 1, 2, rounding_mode="floor").clamp_(min=0)
+        value = torch.sort(rows, dim=dim, stable=True).values.gather(dim, middle)
+        matches = (rows == value) | (is_nan & (numbers == 0))
     else:
-        middle = (size - 1) // 2
-        chosen = ordered.narrow(dim, middle, 1), indices.narrow(dim, middle, 1)
-    values, places = (part if keepdim and self.dim() else part.squeeze(dim) for part in chosen)
-    return values.contiguous(), places.contiguous()
+        # kthvalue selects without a sort, and its value does not depend on the order of threads.
+        value = rows.kthvalue((size + 1) // 2, dim, keepdim=True).values
+        matches = torch.where(is_nan.any(dim, keepdim=True), is_nan, rows == value)
+    shape = [1] * rows.dim()
+    shape[dim] = size
+    ranks = torch.arange(size, device=self.device).view(shape)
+    index = torch.where(matches, ranks, size - 1).amin(dim, keepdim=True)
+    chosen = rows.gather(dim, index), index
+    values, indices = (part if keepdim and self.dim() else part.squeeze(dim) for part in chosen)
+    return values.contiguous(), indices.contiguous()
+
+
+median_dim = partial(_median, ignore_nan=False)
+nanmedian_dim = partial(_median, ignore_nan=True)

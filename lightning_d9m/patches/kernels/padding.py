@@ -1,11 +1,12 @@
 """Gradients of padding by reflection and by replication.
 
 torch's CUDA kernels start one thread per output and add with atomics, because several outputs
-show one input. Here reflected strips are folded back as a whole, one after the other, and
-replicated edges read their copies in order.
+copy one input. Here whole reflected strips are added back, one after the other, and replicated
+edges read the gradients of their copies in order.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,64 +14,23 @@ from torch import Tensor
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import (
     GatherTable,
-    build_band,
-    finish,
+    build_gather_table,
+    cached_on_device,
+    cast_like,
     gather_through,
-    place,
 )
 
 
-def reflection_pad1d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of 1-D reflection padding with respect to its input."""
-    return _reflection_backward(original, grad_output, self, padding, 1)
-
-
-def reflection_pad2d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of 2-D reflection padding with respect to its input."""
-    return _reflection_backward(original, grad_output, self, padding, 2)
-
-
-def reflection_pad3d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of 3-D reflection padding with respect to its input."""
-    return _reflection_backward(original, grad_output, self, padding, 3)
-
-
-def replication_pad1d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of 1-D replication padding with respect to its input."""
-    return _replication_backward(original, grad_output, self, padding, 1)
-
-
-def replication_pad2d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of 2-D replication padding with respect to its input."""
-    return _replication_backward(original, grad_output, self, padding, 2)
-
-
-def replication_pad3d_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of 3-D replication padding with respect to its input."""
-    return _replication_backward(original, grad_output, self, padding, 3)
-
-
-def build_replication_band(input_size: int, output_size: int, left: int) -> GatherTable:
-    """Return the band of padding along one dimension with copies of the edge."""
+def build_replication_table(input_size: int, output_size: int, left: int) -> GatherTable:
+    """Return the gather table of padding along one dimension with copies of the edge."""
     outputs = torch.arange(output_size, dtype=torch.int64, device="cpu")
-    return build_band((outputs - left).clamp(0, input_size - 1), outputs, input_size)
+    return build_gather_table((outputs - left).clamp(0, input_size - 1), outputs, input_size)
 
 
 def _reflection_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], dims: int
+    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], *, dims: int
 ) -> Tensor:
+    """Return the gradient of padding by reflection with respect to its input."""
     sides = _list_sides(padding)
     sizes = self.shape[-dims:]
     if not _fits(grad_output, self, sides) or any(
@@ -81,18 +41,19 @@ def _reflection_backward(
 
 
 def _replication_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], dims: int
+    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], *, dims: int
 ) -> Tensor:
+    """Return the gradient of padding by replication with respect to its input."""
     sides = _list_sides(padding)
     if not _fits(grad_output, self, sides):
         raise_as_original(original, grad_output, self, padding)
-    bands = [
-        place(self.device, build_replication_band, *sizes, left)
+    tables = [
+        cached_on_device(self.device, build_replication_table, *sizes, left)
         for *sizes, (left, _) in zip(
             self.shape[-dims:], grad_output.shape[-dims:], sides, strict=True
         )
     ]
-    return finish(gather_through(grad_output, bands), self, keep_format=False)
+    return cast_like(gather_through(grad_output, tables), self, keep_format=False)
 
 
 def _list_sides(padding: Sequence[int]) -> list[tuple[int, int]]:
@@ -106,14 +67,14 @@ def _fits(grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]) -
     return (
         self.dim() in (dims + 1, dims + 2)
         and grad_output.dtype == self.dtype
-        and self.is_floating_point()
+        and (self.is_floating_point() or self.is_complex())
         and grad_output.shape == (*self.shape[:-dims], *padded)
         and min(*self.shape[-dims - 1 :], *padded) > 0
     )
 
 
 def _fold(gradient: Tensor, sizes: Sequence[int], sides: Sequence[tuple[int, int]]) -> Tensor:
-    """Fold the first dimension given, and within each of its parts the ones after it.
+    """Fold the first of the given dimensions, and within each of its parts the others.
 
     Only the strips are read twice; the middle is copied once.
     """
@@ -138,3 +99,11 @@ def _fold(gradient: Tensor, sizes: Sequence[int], sides: Sequence[tuple[int, int
         strip = _fold(gradient.narrow(dim, start, trail), sizes[1:], sides[1:])
         result.narrow(dim, size - 1 - trail, trail).add_(strip.flip(dim))
     return result
+
+
+reflection_pad1d_backward = partial(_reflection_backward, dims=1)
+reflection_pad2d_backward = partial(_reflection_backward, dims=2)
+reflection_pad3d_backward = partial(_reflection_backward, dims=3)
+replication_pad1d_backward = partial(_replication_backward, dims=1)
+replication_pad2d_backward = partial(_replication_backward, dims=2)
+replication_pad3d_backward = partial(_replication_backward, dims=3)

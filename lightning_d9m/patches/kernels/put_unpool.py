@@ -1,58 +1,62 @@
-"""Writing values to places, ``put_`` and the max unpoolings: of several, the last wins.
+"""``put_`` and the max unpoolings: of several values for one place, the last one is written.
 
 torch's CUDA kernels let threads race for a place; its CPU kernels, on one thread, go from first
 to last.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.primitives.fallback import Original, overlaps_itself, raise_as_original
-from lightning_d9m.patches.primitives.gather_tables import finish
-from lightning_d9m.patches.primitives.segment_reduce import find_last
+from lightning_d9m.patches.kernels.scatter import unravel
+from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
+from lightning_d9m.patches.primitives.gather_tables import cast_like
+from lightning_d9m.patches.primitives.segment_reduce import Update, find_last
 
 
-def put_(
+def put(
     original: Original, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
-) -> Tensor:
+) -> Update:
     """Write the source into a tensor, at positions counted as if it were flat."""
-    arguments = (self, index, source, accumulate)
+    bound = partial(original, self, index, source, accumulate)
     size = self.numel()
     if (
         index.dtype != torch.int64
         or source.dtype != self.dtype
         or source.numel() != index.numel()
         or (size == 0 and index.numel() > 0)
-        or overlaps_itself(self)
     ):
-        raise_as_original(original, *arguments)
+        raise_as_original(bound)
     if not index.numel():
-        return self
+        return Update(lambda _: None)
     places, values = index.flatten(), source.flatten()
     places = torch.where(places < 0, places + size, places)
     places = torch.where(places < 0, size, places)  # out of range, also for index_put_
     if not accumulate:
-        # Every value for one place is made the same, so that the order of writing has no say.
+        # All values for one place become equal, so the order of the writes has no effect.
         values = values.index_select(0, find_last(places))
-    try:
-        if self.is_contiguous():
-            self.view(-1).index_put_((places,), values, accumulate=accumulate)
-        else:
-            self.index_put_(_unravel(places, self.shape), values, accumulate=accumulate)
-    except (IndexError, RuntimeError):
-        raise_as_original(original, *arguments)
-    return self
+
+    def write(target: Tensor) -> None:
+        try:
+            if target.is_contiguous():
+                target.view(-1).index_put_((places,), values, accumulate=accumulate)
+            else:
+                indices = unravel(places, target.shape)
+                target.index_put_(indices, values, accumulate=accumulate)
+        except (IndexError, RuntimeError):  # on a CPU; on CUDA the device reports it later
+            raise_as_original(bound)
+
+    return Update(write)
 
 
 def max_unpool2d(
     original: Original, self: Tensor, indices: Tensor, output_size: Sequence[int]
 ) -> Tensor:
     """Return zeros with each value at the position in its plane that its index names."""
-    return _unpool(original, (self, indices, output_size), 2)
+    return _unpool(partial(original, self, indices, output_size), self, indices, output_size, 2)
 
 
 def max_unpool3d(
@@ -64,19 +68,15 @@ def max_unpool3d(
     padding: Sequence[int],
 ) -> Tensor:
     """Return zeros with each value at the position in its volume that its index names."""
-    arguments = (self, indices, output_size, stride, padding)
+    bound = partial(original, self, indices, output_size, stride, padding)
     if len(stride) != 3 or len(padding) != 3 or min(stride) < 1:  # noqa: PLR2004 - a number of dimensions
-        raise_as_original(original, *arguments)
-    return _unpool(original, arguments, 3)
+        raise_as_original(bound)
+    return _unpool(bound, self, indices, output_size, 3)
 
 
 def _unpool(
-    original: Original,
-    arguments: tuple[Any, ...],
-    dims: int,
+    bound: Original, self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int
 ) -> Tensor:
-    self: Tensor = arguments[0]
-    indices, output_size = arguments[1:3]
     if (
         self.dim() not in (dims + 1, dims + 2)
         or indices.dtype != torch.int64
@@ -85,25 +85,16 @@ def _unpool(
         or min(self.shape[-dims - 1 :]) < 1
         or not self.is_floating_point()
     ):
-        raise_as_original(original, *arguments)
+        raise_as_original(bound)
     planes = prod(self.shape[:-dims])
     size = prod(self.shape[-dims:])
     values, places = self.reshape(planes, size), indices.reshape(planes, size)
     ranks = torch.arange(size, device=self.device).expand_as(places)
-    # The greatest of some integers does not depend on the order in which they come.
+    # The greatest of some integers does not depend on their order.
     last = places.new_full((planes, prod(output_size)), -1)
     try:
         last.scatter_reduce_(1, places, ranks, "amax")
     except RuntimeError:
-        raise_as_original(original, *arguments)  # an index lies outside its plane
-    zero = torch.zeros((), dtype=self.dtype, device=self.device)
-    result = torch.where(last >= 0, values.gather(1, last.clamp(min=0)), zero)
-    return finish(result.view(*self.shape[:-dims], *output_size), self, keep_format=False)
-
-
-def _unravel(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    spots = []
-    for size in reversed(shape[1:]):
-        spots.append(places % size)
-        places = places // size
-    return (places, *reversed(spots))
+        raise_as_original(bound)  # an index lies outside its plane
+    result = torch.where(last >= 0, values.gather(1, last.clamp(min=0)), 0)
+    return cast_like(result.view(*self.shape[:-dims], *output_size), self, keep_format=False)

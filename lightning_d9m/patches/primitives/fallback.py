@@ -1,11 +1,11 @@
-"""What a replacement does with arguments it does not take: let the original speak.
+"""Fallback of a kernel to torch for arguments that it does not take.
 
-A replacement accepts exactly what the original accepts. Where a cheap look at shapes and dtypes
-says that the original would raise, the original is called, so that its own error comes out word
-for word.
+A kernel accepts exactly what torch's kernel accepts. Where a cheap check of shapes and dtypes shows
+that torch would raise, the kernel calls torch's own, so that the user sees torch's error message.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,41 +14,39 @@ from torch import Tensor
 from lightning_d9m.errors import D9mError
 
 Original = Callable[..., Any]
-"""The kernel that a replacement stands in for, bound to the dispatch keys of the present call."""
+"""The kernel of torch that is replaced, bound to the dispatch keys of the current call."""
 
 
 def raise_as_original(original: Original, *args: object, **kwargs: object) -> NoReturn:
-    """Call the original, which is expected to raise.
+    """Call torch's kernel, perhaps with arguments bound to it already, which is expected to raise.
 
     Raises:
-        D9mError: The original took the arguments. Its result is thrown away, because it may be
-            nondeterministic: refusing is safe, silence is not.
+        D9mError: It accepted the arguments. Its result may be nondeterministic and is discarded.
     """
     original(*args, **kwargs)
+    if isinstance(original, partial):
+        args = (*original.args, *args)
+    given = [argument for argument in args if not isinstance(argument, torch.DispatchKeySet)]
     raise D9mError(
         "The deterministic replacement does not take these arguments, although torch's own kernel "
-        f"does: {[_describe(argument) for argument in args]}. Exclude the op from the patches to "
-        "run torch's nondeterministic kernel, and please report the case."
+        f"does: {[_describe_argument(argument) for argument in given]}. Exclude the op from the "
+        "patches to run torch's nondeterministic kernel, and please report the case."
     )
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Say whether several elements are known to share memory, as in an expanded tensor."""
-    return torch._debug_has_internal_overlap(tensor) == 1  # noqa: SLF001 - what torch's kernels ask
-
-
 def holds(condition: Tensor) -> bool:
-    """Say whether a condition on values is known to hold everywhere.
+    """Return whether a condition on values is known to be true everywhere.
 
-    On CUDA the check is made on the device, as those of torch's own kernels are, and nothing waits.
+    On CUDA the check runs on the device, as in torch's own kernels, and the host does not wait: a
+    failed check is a device-side assertion, which surfaces as an error at a later call.
     """
     try:
-        torch.ops.aten._assert_async(condition.all())  # noqa: SLF001 - no wait for the device
+        torch.ops.aten._assert_async(condition.all())  # noqa: SLF001 - it does not wait for the device
     except RuntimeError:
         return False
     return True
 
 
-def _describe(argument: object) -> str:
+def _describe_argument(argument: object) -> str:
     shape, dtype = getattr(argument, "shape", None), getattr(argument, "dtype", None)
     return repr(argument) if shape is None else f"{dtype} of shape {tuple(shape)}"

@@ -1,4 +1,4 @@
-"""Which outputs of a pooling read which inputs, along one dimension."""
+"""Windows of a pooling along one dimension: the inputs that each output reads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.primitives.gather_tables import GatherTable, build_band
+from lightning_d9m.patches.primitives.gather_tables import GatherTable, build_gather_table
 
 
 class Window(NamedTuple):
@@ -19,7 +19,7 @@ class Window(NamedTuple):
 
 
 class WindowExtent(NamedTuple):
-    """The windows that reach each input along one dimension.
+    """The windows that contain each input along one dimension.
 
     Attributes:
         outputs: Ascending in each column, then -1; int64 of shape ``[longest, inputs]``.
@@ -35,7 +35,7 @@ def read_windows(
     padding: Sequence[int],
     dilation: Sequence[int] = (1,),
 ) -> list[Window]:
-    """Spell out pooling arguments for each dimension, as torch does: one number may serve all."""
+    """Expand pooling arguments to one window for each dimension; as in torch, one number may do."""
     sides = [
         list(values) * (dims if len(values) == 1 else 1)
         for values in (kernel_size, stride or kernel_size, padding, dilation)
@@ -45,63 +45,63 @@ def read_windows(
 
 def count_outputs(size: int, window: Window, *, ceil_mode: bool) -> int:
     """Return the number of windows along one dimension (torch's ``pooling_output_shape``)."""
-    reach = window.dilation * (window.size - 1) + 1
-    room = size + 2 * window.padding - reach
-    outputs = (room + (window.stride - 1 if ceil_mode else 0)) // window.stride + 1
+    extent = window.dilation * (window.size - 1) + 1
+    span = size + 2 * window.padding - extent
+    outputs = (span + (window.stride - 1 if ceil_mode else 0)) // window.stride + 1
     # The last window must start inside the input or the left padding.
     if ceil_mode and (outputs - 1) * window.stride >= size + window.padding:
         outputs -= 1
     return outputs
 
 
-def build_mean_band(
+def build_mean_table(
     input_size: int, output_size: int, window: Window, count_include_pad: bool
 ) -> GatherTable:
-    """Return the band of an average pooling with a fixed stride."""
+    """Return the gather table of an average pooling with a fixed stride."""
     starts = _range(output_size) * window.stride - window.padding
     ends = (starts + window.size).clamp(max=input_size + window.padding)
     inside = starts.clamp(min=0), ends.clamp(max=input_size)
     divisor = ends - starts if count_include_pad else inside[1] - inside[0]
-    return _build_window_band(*inside, input_size, divisor)
+    return _build_window_table(*inside, input_size, divisor)
 
 
-def build_adaptive_band(input_size: int, output_size: int) -> GatherTable:
-    """Return the band of an adaptive pooling: window o is ``[o*i//n, ceil((o+1)*i/n))``."""
+def build_adaptive_table(input_size: int, output_size: int) -> GatherTable:
+    """Return the table of an adaptive pooling: window o is ``[o*i//n, ceil((o+1)*i/n))``."""
     outputs = _range(output_size)
     starts = outputs * input_size // output_size
     ends = -(-(outputs + 1) * input_size // output_size)
-    return _build_window_band(starts, ends, input_size, ends - starts)
+    return _build_window_table(starts, ends, input_size, ends - starts)
 
 
-def build_adaptive_reach(input_size: int, output_size: int) -> WindowExtent:
-    """Return which windows of an adaptive pooling reach an input."""
-    return _list_reach(build_adaptive_band(input_size, output_size))
+def build_adaptive_extent(input_size: int, output_size: int) -> WindowExtent:
+    """Return the windows of an adaptive pooling that contain each input."""
+    return _list_windows(build_adaptive_table(input_size, output_size))
 
 
-def build_strided_reach(input_size: int, output_size: int, window: Window) -> WindowExtent:
-    """Return which windows of a pooling with a fixed stride and dilation reach an input."""
+def build_strided_extent(input_size: int, output_size: int, window: Window) -> WindowExtent:
+    """Return the windows of a pooling with a fixed stride and dilation that contain each input."""
     members = _range(window.size) * window.dilation - window.padding
     inputs = (_range(output_size)[:, None] * window.stride + members).flatten()
     outputs = torch.repeat_interleave(_range(output_size), window.size)
     inside = (inputs >= 0) & (inputs < input_size)
-    return _list_reach(build_band(inputs[inside], outputs[inside], input_size))
+    return _list_windows(build_gather_table(inputs[inside], outputs[inside], input_size))
 
 
-def _list_reach(band: GatherTable) -> WindowExtent:
-    ends = torch.cat([band.offsets[1:], torch.tensor([len(band.outputs)], device="cpu")])
-    lengths = ends - band.offsets
+def _list_windows(table: GatherTable) -> WindowExtent:
+    ends = torch.cat([table.offsets[1:], torch.tensor([len(table.outputs)], device="cpu")])
+    lengths = ends - table.offsets
     ranks = _range(int(lengths.max()))[:, None]
-    places = (band.offsets + ranks).clamp(max=len(band.outputs) - 1)
-    return WindowExtent(torch.where(ranks < lengths, band.outputs[places], -1))
+    positions = (table.offsets + ranks).clamp(max=len(table.outputs) - 1)
+    return WindowExtent(torch.where(ranks < lengths, table.outputs[positions], -1))
 
 
-def _build_window_band(
+def _build_window_table(
     starts: Tensor, ends: Tensor, input_size: int, divisor: Tensor
 ) -> GatherTable:
     lengths = (ends - starts).clamp(min=0)
     outputs = torch.repeat_interleave(_range(len(starts)), lengths)
     within = _range(len(outputs)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    return build_band(starts[outputs] + within, outputs, input_size, divisor=divisor)
+    return build_gather_table(starts[outputs] + within, outputs, input_size, divisor=divisor)
 
 
 def _range(size: int) -> Tensor:

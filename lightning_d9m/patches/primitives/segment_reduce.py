@@ -1,28 +1,68 @@
-"""Reductions over elements that share a key, always in the order in which they came.
+"""Reductions over elements that share a key, in the order of the elements.
 
-A stable sort by key puts the elements of one output side by side without changing their order;
-each run is then reduced by one reader. No two threads ever meet on one output, so there is no
-race whose winner could change the rounding. Nothing is read back to the host.
+A stable sort by key makes the elements of each key adjacent without changing their order; one
+thread, or one fixed tree of threads, then reduces each run. No two threads write to one output, so
+no race changes the rounding. Nothing is read back to the host.
 """
 
 import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 Reduction: TypeAlias = Literal["sum", "prod", "max", "min"]
 
+
+def _maximum(left: Tensor, right: Tensor) -> Tensor:
+    return torch.where(right.isnan() | (left < right), right, left)  # the left one of -0.0 and 0.0
+
+
+def _minimum(left: Tensor, right: Tensor) -> Tensor:
+    return torch.where(right.isnan() | (right < left), right, left)
+
+
 _REDUCTIONS: dict[Reduction, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "sum": (torch.add, 0),
     "prod": (torch.mul, 1),
-    "max": (torch.maximum, -math.inf),
-    "min": (torch.minimum, math.inf),
+    "max": (_maximum, -math.inf),
+    "min": (_minimum, math.inf),
 }
 _INT32_LIMIT = 2**31 - 1
 _MODE_SUM = 0
-_LONG = 64  # elements of a run, on average, that are worth a block of threads
+_LONG = 64  # average number of elements per run from which a block of threads per run pays
+_SKIPPED_RUN = 64  # most entries without an output that one thread reads
+
+
+@dataclass(frozen=True)
+class Update:
+    """The result of a kernel that writes into a tensor.
+
+    Attributes:
+        write: Writes into the tensor: ``self`` of an in-place op, else a copy of it.
+    """
+
+    write: Callable[[Tensor], object]
+
+
+class KeyRuns(NamedTuple):
+    """Elements sorted by key, so that the elements of each key form one run.
+
+    Attributes:
+        order: Position of each sorted element; shape ``[m]``.
+        run: Number of the run of each sorted element; shape ``[m]``.
+        offsets: Start of each run, then m; shape ``[runs + 1]``.
+    """
+
+    order: Tensor
+    run: Tensor
+    offsets: Tensor
+
+    def reduce(self, rows: Tensor, reduce: Reduction) -> Tensor:
+        """Reduce sorted rows of shape ``[m, ...]`` to one row for each run."""
+        return _reduce_sorted(rows, self.run, self.offsets, reduce)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,37 +79,77 @@ def reduce_segments(keys: Tensor, values: Tensor, count: int, reduce: Reduction)
     """Reduce the values that share a key.
 
     Args:
-        keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is left out.
+        keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is skipped.
         values: Floating point or integers, of shape ``[m]`` or ``[m, features]``.
         count: Number of outputs.
-        reduce: What becomes of the values of one key.
+        reduce: The reduction.
 
     Returns:
-        Of shape ``[count]`` or ``[count, features]``. Where a key does not occur: 0 of ``"sum"``, 1
-        of ``"prod"``; of ``"max"`` and ``"min"`` no value that means anything. Half and bfloat16
-        are reduced in float32, in which they are also returned.
+        Of shape ``[count]`` or ``[count, features]``. For a key that does not occur: 0 for
+        ``"sum"``, 1 for ``"prod"``; undefined for ``"max"`` and ``"min"``. Half and bfloat16 are
+        reduced and returned in float32.
     """
-    order, offsets = _group(keys, count)
+    sorted_keys, order = _sort(keys, count)
     rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
-    fold, initial = _REDUCTIONS[reduce]
-    if rows.is_floating_point():
-        return _reduce_runs(rows, offsets, reduce, initial)
-    # torch.segment_reduce takes floating point only. Integers may be reduced in any order, so runs
-    # are folded in halves: after step k each element holds the reduction of 2**k of its run.
-    empty = rows.new_full((count, *rows.shape[1:]), int(reduce == "prod"))
-    if not rows.numel():
-        return empty
+    return _reduce_sorted(rows, sorted_keys, _find_offsets(sorted_keys, count), reduce)
+
+
+def reduce_into(
+    target: Tensor,
+    indices: tuple[Tensor, ...],
+    keys: Tensor,
+    count: int,
+    values: Tensor,
+    reduce: Reduction,
+    *,
+    include_self: bool = True,
+    mean: bool = False,
+) -> None:
+    """Reduce values into the places of a tensor that indices name, from first to last.
+
+    Time and memory grow with the number of values, not with the size of the target.
+
+    Args:
+        target: The tensor to write into.
+        indices: For each of the first dimensions of the target an index of shape ``[m]``.
+        keys: The same places as integers in ``0 .. count - 1``; shape ``[m]``, from 1 element.
+        count: Number of places.
+        values: Of shape ``[m, *rest]``, where ``rest`` are the other dimensions of the target.
+        reduce: The reduction.
+        include_self: Whether the target's value is the first one that is reduced.
+        mean: Whether to divide by the number of values that were added.
+    """
+    runs = _sort_into_runs(keys, count)
+    places = tuple(index.index_select(0, runs.order) for index in indices)
+    rows = values.index_select(0, runs.order).to(accumulation_dtype(values.dtype))
     wide = (-1, *[1] * (rows.dim() - 1))
-    sorted_keys = keys.index_select(0, order).view(wide)
-    step = 1
-    while step < len(rows):
-        same = sorted_keys[step:] == sorted_keys[:-step]
-        folded = torch.where(same, fold(rows[step:], rows[:-step]), rows[step:])
-        rows = torch.cat([rows[:step], folded])
-        step *= 2
-    last = (offsets[1:] - 1).clamp_(min=0)
-    occupied = (offsets[1:] > offsets[:-1]).view(wide)
-    return torch.where(occupied, rows.index_select(0, last), empty)
+    if include_self:
+        fold, _ = _REDUCTIONS[reduce]
+        first = torch.cat([torch.ones_like(runs.run[:1]), runs.run.diff()]) != 0
+        rows = torch.where(first.view(wide), fold(target[places].to(rows.dtype), rows), rows)
+    reduced = runs.reduce(rows, reduce)
+    if mean:
+        divisors = (runs.offsets.diff() + include_self).clamp(min=1).to(reduced.dtype).view(wide)
+        rounding = None if reduced.is_floating_point() else "floor"
+        reduced = torch.div(reduced, divisors, rounding_mode=rounding)
+    # The elements of a run write equal values, so the order of the writes has no effect.
+    target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
+
+
+def add_into(
+    target: Tensor,
+    indices: tuple[Tensor, ...],
+    keys: Tensor,
+    count: int,
+    values: Tensor,
+    alpha: float = 1,
+) -> None:
+    """Add to each place the sum of its values, times ``alpha``; see :func:`reduce_into`."""
+    runs = _sort_into_runs(keys, count)
+    places = tuple(index.index_select(0, runs.order) for index in indices)
+    rows = values.index_select(0, runs.order).to(accumulation_dtype(values.dtype))
+    sums = runs.reduce(rows, "sum").index_select(0, runs.run).to(target.dtype)
+    target.index_put_(places, target[places].add(sums, alpha=alpha))
 
 
 def sum_weighted_rows(keys: Tensor, weights: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -84,22 +164,26 @@ def sum_weighted_rows(keys: Tensor, weights: Tensor, rows: Tensor, count: int) -
     Returns:
         Sums of shape ``[count, features]``, each in the order of the rows and of their keys.
     """
-    order, offsets = _group(keys.flatten(), count)
+    flat = keys.flatten()
+    # Entries without an output are split into short runs: one run would be read by one thread.
+    skipped = torch.arange(flat.numel(), device=flat.device) // _SKIPPED_RUN
+    total = count + -(-flat.numel() // _SKIPPED_RUN)
+    sorted_keys, order = _sort(torch.where(flat < count, flat, count + skipped), total)
+    offsets = _find_offsets(sorted_keys, total)[:-1]
     reads = torch.div(order, keys.shape[1], rounding_mode="floor")
-    sums = sum_bags(rows, reads, offsets, weights.flatten().index_select(0, order))
-    return sums[:-1]  # the last bag holds what stands for no output
+    return sum_bags(rows, reads, offsets, weights.flatten().index_select(0, order))[:count]
 
 
 def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     """Add, for each output, the rows that it reads, from first to last.
 
-    This is ``embedding_bag`` in mode sum: each output has one reader.
+    This is ``embedding_bag`` in mode sum, in which one thread adds the rows of an output.
 
     Args:
         rows: Of shape ``[rows, features]``.
         reads: The rows that output 0 reads, that output 1 reads, ...; of shape ``[entries]``.
-        offsets: Where each output's reads start; of shape ``[outputs]``.
-        weights: The factor of each entry, of the rows' dtype, or None where all are 1.
+        offsets: Start of each output's reads; of shape ``[outputs]``.
+        weights: The factor of each entry, of the rows' dtype, or None if all are 1.
     """
     forward = torch.ops.aten._embedding_bag_forward_only  # noqa: SLF001 - below autograd, as this is
     sums: Tensor = forward(rows, reads, offsets, False, _MODE_SUM, False, weights)[0]  # noqa: FBT003 - an argument of torch's
@@ -107,7 +191,7 @@ def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | Non
 
 
 def find_last(keys: Tensor) -> Tensor:
-    """Say for each element which is the last one with the same key.
+    """Return for each element the position of the last element with the same key.
 
     Args:
         keys: Integers of shape ``[m]``.
@@ -120,12 +204,47 @@ def find_last(keys: Tensor) -> Tensor:
     return order.index_select(0, last)
 
 
-def _group(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _sort(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if max(count, keys.numel()) < _INT32_LIMIT:
-        keys = keys.to(torch.int32)  # half as many bits to sort by
-    sorted_keys, order = torch.sort(keys, stable=True)
-    bounds = torch.arange(count + 1, dtype=keys.dtype, device=keys.device)
-    return order, torch.searchsorted(sorted_keys, bounds)
+        keys = keys.to(torch.int32)  # a radix sort by half as many bits
+    return torch.sort(keys, stable=True)
+
+
+def _find_offsets(sorted_keys: Tensor, count: int) -> Tensor:
+    bounds = torch.arange(count + 1, dtype=sorted_keys.dtype, device=sorted_keys.device)
+    return torch.searchsorted(sorted_keys, bounds)
+
+
+def _sort_into_runs(keys: Tensor, count: int) -> KeyRuns:
+    sorted_keys, order = _sort(keys, count)
+    if count <= keys.numel():
+        return KeyRuns(order, sorted_keys, _find_offsets(sorted_keys, count))
+    # Fewer elements than keys: number the keys that occur. Runs at the end stay empty.
+    changes = (sorted_keys.diff() != 0).cumsum(0)
+    run = torch.cat([changes.new_zeros(1), changes])
+    return KeyRuns(order, run, _find_offsets(run, keys.numel()))
+
+
+def _reduce_sorted(rows: Tensor, keys: Tensor, offsets: Tensor, reduce: Reduction) -> Tensor:
+    fold, initial = _REDUCTIONS[reduce]
+    if rows.is_floating_point():
+        return _reduce_runs(rows, offsets, reduce, initial)
+    # torch.segment_reduce takes floating point only. Integers may be reduced in any order: after
+    # step k of this loop each element holds the reduction of 2**k elements of its run.
+    empty = rows.new_full((offsets.numel() - 1, *rows.shape[1:]), int(reduce == "prod"))
+    if not rows.numel():
+        return empty
+    wide = (-1, *[1] * (rows.dim() - 1))
+    keys = keys.view(wide)
+    step = 1
+    while step < len(rows):
+        same = keys[step:] == keys[:-step]
+        folded = torch.where(same, fold(rows[step:], rows[:-step]), rows[step:])
+        rows = torch.cat([rows[:step], folded])
+        step *= 2
+    last = (offsets[1:] - 1).clamp_(min=0)
+    occupied = (offsets[1:] > offsets[:-1]).view(wide)
+    return torch.where(occupied, rows.index_select(0, last), empty)
 
 
 def _reduce_runs(rows: Tensor, offsets: Tensor, reduce: str, initial: float) -> Tensor:
@@ -133,7 +252,7 @@ def _reduce_runs(rows: Tensor, offsets: Tensor, reduce: str, initial: float) -> 
         return rows.new_full((offsets.numel() - 1, *rows.shape[1:]), initial)
     if rows.dim() == 1 and rows.numel() < _LONG * offsets.numel():
         # On CUDA vectors get a block of threads for each run, rows a thread for each run and
-        # feature. Only sizes decide, so that the choice is always the same.
+        # feature. The choice depends on the sizes only, so it is always the same.
         return _reduce_runs(rows.unsqueeze(1), offsets, reduce, initial).squeeze(1)
-    # unsafe: the offsets are ours; checking them would wait for the device.
+    # unsafe: the offsets are known to be valid; checking them would wait for the device.
     return torch.segment_reduce(rows, reduce, offsets=offsets, initial=initial, unsafe=True)
