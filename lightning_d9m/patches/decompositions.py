@@ -1,10 +1,11 @@
 """Bypass of the Python decompositions that torch uses while deterministic algorithms are on.
 
-With the flag on in the forward pass, ``F.interpolate``, ``F.pad`` and ``F.max_pool3d`` do not call
-their op on CUDA but a decomposition, whose gradient is an ``index_put``: many kernels, and about
-ten times the memory traffic. The patched gradient would never run. These functions look the
-decomposition up in ``torch._decomp.decompositions`` at each call, so replacing the attribute there
-sends them to the op again; the registered decompositions are not touched.
+With the flag on in the forward pass, bilinear and trilinear ``F.interpolate``, replicating
+``F.pad`` and ``F.max_pool3d`` with ``return_indices`` do not call their op on CUDA but a
+decomposition, whose gradient is an ``index_put`` with many kernels and many times the memory
+traffic. The patched gradient would never run. These functions look the decomposition up in
+``torch._decomp.decompositions`` at each call, so a replaced attribute there makes them call the op
+again; the registered decompositions do not change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,7 +36,7 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
     try:
         for name, make in makers.items():
             original = getattr(torch_decompositions, name, None)
-            if original is not None:  # max_pool3d is decomposed from torch 2.13 on
+            if original is not None:  # max_pool3d has one from torch 2.13 on
                 originals[name] = original
                 setattr(torch_decompositions, name, make(original, names, device))
         yield

@@ -145,6 +145,7 @@ class Kernel:
         self._offered = offered
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Run the replacement and return what torch's kernel would return."""
         targets = [kwargs.pop(name) for name in self._outputs]
         outputs = dict(zip(self._outputs, targets, strict=True))
         original = partial(self._call, keyset, **outputs)

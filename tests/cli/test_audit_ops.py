@@ -116,7 +116,7 @@ def test_no_two_cases_share_a_key():
     assert len(keys) == len(set(keys))
 
 
-def test_the_catalogue_is_covered():
+def test_the_catalog_is_covered():
     """But for the entry that speaks of a kind of device, and of no op."""
     listed = {case.entry or case.op for case in list_cases()}
     assert {op.name for op in OPS} - listed == {"apple_devices"}

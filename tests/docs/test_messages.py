@@ -368,12 +368,12 @@ CASES = [
     (
         "patches.catalog.catalog",
         lambda g: g.module.find_op("no_such_op"),
-        "The catalogue has no op",
+        "The catalog has no op",
     ),
     (
         "patches.catalog.torch_docs",
         lambda g: g.module.read_documentation(""),
-        "in the form that is read",
+        "in the expected form",
     ),
     ("lint.files", lambda g: list(g.module.list_files([Path("no")], [])), "nothing to scan at"),
     ("lint.files", name_a_pipe, "is neither a file nor a folder."),

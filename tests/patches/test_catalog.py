@@ -1,4 +1,4 @@
-"""The catalogue accounts for every op that torch refuses, and chooses what is asked for."""
+"""The catalog accounts for every op that torch refuses, and chooses what is asked for."""
 
 from importlib import import_module
 from pathlib import Path

@@ -134,3 +134,19 @@ def test_ctc_loss_derivative() -> None:
 
     with patches_applied("CPU"):
         assert torch.autograd.gradcheck(score, scores)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("mask", [[True, True], [False, True]])
+@pytest.mark.parametrize("empty", ["batch", "channels", "outputs"])
+def test_grid_sample_of_nothing_has_zero_gradients(empty: str, mask: list[bool], dims: int) -> None:
+    """As a detector without proposals; torch's CPU kernel leaves the image's gradient to chance."""
+    batch, channels = (0 if empty == name else 2 for name in ("batch", "channels"))
+    sizes, outputs = (5, 6, 4)[:dims], (0 if empty == "outputs" else 4, *(7, 3)[: dims - 1])
+    image, grid = torch.randn(batch, channels, *sizes), torch.randn(batch, *outputs, dims)
+    backward = getattr(torch.ops.aten, f"grid_sampler_{dims}d_backward")
+    gradient = torch.randn(batch, channels, *outputs)
+    with patches_applied("CPU"):
+        by_image, by_grid = backward(gradient, image, grid, 0, 0, False, mask)
+    assert torch.equal(by_grid, torch.zeros_like(grid))
+    assert torch.equal(by_image, torch.zeros_like(image)) if mask[0] else by_image is None

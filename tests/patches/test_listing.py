@@ -1,4 +1,4 @@
-"""The catalogue as ``d9m ops`` and the documentation show it."""
+"""The catalog as ``d9m ops`` and the documentation show it."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def run(*words: str) -> int:
 
 
 def test_the_page_is_current() -> None:
-    """Made from the catalogue as it is; `d9m ops --markdown > docs/ops.md` brings it up to date."""
+    """Made from the catalog as it is; `d9m ops --markdown > docs/ops.md` brings it up to date."""
     assert PAGE.read_text(encoding="utf-8") == render_markdown(OPS)
 
 

@@ -239,7 +239,9 @@ def test_median_of_equal_elements_has_one_index(name: str) -> None:
         values, indices = getattr(torch, name)(matrix, 1)
     assert torch.equal(matrix.gather(1, indices.unsqueeze(1)).squeeze(1), values)
     assert torch.equal(values, matrix.sort(dim=1).values[:, 4])
-    assert indices.tolist() == [row.tolist().index(value) for row, value in zip(matrix, values, strict=True)]
+    assert indices.tolist() == [
+        row.tolist().index(value) for row, value in zip(matrix, values, strict=True)
+    ]
     every = torch.full((2, 3), NAN)
     with patches_applied("CPU"):
         values, indices = getattr(torch, name)(every, 1)

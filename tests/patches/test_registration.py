@@ -21,7 +21,7 @@ KERNELS = [f"aten::{overload}" for op in select_ops(torch.__version__) for overl
 
 
 def dump_kernels() -> list[str]:
-    """Return the dispatcher's table of every op in the catalogue."""
+    """Return the dispatcher's table of every op in the catalog."""
     return [torch._C._dispatch_dump(name) for name in KERNELS]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_d9m.patches.primitives import segment_reduce
 from lightning_d9m.patches.primitives.segment_reduce import (
     find_last,
+    reduce_into,
     reduce_segments,
     sum_segments,
     sum_weighted_rows,
@@ -74,6 +75,48 @@ def test_weighted_rows_leave_out_what_has_no_output(keys: list[tuple[int, int]])
                 expected[key] += row
     actual = sum_weighted_rows(where, weights, rows, 6)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_entries_without_an_output_are_read_in_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads a run: 1,000 skipped entries are not one run."""
+    longest = []
+    run = segment_reduce.sum_bags
+
+    def watch(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        ends = torch.cat([offsets[1:], torch.tensor([len(reads)])])
+        longest.append(int((ends - offsets).max()))
+        return run(rows, reads, offsets, weights)
+
+    monkeypatch.setattr(segment_reduce, "sum_bags", watch)
+    keys = torch.full((500, 2), 3)
+    keys[7, 1] = 2
+    sums = sum_weighted_rows(keys, torch.ones(500, 2), torch.ones(500, 4), 3)
+    assert sums.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]
+    assert longest == [64]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    keys=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    count=st.sampled_from([7, 1000]),
+    whole=st.booleans(),
+    include_self=st.booleans(),
+)
+def test_an_update_has_the_bits_of_a_loop(
+    keys: list[int], count: int, whole: bool, include_self: bool
+) -> None:
+    """With more places than values and with fewer."""
+    draws = torch.Generator().manual_seed(len(keys))
+    target, values = (torch.randn(rows, 2, generator=draws) for rows in (count, len(keys)))
+    if whole:
+        target, values = (target * 1e9).long(), (values * 1e9).long()
+    expected, seen = target.clone(), set()
+    for key, value in zip(keys, values, strict=True):
+        expected[key] = expected[key] * value if include_self or key in seen else value
+        seen.add(key)
+    where = torch.tensor(keys)
+    reduce_into(target, (where,), where, count, values, "prod", include_self=include_self)
+    assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

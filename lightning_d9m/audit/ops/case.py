@@ -59,8 +59,8 @@ class Case:
     """One op on one shape.
 
     Attributes:
-        op: The op: its name in the catalogue where it has one for itself.
-        entry: Its name in the catalogue where it shares that with others; empty where it does not.
+        op: The op: its name in the catalog where it has one for itself.
+        entry: Its name in the catalog where it shares that with others; empty where it does not.
         parameters: What the shape is; enough to tell the op's cases apart.
         make: Builds the inputs and returns the call that is measured. Run within the arm, because
             some ops choose their kernel in the forward pass.

@@ -13,7 +13,10 @@ _OFFER = (
 _HEADINGS = {
     "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` excludes ops by name."),
     "offered": ("Offered", _OFFER),
-    "exempt": ("Without a patch", "Ops that are documented or reported as nondeterministic, with the reason."),
+    "exempt": (
+        "Without a patch",
+        "Ops that torch or others call nondeterministic, with the reason.",
+    ),
 }
 _INTRODUCTION = """\
 # Ops
@@ -28,8 +31,9 @@ op of torch that they call is checked against a list of ops whose CUDA kernels h
 been measured. `benchmarks/gpu_suite.sh` measures both.
 
 With deterministic algorithms on in the forward pass, torch replaces bilinear and trilinear
-`F.interpolate`, `F.pad(mode="replicate")` and `F.max_pool3d` by Python decompositions. While the
-patches are applied, these functions call their op again, so that its patched gradient runs.
+`F.interpolate`, `F.pad(mode="replicate")` and `F.max_pool3d(return_indices=True)` by Python
+decompositions. While the patches are applied, these functions call their op again, so that its
+patched gradient runs.
 
 On CUDA,
 

@@ -91,8 +91,8 @@ POOLING: tuple[Op, ...] = (
         flag_effect=FlagEffect.DECOMPOSES,
         documented=("torch.nn.MaxPool3d",),
         torch_does=(
-            "Decomposes max_pool3d if deterministic algorithms were on in the forward pass (the "
-            "patch restores the op); raises in the backward pass if they were off."
+            "With return_indices, decomposes max_pool3d if deterministic algorithms were on in the "
+            "forward pass (the patch restores the op); raises in the backward pass otherwise."
         ),
         cause=ATOMICS,
         instead="Each input reads the windows that contain it and adds those that chose it.",

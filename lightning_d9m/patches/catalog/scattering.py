@@ -12,7 +12,7 @@ _ORDER_STATISTICS = "lightning_d9m.patches.kernels.order_statistics"
 _PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
 _SCATTER = "lightning_d9m.patches.kernels.scatter"
 
-_SORTED = "The contributions are sorted by where they go; those of one place are added in order."
+_SORTED = "The contributions are sorted by place; those of one place are added in order."
 
 SCATTERING: tuple[Op, ...] = (
     Op(
@@ -93,9 +93,6 @@ SCATTERING: tuple[Op, ...] = (
         bits="Equal to torch's CPU kernel where the sums are sequential (on a CPU).",
         kernels={"bincount": f"{_HISTC_BINCOUNT}:bincount"},
     ),
-        flag_effect=FlagEffect.RAISES,
-        flag_effect=FlagEffect.RAISES,
-        flag_effect=FlagEffect.NONE,
     *(
         Op(
             name=name,
@@ -131,7 +128,7 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.scatter_reduce",),
         torch_does="Raises for reduce='prod'.",
         cause="The threads that meet on one place multiply in no fixed order.",
-        instead="The factors are sorted by where they go; those of one place are multiplied in order.",
+        instead="The factors are sorted by place; those of one place are multiplied in order.",
         bits=(
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are multiplied in float32."
@@ -151,7 +148,7 @@ SCATTERING: tuple[Op, ...] = (
             "documentation does not say so."
         ),
         cause="The threads that meet on one place add or multiply in no fixed order.",
-        instead="The elements are sorted by where they go; those of one place are reduced in order.",
+        instead="The elements are sorted by place; those of one place are reduced in order.",
         bits=(
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are reduced in float32."
@@ -168,7 +165,7 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.RAISES,
         torch_does="Raises on CUDA for every reduction; the docstring mentions MPS only.",
         cause="The threads that meet on one place reduce with atomics, in no fixed order.",
-        instead="The slices are sorted by where they go; those of one place are reduced in order.",
+        instead="The slices are sorted by place; those of one place are reduced in order.",
         bits=(
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are reduced in float32."
@@ -185,7 +182,7 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
         cause=ATOMICS,
-        instead="The slices are sorted by where they go; those of one place are added in order.",
+        instead="The slices are sorted by place; those of one place are added in order.",
         bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
         kernels={
             "index_add": f"{_INDEX_ADD}:index_add",
@@ -200,7 +197,7 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.scatter_add_",),
         torch_does="Sorts by the index of the flat tensor and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, in no fixed order.",
-        instead="The elements are sorted by where they go; those of one place are added in order.",
+        instead="The elements are sorted by place; those of one place are added in order.",
         bits="Equal to torch's CPU kernel for float32, float64 and integers (on a CPU).",
         kernels={
             "scatter_add": f"{_SCATTER}:scatter_add",
@@ -215,7 +212,7 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.index_put",),
         torch_does="Sorts by index and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, on a CPU too.",
-        instead="The values are sorted by where they go; those of one place are added in order.",
+        instead="The values are sorted by place; those of one place are added in order.",
         bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
         kernels={"_index_put_impl_": f"{_INDEX_ADD}:index_put"},
     ),
@@ -225,7 +222,7 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates in parts whose number is fixed.",
         cause="None known; the replacement is offered for its speed.",
-        instead="The rows are sorted by where they go; those of one place are added in order.",
+        instead="The rows are sorted by place; those of one place are added in order.",
         bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
         kernels={"embedding_dense_backward": f"{_INDEX_ADD}:embedding_dense_backward"},
     ),

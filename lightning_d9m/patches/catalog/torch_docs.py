@@ -58,9 +58,9 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
                 lines += [Line(kind, name, text, devices, modes) for name in names]
         if not lines or lines[-1].kind != kind:
             raise SettingError(
-                "The docstring of torch.use_deterministic_algorithms has no list of the ops of kind "
-                f"{kind!r} in the expected form, so the ops of this torch cannot be checked. "
-                "Update read_documentation to the new form."
+                f"The docstring of torch.use_deterministic_algorithms has no list of kind {kind!r} "
+                "in the expected form, so the ops of this torch cannot be checked. Update "
+                "read_documentation to the new form."
             )
     return tuple(lines)
 

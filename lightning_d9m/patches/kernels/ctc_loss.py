@@ -92,7 +92,7 @@ def _copy_lengths(lengths: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor(lengths, pin_memory=on_cuda).to(device, non_blocking=on_cuda)
 
 
-def _compute_log_beta(  # noqa: PLR0913, PLR0917 - the problem and its lengths, in two forms
+def _compute_log_beta(
     log_probs: Tensor,
     padded: Tensor,
     lengths: list[int],

@@ -119,7 +119,9 @@ def _sources(output_size: int, step: Tensor, align_corners: bool) -> Tensor:
 
 def _collect(inputs: Tensor, weights: Tensor, input_size: int) -> GatherTable:
     outputs = torch.arange(len(inputs), device="cpu")[:, None].expand_as(inputs)
-    return build_gather_table(inputs.flatten(), outputs.flatten(), input_size, weight=weights.flatten())
+    return build_gather_table(
+        inputs.flatten(), outputs.flatten(), input_size, weight=weights.flatten()
+    )
 
 
 def _build_filter_table(

@@ -81,12 +81,15 @@ def _scatter(
     values = src.view(given)[tuple(slice(size) for size in wanted)].flatten()
 
     def write(target: Tensor) -> None:
-        if target.is_contiguous():
-            flat, indices = target.view(-1), (places,)
-        else:
-            flat, indices = target, unravel(places, shape)
+        flat = target.is_contiguous()
         reduce_into(
-            flat, indices, places, target.numel(), values, reduce, include_self=include_self
+            target.view(-1) if flat else target,
+            (places,) if flat else unravel(places, shape),
+            places,
+            target.numel(),
+            values,
+            reduce,
+            include_self=include_self,
         )
 
     return Update(write)

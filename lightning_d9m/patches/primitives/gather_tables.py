@@ -69,9 +69,9 @@ class DeviceCache:
             if parts is None:
                 if capturing:
                     raise D9mError(
-                        "A CUDA graph is being captured, and a deterministic replacement still has "
-                        f"to copy a table to {device} for the sizes {sizes}. Run the same step once "
-                        "before the capture, as torch.cuda.graph asks for."
+                        "A CUDA graph is being captured, and a deterministic replacement has to "
+                        f"copy a table for the sizes {sizes} to {device} first. Run the same step "
+                        "once before the capture."
                     )
                 parts = _build_on_device(device, build, sizes)
             if capturing:

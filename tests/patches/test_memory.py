@@ -1,0 +1,113 @@
+"""Ops that write in place: torch's refusal of shared memory, and the cost of an update."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from patches.cases import answer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_d9m.patches.registration import patches_applied
+
+OFFERED = ["index_add", "scatter_add", "index_put_accumulate"]
+LEGACY = "ignore:(index_reduce.* is in beta|The reduce argument of torch.scatter)"
+INDEX = torch.tensor([0, 1, 1])
+
+SHARED: dict[str, Callable[[Tensor], object]] = {
+    "index_add_": lambda x: x[:3].index_add_(0, INDEX, x[1:4]),
+    "scatter_add_": lambda x: x[:3].scatter_add_(0, INDEX, x[1:4]),
+    "scatter_": lambda x: x[:3].scatter_(0, INDEX, x[1:4], reduce="add"),
+    "scatter_reduce_": lambda x: x[:3].scatter_reduce_(0, INDEX, x[1:4], "prod"),
+    "index_reduce_": lambda x: x[:3].index_reduce_(0, INDEX, x[1:4], "prod"),
+    "index_put_": lambda x: x[:3].index_put_((INDEX,), x[1:4], accumulate=True),
+    "put_": lambda x: x[:3].put_(INDEX, x[1:4]),
+    "index_add-out": lambda x: torch.index_add(x[:3] + 1, 0, INDEX, x[1:4], out=x[1:4]),
+    "scatter_add-out": lambda x: torch.scatter_add(x[:3] + 1, 0, INDEX, x[1:4], out=x[1:4]),
+    "scatter_reduce-out": lambda x: torch.scatter_reduce(
+        x[:3] + 1, 0, INDEX, x[1:4], "prod", out=x[1:4]
+    ),
+    "index_reduce-out": lambda x: torch.index_reduce(
+        x[:3] + 1, 0, INDEX, x[1:4], "prod", out=x[1:4]
+    ),
+}
+APART: dict[str, Callable[[Tensor], object]] = {
+    "index_add_": lambda x: x[:3].index_add_(0, INDEX, x[3:]),
+    "scatter_reduce_": lambda x: x[:3].scatter_reduce_(0, INDEX, x[3:], "prod"),
+    "put_": lambda x: x[:3].put_(INDEX, x[3:]),
+    "out-self": lambda x: torch.index_reduce(x[:3], 0, INDEX, x[3:], "prod", out=x[:3]),
+}
+
+
+@pytest.mark.filterwarnings(LEGACY)
+@pytest.mark.parametrize("name", SHARED)
+def test_memory_that_is_shared_is_refused_in_torchs_words(name: str) -> None:
+    """The source lies in the tensor that is written."""
+    expected = answer(lambda: SHARED[name](torch.arange(1.0, 7)))
+    assert expected[0] is RuntimeError
+    assert "single memory location" in expected[1]
+    with patches_applied("CPU", include=OFFERED):
+        assert answer(lambda: SHARED[name](torch.arange(1.0, 7))) == expected
+
+
+@pytest.mark.filterwarnings(LEGACY)
+@pytest.mark.parametrize("name", APART)
+def test_parts_of_one_storage_that_do_not_meet_are_taken(name: str) -> None:
+    """Both halves of a buffer."""
+    expected = APART[name](torch.arange(1.0, 7))
+    with patches_applied("CPU", include=OFFERED):
+        assert torch.equal(APART[name](torch.arange(1.0, 7)), expected)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of a tensor that an op returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple) else (result,):
+            if isinstance(part, Tensor) and not func.is_view and not func._schema.is_mutable:
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+FEW: dict[str, Callable[[Tensor], object]] = {
+    "index_add_": lambda x: x.index_add_(0, INDEX, torch.ones(3)),
+    "scatter_add_": lambda x: x.scatter_add_(0, INDEX, torch.ones(3)),
+    "scatter_": lambda x: x.scatter_(0, INDEX, torch.ones(3), reduce="multiply"),
+    "scatter_reduce_": lambda x: x.scatter_reduce_(0, INDEX, torch.ones(3), "prod"),
+    "index_reduce_": lambda x: x.index_reduce_(0, INDEX, torch.ones(3), "mean"),
+    "index_put_": lambda x: x.index_put_((INDEX,), torch.ones(3), accumulate=True),
+    "put_": lambda x: x.put_(INDEX, torch.ones(3)),
+}
+
+
+@pytest.mark.filterwarnings(LEGACY)
+@pytest.mark.parametrize("name", FEW)
+def test_the_cost_is_that_of_the_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three values into 100,000 places: no tensor of more than a few elements is made."""
+    from lightning_d9m.patches import registration
+
+    watch = Largest()
+    run = registration.Kernel.__call__
+
+    def watched(self, *args, **kwargs):
+        with watch:
+            return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(registration.Kernel, "__call__", watched)
+    with patches_applied("CPU", include=OFFERED):
+        FEW[name](torch.ones(100_000))
+    assert 0 < watch.elements < 100
+
+
+def test_places_without_a_value_keep_their_bits() -> None:
+    """Also next to an infinite factor, and a negative zero."""
+    target = torch.tensor([-0.0, 2.0, -0.0])
+    with patches_applied("CPU", include=OFFERED):
+        added = target.index_add(0, torch.tensor([1]), torch.ones(1), alpha=float("inf"))
+        summed = target.scatter_add(0, torch.tensor([1]), torch.ones(1))
+    for result, value in ((added, float("inf")), (summed, 3.0)):
+        assert result.tolist() == [0.0, value, 0.0]
+        assert result.signbit().tolist() == [True, False, True]
