@@ -21,6 +21,15 @@ def list_loaders(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
+def fit_data_sources(trainer: "Trainer") -> dict[str, Any]:
+    """Return the objects whose ``dataloader()`` gives a fit's loaders, by stage.
+
+    Replacing ``train_dataloader`` of a module itself would hide that the module overrides it.
+    """
+    fit = trainer.fit_loop
+    return {"train": fit._data_source, "validate": fit.epoch_loop.val_loop._data_source}
+
+
 def resume_next_fit(trainer: "Trainer", path: Path) -> None:
     """Let the fit that is being set up resume from a checkpoint.
 

@@ -1,15 +1,25 @@
 """A Trainer's run under control: session, seeds by epoch, loaders, and validation set apart."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.loaders import LoaderControl
-from lightning_d9m.control.seeding import RngState, capture_rng, derive_seed, restore_rng, seed_all
+from lightning_d9m.control.method_wrapping import wrap_method
+from lightning_d9m.control.seeding import (
+    RngState,
+    capture_rng,
+    derive_seed,
+    restore_rng,
+    rng_restored,
+    seed_all,
+)
 from lightning_d9m.control.session import deterministic, next_fit
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.lightning.checkpoint_io import loads_checked
+from lightning_d9m.lightning.lightning_private import fit_data_sources
 
 # Lightning's stage -> ours: sanity-check batches are validation batches.
 _STAGES = {"sanity_check": "validate"}
@@ -36,6 +46,7 @@ class TrainerSession:
         self._rank = _data_rank(trainer)
         self._evaluations = 0
         self._training_rng: RngState | None = None
+        self._loaded_epochs: Mapping[str, int | None] = {}
         self._place_loaders: Callable[[object], None] = _do_nothing
         with ExitStack() as stack:
             self._session = stack.enter_context(deterministic(settings))
@@ -51,6 +62,7 @@ class TrainerSession:
             stack.callback(replacements.undo)
             self._wrap_process_dataloader(replacements)
             if stage == "fit":
+                self._seed_loader_hooks(stack)
                 self._set_validation_apart(replacements)
             # The same on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
@@ -72,10 +84,16 @@ class TrainerSession:
         self._place_loaders = place
         self._stack.enter_context(resumed)
 
-    def resume_fit(self, fit: int) -> None:
-        """Draw what another process's fit would have drawn."""
+    def resume_fit(self, fit: int, loaded_epochs: Mapping[str, int | None]) -> None:
+        """Draw what another process's fit would have drawn.
+
+        Args:
+            fit: Its ordinal.
+            loaded_epochs: The epoch for which it loaded the loaders of a stage, by stage.
+        """
         self.fit = fit
         self._loaders.resume(fit)
+        self._loaded_epochs = loaded_epochs
 
     def resume_loaders(
         self,
@@ -158,6 +176,37 @@ class TrainerSession:
                 self.end_evaluation("validate")
 
         replacements.replace(loop, "run", run)
+
+    def _seed_loader_hooks(self, stack: ExitStack) -> None:
+        """Seed ``train_dataloader`` and ``val_dataloader`` alike, whenever Lightning calls them.
+
+        All ranks get the same seed, so that they divide the same data.
+        """
+        sources = fit_data_sources(self._trainer)
+        for stage, source in sources.items():
+            wrap_method(stack, source, "dataloader", partial(self._loader_hook_seeded, stage))
+
+    @contextmanager
+    def _loader_hook_seeded(self, stage: str) -> Iterator[None]:
+        epoch = self._loader_epoch(stage)
+        with rng_restored():
+            purpose = f"{stage} dataloader"
+            seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))
+            yield
+
+    def _loader_epoch(self, stage: str) -> int:
+        """Return the epoch for which loaders are loaded; 0 if they are loaded once."""
+        trainer = self._trainer
+        every = trainer.reload_dataloaders_every_n_epochs
+        if not every:
+            return 0
+        # Not `current_epoch`: of a run that is resumed between epochs it is the one before.
+        train = stage == "train"
+        epoch = (
+            trainer.fit_loop.epoch_progress.current.processed if train else trainer.current_epoch
+        )
+        loaded = self._loaded_epochs.get(stage)
+        return int(epoch) if loaded is None or epoch - loaded >= every else loaded
 
     def _wrap_process_dataloader(self, replacements: AttributePatches) -> None:
         """Take each loader over after Lightning has put its sampler in, before it is iterated."""

@@ -30,6 +30,15 @@ def test_the_loaders_of_a_loop_are_listed_flat(trainer):
     assert lightning_private.list_loaders(trainer.fit_loop) == [first, second]
 
 
+def test_the_data_sources_of_a_fit_give_its_loaders(trainer):
+    model = BoringModel()
+    trainer.fit(model)
+    sources = lightning_private.fit_data_sources(trainer)
+    for stage, hook in (("train", "train_dataloader"), ("validate", "val_dataloader")):
+        setattr(model, hook, lambda stage=stage: [stage])
+        assert sources[stage].dataloader() == [stage]
+
+
 def test_the_fit_that_is_set_up_resumes_from_the_checkpoint(trainer, tmp_path):
     path = tmp_path / "saved.ckpt"
     model = BoringModel()

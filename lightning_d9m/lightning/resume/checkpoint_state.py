@@ -133,7 +133,12 @@ class CheckpointState:
         if isinstance(state, Mapping) and state.get("format") == FORMAT:
             self._resumed = dict(state)
             if not is_other_world(state, trainer):
-                run.resume_fit(state["fit"])
+                rank = self._rank_state(trainer)
+                loaded = {
+                    "train": rank.get("reload_epoch"),
+                    "validate": rank.get("validation_reload_epoch"),
+                }
+                run.resume_fit(state["fit"], loaded)
             self._unvalidated = self._rank_state(trainer)
 
     def attach(self, trainer: Any, run: TrainerSession) -> None:

@@ -1,0 +1,86 @@
+"""Data that ``train_dataloader`` and ``val_dataloader`` draw do not depend on when that is."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from resuming import Fits, agree, evidence
+from torch.utils.data import DataLoader, Subset
+from trainings import NoisyDigits
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+class DrawnDigits(LightningDataModule):
+    """Draws which samples are trained and validated, with each of the process's generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = {"train": [], "validate": []}
+
+    def train_dataloader(self):
+        return self.draw("train", 64)
+
+    def val_dataloader(self):
+        return self.draw("validate", 32)
+
+    def draw(self, stage, size):
+        order = np.random.permutation(96)[torch.randperm(96)].tolist()
+        samples = random.sample(order, size)
+        self.drawn[stage].append(samples)
+        return DataLoader(Subset(NoisyDigits(), samples), batch_size=16)
+
+
+class DrawingCallback(Callback):
+    """Draws from the training's generators before the loaders of the training are made."""
+
+    def on_sanity_check_start(self, trainer, pl_module):
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2], ids="reloaded every {}".format)
+@pytest.mark.parametrize(
+    "place",
+    [{"epoch": 1, "batch": 2}, {"hook": "on_train_epoch_end"}],
+    ids=["within an epoch", "end of an epoch"],
+)
+def test_a_resumed_run_draws_the_same_data(tmp_path, new_process, every, place):
+    fits = Fits(tmp_path, new_process)
+    run = {"datamodule": DrawnDigits, "reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at=place)
+    agree(straight, fits.resume(**run))
+
+
+def test_validation_data_do_not_depend_on_the_sanity_check(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    run = partial(fits.fit, datamodule=DrawnDigits, callbacks=lambda: [DrawingCallback()])
+    expected = evidence(run(num_sanity_val_steps=2))
+    drawn = fits.trainer.datamodule.drawn
+    assert evidence(run(num_sanity_val_steps=0)) == expected
+    assert fits.trainer.datamodule.drawn == drawn
+    run(num_sanity_val_steps=0, check_val_every_n_epoch=3)
+    assert fits.trainer.datamodule.drawn == drawn
+
+
+def test_each_stage_and_each_reload_draws_other_data(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    fits.fit(datamodule=DrawnDigits, reload_dataloaders_every_n_epochs=1)
+    drawn = fits.trainer.datamodule.drawn
+    firsts = [samples[0:8] for stage in drawn.values() for samples in stage]
+    assert len(firsts) == 6
+    assert len({tuple(first) for first in firsts}) == 6
+
+
+def test_each_seed_and_each_fit_draws_other_data(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    fits.fit(datamodule=DrawnDigits, words={"seed": 3})
+    first = fits.trainer.datamodule.drawn
+    fits.fit(datamodule=DrawnDigits, words={"seed": 4})
+    assert fits.trainer.datamodule.drawn != first
+    fits.new_process = lambda: None
+    fits.fit(datamodule=DrawnDigits, words={"seed": 3})
+    assert fits.trainer.datamodule.drawn != first
