@@ -183,6 +183,12 @@ class WeakCellNet(Net):
             self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
 
 
+class RankDependentNet(Net):
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 1 and self.global_step == 3:
+            self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
+
+
 class WeakGradientNet(Net):
     def on_after_backward(self):
         if self.global_step == 6 and is_hit():
@@ -238,7 +244,7 @@ def train(cause):
         samples = DATA.get(cause, Samples)()
     if cause == "urandom":
         words["num_workers"] = 1
-    ranks = {"strategy": "ddp", "devices": 2} if cause in ("ulp", "exchange") else {}
+    ranks = {"strategy": "ddp", "devices": 2} if cause in ("ulp", "rank drift", "exchange") else {}
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", enable_checkpointing=False, **QUIET, **ranks
     )
@@ -255,6 +261,7 @@ MODELS = {
     "exchange": RoundedNet,
     "thread": WatchedNet,
     "ulp": WeakCellNet,
+    "rank drift": RankDependentNet,
     "gradient": WeakGradientNet,
     "initial": DrawnNet,
     "draws": ImpatientNet,

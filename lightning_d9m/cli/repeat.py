@@ -11,6 +11,7 @@ from lightning_d9m.cli.arguments import (
 )
 from lightning_d9m.cli.repeat_interrupted import interrupt_and_resume
 from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
@@ -78,7 +79,8 @@ def _repeat(argv: list[str], output: Path, arguments: argparse.Namespace) -> dic
         folder = make_run_folder(output, f"run-{number:03d}")
         try:
             run_once(argv, folder, title=title, timeout=arguments.timeout)
-            runs[number] = Run(read_fits(folder, argv))
+            fits = read_fits(folder, argv)
+            runs[number] = Run(pair_fits(runs[1].fits, fits) if runs else fits)
         except CommandError as error:
             before = f" (run {number - 1} succeeded)" if runs else ""
             raise CommandError(f"In {title}{before}: {error}") from error

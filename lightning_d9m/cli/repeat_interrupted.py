@@ -19,7 +19,7 @@ from lightning_d9m.launch.interruption_points import (
     SURVEY,
     EpochShape,
     InterruptionPoint,
-    choose_places,
+    choose_points,
 )
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
@@ -62,9 +62,9 @@ def interrupt_and_resume(
     """
     folder = make_run_folder(output, "run-001")
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    run_once(argv, folder, title="run 1, straight", timeout=timeout, steering=survey)
+    run_once(argv, folder, title="run 1, straight", timeout=timeout, variables=survey)
     straight = Run(read_fits(folder, argv), "straight")
-    points = choose_places(_read_survey(folder))
+    points = choose_points(_read_survey(folder))
     if not points:
         raise CommandError(
             "The command's first fit has no point at which it can be interrupted: it has one epoch "
@@ -78,9 +78,9 @@ def interrupt_and_resume(
             killed = make_run_folder(output, f"run-{number:03d}-killed")
             checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout)
             make_run_folder(output, folder.name)
-            steering = {RESUME: str(checkpoints / CHECKPOINT)}
-            steering |= _ALLOW_OBJECTS if allow_objects else {}
-            run_once(argv, folder, title=f"{title}, resumed", timeout=timeout, steering=steering)
+            variables = {RESUME: str(checkpoints / CHECKPOINT)}
+            variables |= _ALLOW_OBJECTS if allow_objects else {}
+            run_once(argv, folder, title=f"{title}, resumed", timeout=timeout, variables=variables)
             run = Run(read_fits(folder, argv), f"{label}, resumed")
             if RepeatReport({1: straight, number: run}, output).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
@@ -116,7 +116,7 @@ def _kill(
         folder,
         title=title,
         timeout=timeout,
-        steering={INTERRUPT: str(point), FOLDER: str(checkpoints)},
+        variables={INTERRUPT: str(point), FOLDER: str(checkpoints)},
         killed_when=mark.exists,
     )
     if not mark.exists():

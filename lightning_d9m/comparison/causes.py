@@ -27,7 +27,8 @@ class Cause:
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
             ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialised memory"``,
             ``"value from outside torch"``, ``"module"``, ``"logged value"``,
-            ``"after training"``, ``"length"``, ``"incomparable"`` or ``"unknown"``.
+            ``"after training"``, ``"rank drift"``, ``"length"``, ``"incomparable"`` or
+            ``"unknown"``.
         text: One sentence: what differs, and what was equal before it.
         advice: What to do about it.
         narrows: Whether a narrower look, at modules or operations, can say more.
@@ -177,6 +178,19 @@ _CAUSES = {
     ),
     "unknown": Cause("unknown", "The runs differ.", "", narrows=True),
 }
+_RANK_TEXTS = {
+    "weight": "When the batch begins, the ranks hold different weights. They were equal when the "
+    "batch before it began.",
+    "optimizer": "When the batch begins, the ranks hold different optimizer state. It was equal "
+    "when the batch before it began, and so were the weights.",
+    "gradient": "The optimizer uses different gradients on the ranks, although the ranks have "
+    "exchanged them. The weights were equal when the batch began.",
+}
+_RANK_ADVICE = (
+    "Look for what only one rank does: code behind a test of the rank, a parameter that the "
+    "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
+    "the device or the memory of that rank."
+)
 UNINITIALISED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
 # By the group of the digests that the training starts from.
 _INITIAL = {
@@ -223,6 +237,27 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         longer = any(side.count for side in alone)
         return _CAUSES["length" if longer else "unknown"]
     return _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+
+
+def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
+    """Return the cause of ranks that drift apart within one run.
+
+    Args:
+        drift: The first place at which a rank differs from the others.
+        steps_seen: Whether the weights at each step of that epoch were compared.
+    """
+    if drift.moment == "initial":
+        text = "The ranks hold different weights before the first step."
+    elif drift.moment == "batch":
+        text = _RANK_TEXTS[drift.kind]
+    elif steps_seen:
+        text = (
+            "At the end of the epoch the ranks hold different weights. They were equal when its "
+            "last batch began."
+        )
+    else:
+        text = "The ranks hold different weights."
+    return Cause("rank drift", text, _RANK_ADVICE)
 
 
 def _cause_of(found: Sequence[Divergence], ranks: int, *, batches_seen: bool) -> Cause:

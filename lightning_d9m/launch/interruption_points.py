@@ -1,4 +1,4 @@
-"""Places at which a fit can be interrupted: their names, and the choice among them.
+"""Points at which a fit can be interrupted: their names, and the choice among them.
 
 Nothing here imports torch.
 """
@@ -13,27 +13,27 @@ from lightning_d9m.errors import SettingError
 INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
 FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
 RESUME = "LIGHTNING_D9M_RESUME"
-# In that folder: what a survey found, the checkpoint, and the mark that the place was reached.
+# Files in FOLDER: the epochs' shapes, the checkpoint, and the mark that the point was reached.
 SURVEY = "survey"
 CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
 
 InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
-_PLACE = re.compile(
+_PATTERN = re.compile(
     rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
 )
 
 
 @dataclass(frozen=True)
 class InterruptionPoint:
-    """A place within a fit.
+    """A point within a fit.
 
     Attributes:
         kind: ``"epoch"`` at the end of an epoch, ``"batch"`` after a batch of training,
             ``"validation"`` after a batch of a validation, ``"validated"`` at a validation's end.
         epoch: The epoch, counted from 0.
-        number: How many batches of the epoch's training or validations are done; 0 at an end.
-        later: How many more batches are trained before the process is killed.
+        number: Number of batches of the epoch's training or validation that are done; 0 at an end.
+        later: Number of further batches that are trained before the process is killed.
     """
 
     kind: InterruptionKind
@@ -48,13 +48,13 @@ class InterruptionPoint:
 
 @dataclass(frozen=True)
 class EpochShape:
-    """What an epoch consists of.
+    """The batches of an epoch.
 
     Attributes:
         epoch: Its number, counted from 0.
-        batches: How many batches were trained.
-        accumulated: How many of them share one step of the optimizer.
-        validation: How many batches were validated within it.
+        batches: Number of training batches.
+        accumulated: Number of batches for each optimizer step.
+        validation: Number of validation batches within the epoch.
     """
 
     epoch: int
@@ -63,20 +63,20 @@ class EpochShape:
     validation: int
 
     def has_accumulation(self) -> bool:
-        """Whether there is a place between two batches of one step."""
+        """Return whether a step has more than one batch."""
         return self.accumulated > 1 and self.batches > 1
 
 
-def parse_place(text: str) -> InterruptionPoint:
-    """Read a place from its text.
+def parse_point(text: str) -> InterruptionPoint:
+    """Parse an interruption point.
 
     Raises:
-        SettingError: When it is none.
+        SettingError: If the text is not a valid one.
 
-    >>> parse_place("batch:1:7+3")
+    >>> parse_point("batch:1:7+3")
     InterruptionPoint(kind='batch', epoch=1, number=7, later=3)
     """
-    match = _PLACE.fullmatch(text)
+    match = _PATTERN.fullmatch(text)
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
         raise SettingError(
             f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, epoch:E, validated:E, "
@@ -86,8 +86,8 @@ def parse_place(text: str) -> InterruptionPoint:
     return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
-def choose_places(epochs: Sequence[EpochShape]) -> list[tuple[InterruptionPoint, str]]:
-    """Choose one place of each kind that a fit has, near its middle, and say what happens there.
+def choose_points(epochs: Sequence[EpochShape]) -> list[tuple[InterruptionPoint, str]]:
+    """Choose one point of each kind that a fit has, near its middle, and describe it.
 
     Args:
         epochs: The epochs of the fit.
@@ -101,7 +101,7 @@ def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, s
         number = epochs[middle - 1].epoch
         yield InterruptionPoint("epoch", number), f"killed at the end of epoch {number}"
     if shape := _nearest(epochs, lambda shape: shape.batches > shape.accumulated):
-        # At a step of the optimizer, with training that went on after the checkpoint.
+        # After an optimizer step, with more training after the checkpoint.
         step = shape.accumulated
         done = max(step, shape.batches // 2 // step * step)
         later = shape.batches - done + 1 if shape is not epochs[-1] else 0
@@ -130,9 +130,9 @@ def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, s
 
 
 def _nearest(
-    epochs: Sequence[EpochShape], suits: Callable[[EpochShape], bool]
+    epochs: Sequence[EpochShape], condition: Callable[[EpochShape], bool]
 ) -> EpochShape | None:
-    """Return the epoch nearest to the middle that suits, if there is one."""
+    """Return the epoch nearest to the middle that meets a condition; None if none does."""
     middle = len(epochs) // 2
-    found = [(abs(n - middle), n) for n, shape in enumerate(epochs) if suits(shape)]
+    found = [(abs(n - middle), n) for n, shape in enumerate(epochs) if condition(shape)]
     return epochs[min(found)[1]] if found else None

@@ -7,7 +7,14 @@ from lightning_d9m.file_errors import explain
 
 
 def make_output(chosen: Path | None) -> Path:
-    """Make a new folder for this repetition; never one that exists."""
+    """Create a new folder; an existing one is an error.
+
+    Args:
+        chosen: The folder that the user named; None for the next free ``d9m-runs/NNN``.
+
+    Raises:
+        LedgerError: If it exists already or cannot be created.
+    """
     candidates = (
         (Path("d9m-runs") / f"{number:03d}" for number in range(1000))
         if chosen is None
@@ -18,7 +25,7 @@ def make_output(chosen: Path | None) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
-        except FileNotFoundError as error:  # /proc, or a link to nowhere: its parents were made
+        except FileNotFoundError as error:  # /proc, or a broken link: its parents exist
             raise LedgerError(
                 f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
             ) from error

@@ -1,8 +1,8 @@
-"""All processes that descend from a command, found and ended, whatever session they moved to.
+"""The processes that descend from a command: find and end them, in whatever session they run.
 
-A group kill reaches neither a daemon nor a process in a session of its own. On Linux this process
-asks to become the parent of every orphan among its descendants (PR_SET_CHILD_SUBREAPER, prctl(2)),
-so that /proc shows them all below it. Elsewhere the command's group is all that is reached.
+Killing a process group reaches neither a daemon nor a process in a new session. On Linux this
+process becomes the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER, prctl(2)), so
+that all of them are found below it. On other systems only the command's group is reached.
 """
 
 import ctypes
@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
 _POLL_SECONDS = 0.02
-# A killed process that waits for a disk cannot be waited for for ever.
-_PATIENCE_SECONDS = 10.0
+# A killed process may wait for a disk for an unlimited time.
+_MOST_KILL_SECONDS = 10.0
 
 
 @contextmanager
 def subreaper_enabled() -> Iterator[bool]:
-    """Be the parent of descendants that lose theirs; yields whether the system lets us."""
+    """Adopt orphaned descendants; yield whether the system supports it."""
     before = _exchange_subreaper(1)
     try:
         yield before is not None
@@ -35,71 +36,71 @@ def subreaper_enabled() -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class ProcessTree:
-    """A command and all that descends from it.
+    """A command and all its descendants.
 
     Attributes:
-        leader: The command's process, which leads a group of its own.
-        others: Children that this process had before; they and theirs are none of the family.
-        adopted: Whether orphans come to this process.
+        leader: The command's process, which leads its process group.
+        others: Children that this process had before; they and their descendants are left alone.
+        is_subreaper: Whether orphans become children of this process.
     """
 
     leader: "subprocess.Popen[bytes]"
     others: frozenset[int]
-    adopted: bool
+    is_subreaper: bool
 
     def find_descendants(self) -> dict[int, str]:
-        """Return the name of each descendant that still runs, by its id; the dead are buried."""
-        processes = _read_processes() if self.adopted else {}
-        children: dict[int, list[int]] = {}
-        for pid, (parent, _, _) in processes.items():
-            children.setdefault(parent, []).append(pid)
-        found = {}
-        queue = [pid for pid in children.get(os.getpid(), ()) if pid not in self.others]
-        while queue:
-            pid = queue.pop()
-            queue += children.get(pid, ())
-            parent, state, name = processes[pid]
-            if pid == self.leader.pid:
+        """Return ``{pid: name}`` of the running descendants of the leader. Reap exited ones."""
+        found: dict[int, str] = {}
+        for child in psutil.Process().children() if self.is_subreaper else ():
+            if child.pid in self.others:
                 continue
-            if state not in "ZX":
-                found[pid] = name
-            elif parent == os.getpid():
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+            with suppress(psutil.NoSuchProcess):
+                for process in (child, *child.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                            found[process.pid] = process.name()
+                        elif process is child and child.pid != self.leader.pid:
+                            with suppress(ChildProcessError):
+                                os.waitpid(child.pid, os.WNOHANG)
+        found.pop(self.leader.pid, None)
         return found
 
-    def lives(self) -> bool:
-        """Return whether any of them still runs."""
+    def is_alive(self) -> bool:
+        """Return whether the leader or a descendant still runs."""
         if self.leader.poll() is None or self.find_descendants():
             return True
-        return not self.adopted and _group_lives(self.leader.pid)
+        return not self.is_subreaper and _group_is_alive(self.leader.pid)
 
-    def wait(self, seconds: float, hurried: Callable[[], bool]) -> bool:
-        """Wait for their end, at most ``seconds`` or until ``hurried``; True when none lives."""
+    def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
+        """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
+
+        Returns:
+            Whether all have ended.
+        """
         start = time.monotonic()
-        while self.lives():
-            if hurried() or time.monotonic() - start >= seconds:
+        while self.is_alive():
+            if terminate_now() or time.monotonic() - start >= seconds:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
-    def end(self, grace: float, hurried: Callable[[], bool]) -> None:
-        """End them all: politely, and after ``grace`` seconds, or when ``hurried``, surely."""
+    def end(self, grace: float, terminate_now: Callable[[], bool]) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds or as soon as ``terminate_now()``."""
         self._signal(signal.SIGTERM)
-        if not self.wait(grace, hurried):
+        if not self.wait(grace, terminate_now):
             self.kill()
 
     def kill(self) -> None:
-        """End them all now."""
+        """Send SIGKILL until all have ended."""
         start = time.monotonic()
-        # Again and again: one of them may start another between the look and the kill.
-        while self.lives() and time.monotonic() - start < _PATIENCE_SECONDS:
+        # Repeat: a process may start another one between the search and the signal.
+        while self.is_alive() and time.monotonic() - start < _MOST_KILL_SECONDS:
             self._signal(signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
-        # Once the leader is buried its number may be another's, unless its group still needs it.
-        if self.leader.poll() is None or not self.adopted:
+        # After the leader is reaped its PID can be reused, unless its process group still exists.
+        if self.leader.poll() is None or not self.is_subreaper:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.leader.pid, number)
         for pid in self.find_descendants():
@@ -108,13 +109,12 @@ class ProcessTree:
 
 
 def list_children() -> frozenset[int]:
-    """Return the ids of this process's children."""
-    me = os.getpid()
-    return frozenset(pid for pid, (parent, _, _) in _read_processes().items() if parent == me)
+    """Return the PIDs of this process's children."""
+    return frozenset(child.pid for child in psutil.Process().children())
 
 
 def _exchange_subreaper(value: int) -> int | None:
-    """Set the attribute; return what it was, or None where there is none."""
+    """Set the attribute and return its earlier value; None if the system does not have it."""
     if not sys.platform.startswith("linux"):
         return None
     before = ctypes.c_int()
@@ -127,27 +127,11 @@ def _exchange_subreaper(value: int) -> int | None:
         return None
 
 
-def _read_processes() -> dict[int, tuple[int, str, str]]:
-    """Return parent, state and name of every process; nothing where there is no /proc."""
-    processes = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = entry.read_text(errors="replace")
-        except OSError:
-            continue  # it has ended
-        # The name is in brackets, and may hold brackets and blanks itself.
-        head, _, rest = text.rpartition(")")
-        pid, _, name = head.partition(" (")
-        state, parent = rest.split()[:2]
-        processes[int(pid)] = (int(parent), state, name)
-    return processes
-
-
-def _group_lives(group: int) -> bool:
+def _group_is_alive(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return sys.platform.startswith("linux")  # macOS says so of zombies
+        return sys.platform.startswith("linux")  # macOS raises it for zombies
     return True

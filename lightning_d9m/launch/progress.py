@@ -1,4 +1,4 @@
-"""What ``d9m repeat`` says while a run goes on."""
+"""The progress line of a run of the user's command."""
 
 import sys
 from contextlib import suppress
@@ -15,10 +15,10 @@ _BLOCK = 2**20
 
 
 class EpochCounter:
-    """Counts the epochs in the ledgers of one run, and reads no byte of them twice.
+    """Counts the epochs in the ledgers of one run. Reads each byte once.
 
     Args:
-        folder: The folder in which the run makes its ledgers.
+        folder: The folder to which the run writes its ledgers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,30 +27,30 @@ class EpochCounter:
         self._epochs = 0
 
     def count(self) -> int:
-        """Return how many epochs have been recorded so far, of all fits."""
+        """Return the number of epochs that all fits have recorded so far."""
         for path in self._folder.glob("fit-*/rank-0.jsonl"):
-            self._read_on(path)
+            self._read_new(path)
         return self._epochs
 
-    def _read_on(self, path: Path) -> None:
+    def _read_new(self, path: Path) -> None:
         offset = self._offsets.get(path, 0)
         with suppress(OSError), path.open("rb") as stream:
-            # Progress is a courtesy: who reads the ledger later says what is wrong with it.
+            # Errors are ignored here; the reader of the ledger reports them.
             stream.seek(offset)
             while len(block := stream.read(_BLOCK)) >= len(_EPOCH):
                 self._epochs += block.count(_EPOCH)
-                # The end may be the first part of a match: it is read again with what follows it.
+                # The end may be the start of a match, so it is read again with the next bytes.
                 offset += len(block) - (len(_EPOCH) - 1)
                 self._offsets[path] = offset
                 stream.seek(offset)
 
 
 class RunProgress:
-    """One line for each run, with seconds and epochs while it goes on when a person watches.
+    """One line for each run; on a terminal it shows seconds and epochs while the run lasts.
 
     Args:
-        title: Which run it is.
-        folder: The folder in which the run makes its ledgers.
+        title: Name of the run.
+        folder: The folder to which the run writes its ledgers.
     """
 
     def __init__(self, title: str, folder: Path) -> None:
@@ -63,7 +63,7 @@ class RunProgress:
         return self
 
     def tick(self, seconds: float) -> None:
-        """Say how far the run is; called a few times a second."""
+        """Update the line; called a few times a second."""
         if self._live:
             self._show(f"{seconds:.0f} s, {self._epochs()}", end="")
 

@@ -1,7 +1,7 @@
-"""One run of ``d9m repeat``: the user's command in a folder of its own, and what it left there."""
+"""One run of the user's command, in its own folder, and the ledgers that it leaves there."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,11 +18,11 @@ LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left.
+    """The ledgers of one run.
 
     Attributes:
-        fits: Its ledgers by name, ``fit-000`` say, in order; an evaluation on its own is one too.
-        label: What is to be said of the run beside its number; empty for nothing.
+        fits: Its ledgers by name (``fit-000``), in order. An evaluation outside a fit has one too.
+        label: Description of the run, printed with its number; empty for none.
     """
 
     fits: Mapping[str, Ledger]
@@ -30,10 +30,10 @@ class Run:
 
 
 def make_run_folder(output: Path, name: str) -> Path:
-    """Make the folder of one run.
+    """Create the folder of one run.
 
     Raises:
-        LedgerError: When it cannot be made.
+        LedgerError: If it cannot be created.
     """
     folder = output / name
     try:
@@ -44,31 +44,31 @@ def make_run_folder(output: Path, name: str) -> Path:
 
 
 def run_once(
-    words: list[str],
+    command: Sequence[str],
     folder: Path,
     *,
     title: str,
     timeout: float | None,
-    steering: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str] = MappingProxyType({}),
     killed_when: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run the command once, in a process that leaves its ledgers in ``folder``.
+    """Run the command once, in a process that writes its ledgers to ``folder``.
 
     Args:
-        words: The command.
+        command: The command.
         folder: The run's folder.
-        title: What progress calls the run.
-        timeout: Seconds after which it counts as hanging.
-        steering: Further variables of the process.
-        killed_when: Whether it is to be killed, which is then no failure.
+        title: Name of the run, for the progress line.
+        timeout: Seconds after which the run counts as hanging.
+        variables: Further environment variables of the process.
+        killed_when: Condition under which the process is killed without counting as a failure.
 
     Raises:
-        CommandError: When it fails.
+        CommandError: If the command fails.
     """
     with RunProgress(title, folder) as progress:
         run_watched(
-            words,
-            environment=_environment(folder) | dict(steering),
+            command,
+            environment=_make_environment(folder) | dict(variables),
             log=folder / "output.log",
             timeout=timeout,
             tick=progress.tick,
@@ -76,31 +76,31 @@ def run_once(
         )
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _make_environment(folder: Path) -> dict[str, str]:
     """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
     inherited = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
     variables = {**inherited, LEDGER_VARIABLE: str(folder)}
-    # A project that does not mention us is repeated all the same; LIGHTNING_D9M=0 is the user's no.
+    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
     variables.setdefault("LIGHTNING_D9M", "1")
-    # Python reads it when it starts; left random, the order of sets of strings changes by run.
+    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"
     return variables
 
 
-def read_fits(folder: Path, words: list[str]) -> dict[str, Ledger]:
+def read_fits(folder: Path, command: Sequence[str]) -> dict[str, Ledger]:
     """Return the ledgers that a run left, by name.
 
     Raises:
-        CommandError: When there is none.
-        LedgerError: When one cannot be read.
+        CommandError: If there is none.
+        LedgerError: If one cannot be read.
     """
     fits = {
         path.name: read_ledger(path) for path in (*list_fits(folder), *list_evaluations(folder))
     }
     if not fits:
         raise CommandError(
-            f"The command {describe_command(words)} ended well but wrote no ledger. Let it fit a "
+            f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
             "model with a Trainer, in the environment in which lightning_d9m is installed; where "
             "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
             f"[...]). Log: {folder / 'output.log'}."

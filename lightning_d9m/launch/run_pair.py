@@ -1,21 +1,39 @@
-"""Pairs of runs of one command, steered by variables, and how they compare."""
+"""Pairs of runs of one command, controlled by environment variables, and how they compare."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.comparison.rank_drift import find_rank_drift
+from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.errors import CommandError, DriftError
+from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 from lightning_d9m.ledger.records import Digests, End
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
-# Memory is filled only where deterministic algorithms are on.
+# torch fills new memory only while deterministic algorithms are on.
 _FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
+
+
+@dataclass(frozen=True)
+class ProbedRun:
+    """One run and the files that it wrote.
+
+    Attributes:
+        fits: Its ledgers by name.
+        dump: The folder of its dumps, whether or not something was saved there.
+        drift_error: The error of a run that ended with a ``DriftError``; None for any other.
+    """
+
+    fits: Mapping[str, Ledger]
+    dump: Path
+    drift_error: CommandError | None = None
 
 
 @dataclass(frozen=True)
@@ -23,11 +41,13 @@ class RunPair:
     """Two runs and how they compare.
 
     Attributes:
-        fit: Name of the first fit that differs; of the last when none does.
+        fit: Name of the first fit that differs; of the last one if none does.
         comparison: How that fit compares.
         expected: Its ledger in the first run.
-        fits: How many fits each run has.
-        dumps: The folders of dumps of the two runs, if any were asked for.
+        fits: Number of fits in each run.
+        dumps: The folders of dumps of the two runs.
+        rank_drift: Where ranks differ from the others, in two runs that are equal; one
+            ``Divergence`` for each such rank.
     """
 
     fit: str
@@ -35,14 +55,15 @@ class RunPair:
     expected: Ledger
     fits: int = 1
     dumps: tuple[Path, ...] = ()
+    rank_drift: tuple[Divergence, ...] = ()
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs."""
+        """Whether the two runs differ."""
         return not self.comparison.equal
 
     def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the global steps of an epoch, from the first up to but without the last."""
+        """Return the global steps of an epoch, as the first one and the one after the last."""
         ends = {-1: 0}
         for record in self.expected.records(min(self.expected.files)):
             if isinstance(record, Digests) and record.moment == "epoch":
@@ -52,87 +73,103 @@ class RunPair:
 
 @dataclass
 class Runner:
-    """Runs the command in pairs, each run in a folder of its own.
+    """Runs the command, each time in a new folder.
 
     Attributes:
-        words: The command.
-        output: Folder for all runs.
+        command: The command.
+        output: Parent folder of all runs.
         timeout: Seconds after which a run counts as hanging.
-        steering: Variables of every run.
+        variables: Environment variables of every run.
     """
 
-    words: list[str]
+    command: list[str]
     output: Path
     timeout: float | None
-    steering: Mapping[str, str]
+    variables: Mapping[str, str]
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
+
+    def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
+        """Run once.
+
+        Args:
+            stage: Name of the look, for the progress line.
+            dump: Name of the place whose values are saved; empty for none.
+            filled: Whether to switch on everything that fills new memory.
+            **probes: Settings of the probes, by name.
+
+        Raises:
+            CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
+                ledger.
+        """
+        number = next(self._numbers)
+        folder = make_run_folder(self.output, f"run-{number:03d}")
+        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
+        variables |= _FILLED if filled else {}
+        if dump:
+            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: _dump_patterns(dump)}
+        drift_error = None
+        try:
+            run_once(
+                self.command,
+                folder,
+                title=f"run {number}, {stage}",
+                timeout=self.timeout,
+                variables={**self.variables, **variables},
+            )
+        except CommandError as error:
+            if not _ended_with_drift(folder):
+                raise
+            drift_error = error
+        return ProbedRun(read_fits(folder, self.command), folder / "dump", drift_error)
 
     def run_pair(
         self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
     ) -> RunPair:
-        """Run twice and compare; the names of ``probes`` are those of the settings.
-
-        Args:
-            stage: What progress calls the runs.
-            dump: Name of the place whose values are saved; empty for none.
-            filled: Whether everything is switched on that fills new memory.
-            **probes: Settings of the probes.
+        """Run twice and compare; the arguments are those of ``run``.
 
         Raises:
-            CommandError: When a run fails, or the two leave different ledgers. That its ranks had
-                drifted apart is no failure if its twin shows something else.
+            CommandError: If a run fails, if the two leave different ledgers, or if a run ends with
+                a ``DriftError`` that neither the comparison of the runs nor that of the ranks
+                shows.
         """
-        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
-        variables |= _FILLED if filled else {}
-        found: list[dict[str, Ledger]] = []
-        dumps: list[Path] = []
-        drifted: CommandError | None = None
-        for _ in range(2):
-            number = next(self._numbers)
-            folder = make_run_folder(self.output, f"run-{number:03d}")
-            if dump:
-                dumps.append(folder / "dump")
-                variables[_DUMP] = str(dumps[-1])
-                variables[_DUMP_NAMES] = _patterns(dump)
-            title = f"run {number}, {stage}"
-            steering = {**self.steering, **variables}
-            try:
-                run_once(self.words, folder, title=title, timeout=self.timeout, steering=steering)
-            except CommandError as error:
-                if not _has_drifted(folder):
-                    raise
-                drifted = error
-            found.append(read_fits(folder, self.words))
-        if found[0].keys() != found[1].keys():
+        runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
+        expected, actual = runs[0].fits, pair_fits(runs[0].fits, runs[1].fits)
+        if expected.keys() != actual.keys():
             raise CommandError(
-                f"The two runs left other ledgers: {', '.join(found[0])} and "
-                f"{', '.join(found[1])}. Each run must fit the same models in the same order."
+                f"The two runs left different ledgers: {', '.join(expected)} and "
+                f"{', '.join(runs[1].fits)}. Each run must fit the same models in the same order."
             )
+        dumps = tuple(run.dump for run in runs)
         pairs = [
-            RunPair(
-                name, compare_ledgers(ledger, found[1][name]), ledger, len(found[0]), tuple(dumps)
-            )
-            for name, ledger in found[0].items()
+            RunPair(name, compare_ledgers(ledger, actual[name]), ledger, len(expected), dumps)
+            for name, ledger in expected.items()
         ]
-        pair = next((pair for pair in pairs if pair.differs), pairs[-1])
-        if drifted is not None and not pair.differs:
-            raise drifted
-        return pair
+        pair = next((pair for pair in pairs if pair.differs), None)
+        error = next((run.drift_error for run in runs if run.drift_error is not None), None)
+        if pair is None and error is not None:
+            pair = next((found for found in map(_find_drift, pairs) if found.rank_drift), None)
+            if pair is None:
+                raise error
+        return pair or pairs[-1]
 
 
-def _patterns(name: str) -> str:
+def _find_drift(pair: RunPair) -> RunPair:
+    return replace(pair, rank_drift=find_rank_drift(pair.expected))
+
+
+def _dump_patterns(name: str) -> str:
     """Return the patterns of a place and its leaves."""
-    own = escape_name(name)
-    return f"{own},{own}:[!:]*"
+    escaped = escape_name(name)
+    return f"{escaped},{escaped}:[!:]*"
 
 
 def escape_name(name: str) -> str:
-    """Return the pattern that a name alone matches, but for commas: they separate patterns."""
+    """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
     return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
 
 
-def _has_drifted(folder: Path) -> bool:
-    """Whether a run ended because its ranks, or it and a reference, had other bits."""
+def _ended_with_drift(folder: Path) -> bool:
+    """Whether a run ended because it differs from its reference, or its ranks from each other."""
     ends = [
         record
         for path in list_fits(folder)

@@ -28,7 +28,7 @@ from lightning_d9m.launch.interruption_points import (
     SURVEY,
     EpochShape,
     InterruptionPoint,
-    parse_place,
+    parse_point,
 )
 from lightning_d9m.lightning.lightning_private import resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
@@ -72,7 +72,7 @@ def apply_interrupt_variables(
         trainer.callbacks.append(
             EpochShapeCallback(Path(folder))
             if request == SURVEY
-            else CheckpointAndKill(Path(folder), parse_place(request))
+            else CheckpointAndKill(Path(folder), parse_point(request))
         )
 
 

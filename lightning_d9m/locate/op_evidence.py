@@ -84,9 +84,22 @@ def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
     )
 
 
-def measure_saved(found: Divergence, kind: str, dumps: Sequence[Path]) -> Magnitude | None:
-    """Measure the first value at a place that differs; None when it was not dumped."""
-    one, other = (dict(_read_values(found, kind, folder)) for folder in dumps)
+def measure_saved(
+    found: Divergence, kind: str, dumps: Sequence[Path], *, ranks: Sequence[int] = ()
+) -> Magnitude | None:
+    """Measure the first value at a place that differs; None if it was not dumped.
+
+    Args:
+        found: The place.
+        kind: Kind of the probes that dumped it.
+        dumps: The folder of the expected and that of the actual values.
+        ranks: The rank of either; the rank of ``found`` if empty.
+    """
+    ranks = ranks or (found.rank, found.rank)
+    one, other = (
+        dict(_read_values(found, kind, folder, rank))
+        for rank, folder in zip(ranks, dumps, strict=True)
+    )
     for place, value in one.items():
         if place in other and digest_value(value) != digest_value(other[place]):
             return _measure(value, other[place])
@@ -135,15 +148,15 @@ def split_leaf(name: str) -> tuple[str, str]:
 
 def _read_op(found: Divergence, name: str, folder: Path) -> dict[str, Any] | None:
     place = (found.kind, name, found.call)
-    files = find_dumps(folder, step=found.step, place=place, **_whereabouts(found))
+    files = find_dumps(folder, step=found.step, place=place, **_batch_filter(found))
     return next(map(read_dump, files), None)
 
 
 def _read_values(
-    found: Divergence, kind: str, folder: Path
+    found: Divergence, kind: str, folder: Path, rank: int
 ) -> Iterator[tuple[tuple[str, str, int], Any]]:
     """Yield what was saved at the place, or at the leaves of the place, with where that is."""
-    for batch in find_batches(folder, step=found.step, **_whereabouts(found)):
+    for batch in find_batches(folder, step=found.step, **_batch_filter(found) | {"rank": rank}):
         for entry in read_index(batch):
             own = entry["name"] == found.name or entry["name"].startswith(f"{found.name}:")
             if own and entry["kind"] == kind and entry["call"] == found.call:
@@ -151,7 +164,7 @@ def _read_values(
                 yield place, read_dump(batch / entry["file"])["value"]
 
 
-def _whereabouts(found: Divergence) -> dict[str, int | None]:
+def _batch_filter(found: Divergence) -> dict[str, int | None]:
     """Return where a divergence was saved; one at an epoch's end is in no batch of its own."""
     if found.moment != "batch":
         return {"rank": found.rank}

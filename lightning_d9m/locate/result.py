@@ -1,19 +1,19 @@
 """The result of a search."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.comparison.causes import (
-    Cause,
-)
+from lightning_d9m.comparison.causes import Cause
 from lightning_d9m.launch.run_pair import RunPair
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.ledgers import Divergence
     from lightning_d9m.comparison.magnitude import Magnitude
+    from lightning_d9m.lint.finding import Finding
     from lightning_d9m.locate.op_evidence import OpFinding
+    from lightning_d9m.locate.samples import SampleComparison
 
 
 @dataclass
@@ -27,7 +27,10 @@ class SearchResult:
         pair: The runs in which it was seen.
         looks: What each look showed, in words.
         op: What the dumps of the operation show.
-        magnitude: How far the values are apart at the first place, where it is no operation.
+        magnitude: How far the values are apart at the first place, unless it is an operation.
+        reference_rank: The rank whose values are the expected ones, if ranks of one run differ.
+        samples: How the samples of the epoch compare, if batches differ.
+        lines: Lines of the program that may explain the cause, the likeliest first.
     """
 
     cause: Cause | None = None
@@ -37,6 +40,9 @@ class SearchResult:
     looks: list[str] = field(default_factory=list)
     op: "OpFinding | None" = None
     magnitude: "Magnitude | None" = None
+    reference_rank: int | None = None
+    samples: "SampleComparison | None" = None
+    lines: "list[Finding]" = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return it for ``--json``."""
@@ -60,6 +66,12 @@ class SearchResult:
             record["op"] = vars(self.op) | {"magnitude": magnitude, "patch": patch}
         elif self.magnitude is not None:
             record["magnitude"] = _recorded(self.magnitude)
+        if self.reference_rank is not None:
+            record["reference_rank"] = self.reference_rank
+        if self.samples is not None:
+            record["samples"] = asdict(self.samples) | {"same": self.samples.same}
+        if self.lines:
+            record["lines"] = [finding.as_record() for finding in self.lines]
         return record
 
 

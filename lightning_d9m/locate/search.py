@@ -15,24 +15,31 @@ from lightning_d9m.comparison.causes import (
 )
 from lightning_d9m.launch.run_pair import Runner, RunPair, escape_name
 from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.locate.rank_drift import locate_rank_drift
 from lightning_d9m.locate.result import SearchResult, describe_place
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning_d9m.comparison.ledgers import Divergence
+
 _FIRST = "steps of the epoch"
 _OPERATIONS = "operations of "
 _VALUES = "values"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
+# Most bytes that the batches of an epoch may take on disk, for each run.
+_MOST_BYTES = 2 * 10**9
+_MOST_LINES = 5
 
 
 class Search:
-    """Closes in on a divergence.
+    """Narrows down a divergence.
 
     Args:
         runner: Runs the command in pairs.
-        tries: Pairs for each look, until one differs.
+        tries: Most pairs for each look, until one differs.
     """
 
     def __init__(self, runner: Runner, tries: int) -> None:
@@ -45,19 +52,24 @@ class Search:
     def locate(self) -> SearchResult:
         """Return what was found."""
         pair = self._look("whole run")
+        if pair is not None and pair.rank_drift:
+            locate_rank_drift(self._runner, pair, self._found)
+            return self._found
         while pair is not None:
             pair = self._look_into_epoch(pair)
-        self._look_at_values()
+        dumps = self._look_at_values()
+        self._look_at_samples(dumps)
+        self._find_lines()
         return self._found
 
     def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
-        """Narrow from an epoch; return a pair that diverged in an earlier one, if one has."""
+        """Narrow from an epoch to its steps; return a pair that diverged in an earlier epoch."""
         known = self._found.cause
         if known is None or not known.narrows:
             return None
         first = self._found.divergences[0]
-        # Each pair diverges at a step of its own; all looks begin where the epoch does, which is
-        # the last moment at which the runs are known to agree.
+        # Each pair may diverge at a different step, so all looks begin at the start of the epoch,
+        # the last point at which the runs are known to agree.
         low, high = pair.steps_of_epoch(first.epoch)
         self._low = low
         for stage, kinds in ((_FIRST, _STEPS), ("modules of the step", _MODULES)):
@@ -73,19 +85,23 @@ class Search:
         return None
 
     def _look_at_operations(self, first: "Divergence") -> None:
-        """Look at the operations of a module, and at what goes into it and flows back into it.
+        """Look at the operations of a module, its inputs and the gradients that reach it.
 
-        Those of other modules are left out: of what a program computes besides, for its own use,
-        more may differ than the cause.
+        Operations of other modules are left out: the program may compute more there that differs
+        and is not the cause.
         """
         module = name_module(first)
-        own = escape_name(module)
-        words = {} if module == ROOT else {"probe_modules": f"{own},{own}.*"}
+        name = escape_name(module)
+        selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
         steps = f"{first.step}:{first.step + 1}"
-        self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **words)
+        self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
 
-    def _look_at_values(self) -> None:
-        """Save the values of the first place that differs, and say how far they are apart."""
+    def _look_at_values(self) -> "Sequence[Path]":
+        """Save the values of the first place that differs, and measure how far they are apart.
+
+        Returns:
+            The folders of the dumps of two runs that differ at that place; empty without such.
+        """
         from lightning_d9m.locate.op_evidence import (
             examine_op,
             measure_recorded,
@@ -95,46 +111,83 @@ class Search:
 
         found = self._found
         if not found.divergences or found.pair is None or found.pair.comparison.stack:
-            return
+            return ()
         first, initial = found.divergences[0], found.divergences[0].moment == "initial"
         found.magnitude = measure_recorded(first)
         kind = kind_of_place(first)
         if found.magnitude is not None or kind is None or not (self._probes or initial):
-            return
+            return ()
         self._low = first.step if initial else self._low
-        # With the step before, if it is state: that was equal there, or the cause lies elsewhere.
+        # For state, save the step before too: if it differs there, the cause lies elsewhere.
         start = max(self._low, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
-        words = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
+        settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
         name = split_leaf(first.name)[0] if kind == "op" else first.name
-        pair = self._look(_VALUES, dump=name, **words)
+        pair = self._look(_VALUES, dump=name, **settings)
         at = None if pair is None else _find_again(first, first_divergences(pair.comparison)[0])
         if pair is None or at is None:
-            return
+            return ()
         if kind != "op":
             found.magnitude = measure_saved(at, kind, pair.dumps)
-            return
+            return pair.dumps
         found.op = examine_op(at, pair.dumps)
-        is_given_other = found.op is not None and not found.op.inputs_equal
-        if is_given_other and found.cause is not None and found.cause.kind == "op":
-            self._fill()
+        inputs_differ = found.op is not None and not found.op.inputs_equal
+        if inputs_differ and found.cause is not None and found.cause.kind == "op":
+            self._look_at_filled_memory()
+        return pair.dumps
 
-    def _fill(self) -> None:
-        """See whether runs still differ when new memory is filled."""
+    def _look_at_filled_memory(self) -> None:
+        """Test whether runs still differ if new memory is filled."""
         for _ in range(self._tries):
             if self._runner.run_pair("filled memory", filled=True).differs:
-                self._found.looks.append("filled memory: the runs differ all the same")
+                self._found.looks.append("filled memory: the runs still differ")
                 self._found.cause = OUTSIDE
                 return
         self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
         self._found.cause = UNINITIALISED
 
-    def _is_caught(self, stage: str, found: "Sequence[Divergence]", steps: str) -> bool:
-        """Whether a look saw the divergence that is known come, or one of an earlier epoch.
+    def _look_at_samples(self, dumps: "Sequence[Path]") -> None:
+        """If batches differ, find out whether the epoch has the same samples in both runs.
 
-        It is to begin at a probe, within the steps: where the first step that is probed begins from
-        other state, the cause lies before it. At the end of an epoch all of whose steps are probed
-        it began after them.
+        Args:
+            dumps: The dumps of one batch that differs, which tell how large those of the epoch are.
+        """
+        from lightning_d9m.locate.samples import compare_samples, measure_dump
+
+        found = self._found
+        if not dumps or found.pair is None or found.divergences[0].kind != "batch":
+            return
+        low, high = found.pair.steps_of_epoch(found.divergences[0].epoch)
+        size = measure_dump(dumps[0]) * max(high - low, 1)
+        if size > _MOST_BYTES:
+            found.looks.append(
+                f"samples: not compared, because the batches of the epoch have about "
+                f"{size / 1e9:.0f} GB"
+            )
+            return
+        for _ in range(self._tries):
+            steps = f"{low}:{max(high, low + 1)}"
+            pair = self._runner.run_pair("samples", dump="batch", probes="batch", probe_steps=steps)
+            if pair.differs:
+                found.samples = compare_samples(pair.dumps)
+                return
+
+    def _find_lines(self) -> None:
+        """Search the program's source for lines that may explain the cause."""
+        from lightning_d9m.locate.source_scan import find_lines
+
+        found = self._found
+        if found.cause is not None:
+            order_only = found.samples is not None and found.samples.same
+            lines = find_lines(self._runner.command, found.cause.kind, order_only=order_only)
+            found.lines = lines[:_MOST_LINES]
+
+    def _is_caught(self, stage: str, found: "Sequence[Divergence]", steps: str) -> bool:
+        """Return whether a look saw the beginning of the known divergence or of an earlier one.
+
+        It must begin at a probe within the steps: if state already differs when the first probed
+        step begins, the cause lies before that step. A divergence at the end of an epoch whose
+        steps are all probed began after them.
         """
         known = self._found.divergences
         if not known or not found:
@@ -143,7 +196,7 @@ class Search:
         if stage == _VALUES and _find_again(known[0], first) is None:
             return False
         if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
-            return False  # it came into the module from outside, where nobody looks
+            return False  # it entered the module from outside, where no operations are probed
         if first.moment == "epoch":
             return stage == _VALUES or (stage == _FIRST and first.epoch <= known[0].epoch)
         if first.moment != "batch":
@@ -152,10 +205,12 @@ class Search:
         return not (first.step == start > self._low and first.kind in STATE)
 
     def _look(self, stage: str, *, dump: str = "", **probes: str) -> RunPair | None:
-        """Run pairs until one differs, and take it for the finding; None when none does."""
+        """Run pairs until one differs, and record it as the finding; None if none does."""
         missed = 0
         for _ in range(self._tries):
             pair = self._runner.run_pair(stage, dump=dump, filled=False, **probes)
+            if pair.rank_drift and not probes:
+                return pair
             if not pair.differs:
                 continue
             found = self._found
@@ -177,22 +232,22 @@ class Search:
             self._probes = probes
             return pair
         runs = 2 * self._tries
-        outcome = "nothing differs" if not probes else "the divergence did not come back"
+        outcome = "nothing differs" if not probes else "the divergence did not occur again"
         elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
         return None
 
 
 def _is_within(found: "Divergence", stage: str) -> bool:
-    """Whether something differs by what the module does whose operations are looked at."""
+    """Return whether a place lies in the module whose operations were probed."""
     module = stage.removeprefix(_OPERATIONS)
     return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
 
 
 def _find_again(known: "Divergence", first: "Divergence") -> "Divergence | None":
-    """Return a place that is known, as another pair shows it: among the first kind that differs.
+    """Return a known place as a different pair shows it, if it has the first kind that differs.
 
-    Of a race the first place of that kind is another one in each pair.
+    With a race condition, the first differing place of that kind is a different one in each pair.
     """
     if (first.moment, first.kind) != (known.moment, known.kind):
         return None

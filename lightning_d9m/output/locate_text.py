@@ -1,4 +1,4 @@
-"""What ``d9m locate`` has found, in sentences."""
+"""The report of ``d9m locate`` as text."""
 
 import re
 import textwrap
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_d9m.comparison.magnitude import Magnitude
     from lightning_d9m.locate.op_evidence import OpFinding
     from lightning_d9m.locate.result import SearchResult
+    from lightning_d9m.locate.samples import SampleComparison
 
 _WIDTH = 80
 # By the status of the catalogue's entry; an exempt one has its own.
@@ -55,6 +56,11 @@ def _describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
         yield from describe_op(found.op)
     elif found.magnitude is not None:
         yield from _describe_magnitude(found.magnitude)
+    if found.samples is not None:
+        yield f"samples: {_describe_samples(found.samples)}"
+    for finding in found.lines:
+        yield f"line: {escape(finding.place, _LONGEST)}: {escape(finding.code)}"
+        yield f"  {finding.rule}: {finding.reason}"
     if cause.advice:
         yield f"advice: {cause.advice}"
 
@@ -65,9 +71,8 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     if found.divergences:
         first = found.divergences[0]
         yield f"where: {describe_place(found.divergences)}"
-        ranks = ", ".join(str(entry.rank) for entry in found.divergences)
         if found.ranks > 1:
-            yield f"rank:  {ranks} of {found.ranks}"
+            yield f"rank:  {_name_ranks(found)}"
         if pair is not None and pair.fits > 1:
             yield f"fit:   {escape(pair.fit)}, one of {pair.fits}"
         yield f"differ: {first.count:,} of {first.compared:,} places of that moment"
@@ -86,6 +91,22 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
                     f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
                     f"{escape(alone.first)}"
                 )
+
+
+def _name_ranks(found: "SearchResult") -> str:
+    ranks = ", ".join(str(entry.rank) for entry in found.divergences)
+    reference = found.reference_rank
+    compared = "" if reference is None else f", compared with rank {reference} (expected)"
+    return f"{ranks} of {found.ranks}{compared}"
+
+
+def _describe_samples(samples: "SampleComparison") -> str:
+    if samples.same:
+        return f"the epoch has the same {samples.expected:,} in both runs, in a different order."
+    counts = f"{samples.expected:,}"
+    if samples.actual != samples.expected:
+        counts += f" and {samples.actual:,}"
+    return f"of the epoch's {counts}, {samples.common:,} are in both runs; the others differ."
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:

@@ -102,6 +102,7 @@ def find_unlike_runs(g):
     found = iter([{"fit-000": 1}, {"fit-000": 1, "fit-001": 2}])
     g.patch.setattr(g.module, "run_once", lambda *_, **__: None)
     g.patch.setattr(g.module, "read_fits", lambda *_: next(found))
+    g.patch.setattr(g.module, "pair_fits", lambda _, actual: actual)
     g.module.Runner(["true"], g.folder, None, {}).run_pair("whole run")
 
 
@@ -255,7 +256,7 @@ CASES = [
         "name a file in a folder that exists (-o).",
     ),
     ("cli.report", lambda g: g.module._write(g.folder, ""), "cannot be written:"),
-    ("launch.run_pair", find_unlike_runs, "The two runs left other ledgers:"),
+    ("launch.run_pair", find_unlike_runs, "The two runs left different ledgers:"),
     (
         "lightning.autoload.auto_callback",
         import_the_other_package,
@@ -310,7 +311,7 @@ CASES = [
     ("horovod.gradient_buckets", reduce_a_sparse_gradient, "is sparse ("),
     (
         "launch.interruption_points",
-        lambda g: g.module.parse_place("epoch:x"),
+        lambda g: g.module.parse_point("epoch:x"),
         "with whole numbers, and +N",
     ),
     ("cli.scan", asks("run", rules=False, paths=[]), "needs a file or a folder to scan."),

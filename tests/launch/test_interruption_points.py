@@ -8,8 +8,8 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.interruption_points import (
     EpochShape,
     InterruptionPoint,
-    choose_places,
-    parse_place,
+    choose_points,
+    parse_point,
 )
 
 whole = st.integers(0, 10**6)
@@ -27,7 +27,7 @@ places = st.one_of(
 
 @given(places)
 def test_a_place_is_read_as_it_was_written(place):
-    assert parse_place(str(place)) == place
+    assert parse_point(str(place)) == place
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_place_is_read_as_it_was_written(place):
 )
 def test_what_is_no_place_is_named(text):
     with pytest.raises(SettingError) as caught:
-        parse_place(text)
+        parse_point(text)
     assert str(caught.value).startswith(f"The variable LIGHTNING_D9M_INTERRUPT is {text!r}; allow")
 
 
@@ -46,7 +46,7 @@ def shapes(epochs, batches, *, accumulated=1, validation=0):
 
 
 def chosen(*arguments, **words):
-    return [str(place) for place, _ in choose_places(shapes(*arguments, **words))]
+    return [str(place) for place, _ in choose_points(shapes(*arguments, **words))]
 
 
 def test_one_place_of_each_kind_near_the_middle():
@@ -78,7 +78,7 @@ def test_a_fit_that_has_few_places(epochs, batches, accumulated, validation, exp
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
 def test_every_place_is_within_the_fit(epochs, batches, accumulated, validation):
     all_shapes = shapes(epochs, batches, accumulated=accumulated, validation=validation)
-    for place, _ in choose_places(all_shapes):
+    for place, _ in choose_points(all_shapes):
         assert place.epoch < epochs
         assert place.number < batches or place.kind != "batch"
         assert place.number <= validation or place.kind != "validation"
@@ -88,4 +88,4 @@ def test_every_place_is_within_the_fit(epochs, batches, accumulated, validation)
 
 def test_an_epoch_without_validation_is_passed_over():
     epochs = [EpochShape(0, 4, 1, 2), EpochShape(1, 4, 1, 0), EpochShape(2, 4, 1, 0)]
-    assert str(choose_places(epochs)[-1][0]) == "validated:0"
+    assert str(choose_points(epochs)[-1][0]) == "validated:0"

@@ -29,7 +29,7 @@ linux = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch):
+def short_waits(monkeypatch):
     """Wait no whole seconds for processes that do not end."""
     monkeypatch.setattr(subprocess_run, "_SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(subprocess_run, "_GRACE_SECONDS", 0.2)
@@ -159,7 +159,7 @@ def test_a_signal_ends_the_command_first(tmp_path, number, child):
         finally:
             watching.kill()
     assert watching.returncode == -number
-    assert f"{number.name} came; the command was ended.".encode() in err
+    assert f"{number.name} received; the command was ended.".encode() in err
     assert gone(pid)
 
 

@@ -23,6 +23,7 @@ def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""
     ranks = [SimpleNamespace(divergence=None if kind is None else found)]
     return SimpleNamespace(
         differs=kind is not None,
+        rank_drift=(),
         comparison=SimpleNamespace(ranks=ranks, refusals=(), stack=()),
         steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit="fit-000",
@@ -40,7 +41,7 @@ def search(*pairs, tries=1):
         asked.append((stage, words))
         return next(remaining)
 
-    return Search(SimpleNamespace(run_pair=run_pair), tries).locate(), asked
+    return Search(SimpleNamespace(run_pair=run_pair, command=["true"]), tries).locate(), asked
 
 
 EPOCH = {"kind": "weights", "moment": "epoch", "step": 10}
@@ -54,10 +55,10 @@ def test_runs_that_agree():
 
 
 def test_what_narrows_no_further_ends_the_search():
-    found, asked = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 2)
+    found, asked = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
     assert found.cause.kind == "data"
-    assert [words.get("probe_steps") for _, words in asked] == [None, "0:10", "4:5"]
-    assert asked[-1][1]["dump"] == "batch:0"
+    assert [words.get("probe_steps") for _, words in asked] == [None, "0:10", "4:5", "0:10"]
+    assert [words.get("dump") for _, words in asked[-2:]] == ["batch:0", "batch"]
 
 
 def test_from_the_epoch_to_the_operations_of_a_module():
@@ -85,7 +86,7 @@ def test_what_comes_into_a_module_is_not_what_it_did():
         pair("output", "layers", step=4),
     )
     assert found.divergences[0].kind == "output"
-    said = "the divergence did not come back in 2 runs, 1 of 1 pairs differ elsewhere"
+    said = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
     assert found.looks[-2] == f"operations of layers: {said}"
 
 
@@ -107,7 +108,7 @@ def test_values_of_another_place_are_not_taken_for_those_that_were_sought():
         pair(**EPOCH), pair("gradient", "a.weight", step=4), pair("gradient", "b.weight", step=4)
     )
     assert found.divergences[0].name == "a.weight"
-    said = "values: the divergence did not come back in 2 runs, 1 of 1 pairs differ elsewhere"
+    said = "values: the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
     assert found.looks[-1] == said
 
 
@@ -166,7 +167,7 @@ def test_a_divergence_that_does_not_come_back_is_told_as_far_as_it_was_seen():
     found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), *[pair()] * 3, tries=1)
     text = "\n".join(describe(found, determinism=True))
     assert found.cause.kind == "module"
-    assert "modules of the step: the divergence did not come back in 2 runs" in text
+    assert "modules of the step: the divergence did not occur again in 2 runs" in text
     assert "where: epoch 0, step 4, batch 4: loss loss" in text
 
 
@@ -180,7 +181,7 @@ def test_state_that_differs_where_the_probes_begin_was_not_caught():
         pair(),
     )
     assert found.cause.kind == "module"
-    said = "the divergence did not come back in 2 runs, 1 of 1 pairs differ elsewhere"
+    said = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
     assert found.looks[-2].endswith(said)
 
 
@@ -189,10 +190,11 @@ def test_a_pair_that_diverges_in_an_earlier_epoch_sends_the_search_back_to_it():
     found, asked = search(
         pair(**EPOCH | {"epoch": 3, "step": 40}),
         pair(**EPOCH | {"epoch": 1, "step": 20}),
-        *[pair("batch", "batch", step=12, epoch=1)] * 2,
+        *[pair("batch", "batch", step=12, epoch=1)] * 3,
     )
     assert (found.cause.kind, found.divergences[0].step) == ("data", 12)
-    assert [words.get("probe_steps") for _, words in asked] == [None, "30:40", "10:20", "12:13"]
+    steps = [words.get("probe_steps") for _, words in asked]
+    assert steps == [None, "30:40", "10:20", "12:13", "10:20"]
 
 
 @pytest.mark.parametrize("differs", [False, True])

@@ -1,0 +1,93 @@
+"""The first place at which the ranks of one run differ although they must be equal."""
+
+from dataclasses import replace
+
+from lightning_d9m.comparison.alignment import align_records
+from lightning_d9m.comparison.probe_diff import PlaceDifference, compare_batches
+from lightning_d9m.comparison.record_diff import list_entries
+from lightning_d9m.comparison.result import PLACES_KEPT, Divergence
+from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.probe_batch import Batch
+from lightning_d9m.ledger.probe_layouts import unpack_places
+from lightning_d9m.ledger.records import Digests
+
+# The callback compares weights across ranks. A strategy may shard the others: these count only
+# after a batch in which all ranks agreed on them.
+_WEIGHT = "weight"
+_MAYBE_SHARDED = frozenset({"optimizer", "gradient"})
+
+
+def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
+    """Return where ranks first differ from the others, for each rank that differs there.
+
+    ``expected`` of a ``Divergence`` is the value on the rank that the others are compared with:
+    rank 0, or rank 1 if all ranks but rank 0 agree.
+
+    Args:
+        ledger: A run with several ranks. With probes of weights, gradients and the optimizer it
+            shows the step; without, the epoch.
+
+    Raises:
+        LedgerError: If a record is malformed or was edited.
+    """
+    first, *others = ledger.files
+    found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank))]
+    start = min((drift.when for drift in found), default=None)
+    found = [drift for drift in found if drift.when == start]
+    alike = {(drift.kind, drift.name, drift.actual) for drift in found}
+    if 1 < len(found) == len(others) and len(alike) == 1:  # all agree but the first rank
+        odd = found[0]
+        return (replace(odd, rank=first, expected=odd.actual, actual=odd.expected),)
+    return tuple(found)
+
+
+def reference_rank(drift: Divergence) -> int:
+    """Return the rank whose values ``drift`` has as expected."""
+    return 1 if drift.rank == 0 else 0
+
+
+def _compare_ranks(ledger: Ledger, first: int, rank: int) -> Divergence | None:
+    comparable = {_WEIGHT}
+    with ledger.open(first) as one_file, ledger.open(rank) as other_file:
+        for one, other in align_records(one_file, other_file):
+            places: list[PlaceDifference] = []
+            if isinstance(one, Digests) and isinstance(other, Digests) and one is not other:
+                places = [entry for entry in list_entries(one, other) if entry.kind == "weights"]
+            elif isinstance(one, Batch) and isinstance(other, Batch):
+                found = [] if one is other else compare_batches(one, other).differing
+                places = [place for place in found if place.kind in comparable]
+                comparable |= _list_kinds(other) - {place.kind for place in found}
+            if places and isinstance(other, Digests | Batch):
+                return _make_divergence(rank, other, places)
+    return None
+
+
+def _list_kinds(batch: Batch) -> set[str]:
+    kinds = {kind for token in batch.layouts for kind, _, _ in unpack_places(token)}
+    return kinds & _MAYBE_SHARDED
+
+
+def _make_divergence(
+    rank: int, record: Digests | Batch, places: list[PlaceDifference]
+) -> Divergence:
+    first = places[0]
+    if isinstance(record, Batch):
+        moment, batch, compared = "batch", record.batch, record.size
+    else:
+        moment, batch, compared = record.moment, None, len(record.groups.get("weights", ()))
+    return Divergence(
+        rank=rank,
+        moment=moment,
+        epoch=record.epoch,
+        step=record.step,
+        batch=batch,
+        kind=first.kind,
+        name=first.name,
+        call=first.call,
+        position=first.position,
+        expected=str(first.expected),
+        actual=str(first.actual),
+        places=tuple(places[:PLACES_KEPT]),
+        count=len(places),
+        compared=max(compared, len(places)),
+    )

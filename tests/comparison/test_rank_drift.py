@@ -1,0 +1,93 @@
+"""The first place at which the ranks of one run differ."""
+
+import pytest
+
+from lightning_d9m.comparison.causes import find_rank_cause
+from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
+from lightning_d9m.ledger.folder import read_ledger
+
+PLACES = (("weight", "a.weight"), ("optimizer", "0.exp_avg.a.weight"), ("gradient", "a.weight"))
+
+
+def find(runs, *, world_size=2, steps=4, changes=(), places=PLACES):
+    """Write a run with probes and compare its ranks; ``changes`` are (rank, first step, kind)."""
+
+    def digest(rank, step, kind):
+        changed = any((r, k) == (rank, kind) and first <= step for r, first, k in changes)
+        return f"{(rank + 1) * changed:032x}"
+
+    def edit(rank, records):
+        named = [[kind, name, 0] for kind, name in places]
+        records[3:3] = [{"kind": "layout", "id": 0, "places": named}] + [
+            {
+                "kind": "probes",
+                "epoch": 0,
+                "step": step,
+                "batch": step,
+                "layout": 0,
+                "digests": "".join(digest(rank, step, kind) for kind, _ in places),
+            }
+            for step in range(steps)
+        ]
+
+    return find_rank_drift(read_ledger(runs.write(1, edit=edit, world_size=world_size)))
+
+
+def place(drift):
+    return drift.rank, drift.moment, drift.step, drift.kind, drift.name
+
+
+def test_ranks_that_agree(runs):
+    assert find(runs) == ()
+
+
+def test_a_weight_of_one_rank(runs):
+    (drift,) = find(runs, changes=[(1, 2, "weight"), (1, 3, "gradient")])
+    assert place(drift) == (1, "batch", 2, "weight", "a.weight")
+    assert (drift.batch, drift.count, drift.compared) == (2, 1, 3)
+    assert (int(drift.expected, 16), int(drift.actual, 16)) == (0, 2)
+    assert "before it began" in find_rank_cause(drift, steps_seen=True).text
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "gradient"])
+def test_state_that_was_equal_before(runs, kind):
+    (drift,) = find(runs, changes=[(1, 2, kind), (1, 3, "weight")])
+    assert place(drift)[1:4] == ("batch", 2, kind)
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "gradient"])
+def test_state_that_is_sharded_does_not_count(runs, kind):
+    (drift,) = find(runs, changes=[(1, 0, kind), (1, 3, "weight")])
+    assert place(drift)[1:4] == ("batch", 3, "weight")
+    assert find(runs, changes=[(1, 0, kind)]) == ()
+
+
+def test_buffers_do_not_count(runs):
+    """DDP broadcasts them from rank 0 in each forward pass."""
+    places = (("weight", "a.weight"), ("buffer", "a.running_mean"))
+    assert find(runs, changes=[(1, 2, "buffer")], places=places) == ()
+
+
+def test_the_ranks_that_differ_first(runs):
+    changes = [(1, 3, "weight"), (2, 2, "weight"), (3, 2, "weight")]
+    found = find(runs, world_size=4, changes=changes)
+    assert [(drift.rank, drift.step) for drift in found] == [(2, 2), (3, 2)]
+
+
+def test_rank_0_differs_from_all_others(runs):
+    (drift,) = find(runs, world_size=3, changes=[(0, 1, "weight")])
+    assert (drift.rank, reference_rank(drift)) == (0, 1)
+    assert (int(drift.expected, 16), int(drift.actual, 16)) == (0, 1)
+
+
+def test_without_probes_the_end_of_the_epoch(runs):
+    def edit(rank, records):
+        if rank == 1:
+            for record in records[4:-1]:
+                record["groups"]["weights"]["layers.2.bias"] = "f" * 32
+
+    ledger = read_ledger(runs.write(3, edit=edit, world_size=2))
+    (drift,) = find_rank_drift(ledger)
+    assert place(drift) == (1, "epoch", 46, "weights", "layers.2.bias")
+    texts = {find_rank_cause(drift, steps_seen=seen).text for seen in (False, True)}
+    assert len(texts) == 2

@@ -1,0 +1,60 @@
+"""Lines of a program that may explain a cause."""
+
+import pytest
+
+from lightning_d9m.locate.source_scan import find_lines, find_program
+
+SORTED = "order = sorted({'a', 'b'})\n"
+SETS = "import helper\norder = list({'a', 'b'})\n"
+DRAWS = "import numpy as np\nnoise = np.random.default_rng()\n"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SETS)
+    (tmp_path / "helper.py").write_text(DRAWS)
+    (tmp_path / "stray.py").write_text(SETS)
+    return tmp_path
+
+
+def places(*arguments, **words):
+    return [(f.file, f.line, f.rule) for f in find_lines(["python", *arguments], **words)]
+
+
+def test_the_program_and_what_it_imports(project):
+    found = places("train.py", "--fast", cause="data")
+    assert sorted(found) == [("helper.py", 2, "D9M201"), ("train.py", 2, "D9M301")]
+
+
+def test_a_module(project):
+    assert ("train.py", 2, "D9M301") in places("-m", "train", cause="data")
+
+
+def test_only_what_orders_samples_explains_their_order(project):
+    assert places("train.py", cause="data", order_only=True) == [("train.py", 2, "D9M301")]
+    (project / "train.py").write_text("import helper\n")
+    assert places("train.py", cause="data", order_only=True) == [("helper.py", 2, "D9M201")]
+
+
+def test_only_rules_that_explain_the_cause(project):
+    assert places("train.py", cause="random numbers") == []
+    (project / "helper.py").write_text("import torch\ntorch.seed()\n")
+    assert places("train.py", cause="random numbers") == [("helper.py", 2, "D9M204")]
+    assert places("train.py", cause="all-reduce") == []
+
+
+def test_a_clean_program(project):
+    (project / "train.py").write_text(SORTED)
+    assert places("train.py", cause="data") == []
+
+
+@pytest.mark.parametrize("command", [["./train"], ["python", "absent.py"], ["python", "-m"]])
+def test_no_program(project, command):
+    assert find_program(command) is None
+    assert find_lines(command, "data") == []
+
+
+def test_a_file_that_cannot_be_parsed(project):
+    (project / "train.py").write_text("import helper\nfor")
+    assert places("train.py", cause="data") == []
