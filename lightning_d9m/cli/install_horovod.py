@@ -1,4 +1,4 @@
-"""`d9m install-horovod`: build, cache, install and try Horovod for the torch that is present."""
+"""`d9m install-horovod`: build, cache, install and test Horovod for the installed torch."""
 
 import argparse
 import importlib.metadata
@@ -23,8 +23,8 @@ _TRIAL_SECONDS = 180
 _QUIET_PROGRESS_SECONDS = 30
 _TERMINAL_COLUMNS = 100
 
-# Two processes, because a single one reduces nothing; whole numbers, so that any order of the sum
-# gives the same. `horovodrun --check-build` claims PyTorch even where the extension is missing.
+# Two processes, because one reduces nothing; integers, so that every order of the sum is exact.
+# `horovodrun --check-build` reports PyTorch even if the extension is missing.
 _TRIAL = """\
 import torch, horovod.torch as hvd
 hvd.init()
@@ -40,13 +40,13 @@ hvd.shutdown()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and try it."
+        f"Build Horovod {HOROVOD_VERSION} for the torch of this Python, install it and test it."
     )
     parser.add_argument(
         "--cache",
         type=Path,
         metavar="DIR",
-        help="where wheels are kept (default: $XDG_CACHE_HOME/lightning_d9m/wheels)",
+        help="the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)",
     )
     parser.add_argument("--mpi", action="store_true", help="build with MPI in addition to Gloo")
     parser.add_argument(
@@ -56,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)",
     )
     parser.add_argument(
-        "--rebuild", action="store_true", help="build even if a cached or installed one would do"
+        "--rebuild", action="store_true", help="build even if a cached or installed one works"
     )
-    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bring Horovod into this environment; a Horovod that already works is left as it is.
+    """Install Horovod into this environment; keep an installed Horovod that works.
 
     Raises:
-        CommandError: A tool is missing, the build failed, or what was built does not work.
+        CommandError: A tool is missing, the build failed, or the installed Horovod does not work.
     """
     target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
     if not arguments.rebuild and _try_installed(target) is None:
@@ -81,13 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     if failure is not None:
         raise CommandError(
             f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
-            f"{failure} Run `d9m install-horovod --rebuild` to build it anew."
+            f"{failure} Run `d9m install-horovod --rebuild` to build it again."
         )
     return _report(arguments, "built" if built else "installed", target, wheel)
 
 
 def default_cache() -> Path:
-    """The folder for wheels under the user's cache directory (XDG Base Directory)."""
+    """Return the folder for wheels under the user's cache directory (XDG Base Directory)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "lightning_d9m" / "wheels"
 
@@ -102,14 +102,27 @@ def _find_target(*, mpi: bool, gpu: str) -> Target:
     nccl = gpu == "nccl" or (gpu == "auto" and torch.version.cuda is not None)
     if nccl and torch.version.cuda is None:
         raise CommandError(
-            f"--gpu nccl needs a CUDA build of torch, but torch {torch.__version__} is none: "
-            "install a CUDA build or pass --gpu none."
+            f"--gpu nccl needs a CUDA build of torch, but torch {torch.__version__} is a CPU "
+            "build: install a CUDA build or pass --gpu none."
         )
-    return Target(torch=str(torch.__version__), mpi=mpi, nccl=nccl)
+    version = str(torch.__version__)
+    if not nccl:
+        return Target(torch=version, mpi=mpi, nccl=False)
+    chosen = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "").replace(" ", "")
+    devices = range(torch.cuda.device_count())
+    found = ("".join(map(str, torch.cuda.get_device_capability(number))) for number in devices)
+    capabilities = chosen.split(",") if chosen else sorted(set(found))
+    return Target(
+        torch=version,
+        mpi=mpi,
+        nccl=True,
+        cuda=torch.version.cuda,
+        capabilities=tuple(capabilities),
+    )
 
 
 def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
-    """Build a wheel and move it into its cache folder whole, so that no half wheel is seen."""
+    """Build a wheel and move it into its cache folder, so that a partial wheel never appears."""
     tools = find_tools(target, os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
@@ -128,7 +141,7 @@ def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
 
 
 class _Progress:
-    """One line that is rewritten on a terminal, one line each half minute elsewhere."""
+    """A line that is rewritten on a terminal; elsewhere a new line every half minute."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -149,7 +162,7 @@ class _Progress:
 
 
 def _install_requirements() -> None:
-    """Install what is missing and touch nothing that is there."""
+    """Install the missing requirements, and leave the others as they are."""
     missing = [name for name in REQUIREMENTS if not _is_installed(name)]
     if missing:
         _pip(*missing)
@@ -174,7 +187,7 @@ def _pip(*arguments: str) -> None:
 
 
 def _try_installed(target: Target) -> str | None:
-    """Reduce a tensor between two processes; what went wrong, or None."""
+    """Reduce a tensor between two processes; return the problem, or None."""
     if not _is_installed("horovod"):
         return "Horovod is not installed."
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
@@ -194,7 +207,7 @@ def _try_installed(target: Target) -> str | None:
                 timeout=_TRIAL_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return f"it did not end within {_TRIAL_SECONDS} s."
+            return f"it did not finish within {_TRIAL_SECONDS} s."
     if done.returncode == 0:
         return None
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]

@@ -1,8 +1,9 @@
-"""The recipe by which Horovod 0.28.1 builds against a torch that is newer than it.
+"""The build of Horovod 0.28.1 against a torch that is newer than it.
 
-The release of June 2023 is the newest and comes as source only. Its sources compile with today's
-torch once the compiler speaks C++20. CMake writes its own ``-std=`` after ``CXXFLAGS``, so that a
-flag alone loses: a compiler wrapper that appends the standard last wins.
+The newest release, of June 2023, comes as source only. Its sources compile with a current torch if
+the compiler is set to C++20. CMake writes its own ``-std=`` after ``CXXFLAGS``, which overrides a
+flag there; therefore a compiler wrapper appends the standard last. nvcc calls that wrapper as its
+host compiler and needs the same standard, which it reads from ``NVCC_APPEND_FLAGS``.
 
 This module needs neither torch nor Horovod at import.
 """
@@ -22,51 +23,64 @@ from pathlib import Path
 from lightning_d9m.errors import CommandError
 
 HOROVOD_VERSION = "0.28.1"
-RECIPE = 1  # raise it when a change here makes another wheel from the same inputs
+RECIPE = 1  # raise it if a change here builds a different wheel from the same inputs
 REQUIREMENTS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 _CMAKE_AT_LEAST = (3, 13)
+_CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
+_CUDA_PREFIX = Path("/usr/local")
 _MEGABYTES_PER_JOB = 1500  # the peak of one compilation of torch's headers, rounded up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a wheel is built for.
+    """The properties of a wheel.
 
     Attributes:
         torch: The version of torch with its local tag: the wheel links libtorch's C++ ABI.
         mpi: Build the MPI controller and operations in addition to Gloo.
         nccl: Build the CUDA operations on NCCL.
+        cuda: The CUDA version of torch, such as ``"13.0"``; None for a CPU build.
+        capabilities: The compute capabilities to compile kernels for, such as ``("90",)``; empty
+            for all that Horovod lists.
     """
 
     torch: str
     mpi: bool
     nccl: bool
+    cuda: str | None = None
+    capabilities: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """The name of the cache folder: everything that the bits of the wheel depend on."""
-        backends = "-".join(
-            ["gloo", *(["mpi"] if self.mpi else []), *(["nccl"] if self.nccl else [])]
-        )
+        """The name of the cache folder, made of all that the wheel's contents depend on."""
+        names = ["gloo", *(["mpi"] if self.mpi else []), *(["nccl"] if self.nccl else [])]
+        backends = "-".join([*names, *(f"cc{each}" for each in self.capabilities)])
         abi = sysconfig.get_config_var("SOABI") or sysconfig.get_platform()
         return f"horovod-{HOROVOD_VERSION}-recipe{RECIPE}-torch{self.torch}-{abi}-{backends}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """The programs that a build runs: the user's compiler command, and the path of CMake."""
+    """The programs that a build runs.
+
+    Attributes:
+        compiler: The user's compiler command.
+        cmake: The path of CMake.
+        cuda_home: The folder of the CUDA toolkit; None without NCCL.
+    """
 
     compiler: tuple[str, ...]
     cmake: str
+    cuda_home: str | None = None
 
 
 def find_tools(target: Target, environment: Mapping[str, str]) -> Tools:
-    """Find what the build runs, before minutes are spent on it.
+    """Find the programs that the build runs, before it takes minutes.
 
     Raises:
-        CommandError: A program is missing or too old; the message names its Debian package.
+        CommandError: A program is missing or does not fit; the message names its Debian package.
     """
-    # A venv that is not activated is not on PATH, yet `pip install cmake` puts cmake there.
+    # `pip install cmake` puts cmake into the venv, which is not on PATH unless it is activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     compiler = tuple(shlex.split(environment.get("CXX", ""))) or ("c++",)
     needed = [(compiler[0], "a C++ compiler", "g++"), ("make", "make", "make")]
@@ -81,8 +95,8 @@ def find_tools(target: Target, environment: Mapping[str, str]) -> Tools:
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     if not headers.exists():
         raise CommandError(
-            f"Horovod is built from source and needs Python's headers, but there is no {headers}: "
-            "install them (Debian: `apt-get install python3-dev`) and run the command again."
+            f"Horovod is built from source and needs Python's headers, but {headers} does not "
+            "exist: install them (Debian: `apt-get install python3-dev`) and run the command again."
         )
     cmake = shutil.which("cmake", path=path)
     if cmake is None:
@@ -95,17 +109,48 @@ def find_tools(target: Target, environment: Mapping[str, str]) -> Tools:
     found = re.search(r"version (\d+)\.(\d+)", reply)
     if found is None or (int(found[1]), int(found[2])) < _CMAKE_AT_LEAST:
         raise CommandError(
-            f"Horovod needs CMake 3.13 or newer, but {cmake} says {reply.strip()!r}: "
-            "`pip install cmake` brings a newer one into this environment."
+            f"Horovod needs CMake 3.13 or newer, but {cmake} prints {reply.strip()!r}: "
+            "`pip install cmake` installs a newer one into this environment."
         )
-    nvcc = environment.get("HOROVOD_CUDA_HOME", "") + "/bin/nvcc"
-    if target.nccl and shutil.which("nvcc", path=path) is None and not Path(nvcc).exists():
-        raise CommandError(
-            f"torch {target.torch} is a CUDA build and Horovod's NCCL operations need the CUDA "
-            "compiler, but 'nvcc' is neither on PATH nor under HOROVOD_CUDA_HOME: install the CUDA "
-            "toolkit of torch's CUDA version, or pass `--gpu none` for CPU training only."
-        )
-    return Tools(compiler=compiler, cmake=cmake)
+    cuda_home = _find_cuda_home(target, path, environment) if target.nccl else None
+    return Tools(compiler=compiler, cmake=cmake, cuda_home=cuda_home)
+
+
+def _find_cuda_home(target: Target, path: str, environment: Mapping[str, str]) -> str:
+    """Find the CUDA toolkit of torch's version: the same minor version, or else the same major."""
+    wanted = target.cuda or "unknown"
+    major = wanted.partition(".")[0]
+    homes = [environment[name] for name in _CUDA_VARIABLES if environment.get(name)][:1]
+    if not homes:  # the user's choice is never overridden
+        nvcc = shutil.which("nvcc", path=path)
+        # If nvcc is a wrapper, the folder above it is not a toolkit and has no version.
+        homes = [str(Path(nvcc).resolve().parents[1])] if nvcc else []
+        homes += [str(_CUDA_PREFIX / name) for name in (f"cuda-{wanted}", "cuda")]
+        homes.append(str(Path(sysconfig.get_path("purelib"), "nvidia", f"cu{major}")))
+    versions = {home: version for home in homes if (version := _read_cuda_version(home))}
+    for home, version in versions.items():
+        if version == wanted:
+            return home
+    for home, version in versions.items():
+        if version.partition(".")[0] == major:
+            return home
+    found = ", ".join(f"CUDA {version} in {home}" for home, version in versions.items())
+    raise CommandError(
+        f"torch {target.torch} is a CUDA build, and Horovod's NCCL operations need the compiler "
+        f"nvcc of torch's CUDA version {wanted}, but there is {found or 'no CUDA toolkit'} "
+        f"(searched: {', '.join(homes)}): install the toolkit, set HOROVOD_CUDA_HOME to its "
+        "folder, or pass `--gpu none` for CPU training only."
+    )
+
+
+def _read_cuda_version(home: str) -> str | None:
+    """Return the version of a folder's nvcc, such as ``"13.0"``; None if it is not a toolkit."""
+    nvcc = Path(home, "bin", "nvcc")
+    if not (nvcc.exists() and Path(home, "include", "cuda_runtime.h").exists()):
+        return None
+    reply = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+\.\d+)", reply)
+    return found[1] if found else None
 
 
 def build_environment(
@@ -120,9 +165,9 @@ def build_environment(
         **environment,
         "PATH": path,
         "CXX": str(wrapper),
-        "HOROVOD_CMAKE": tools.cmake,  # else Horovod's setup looks on PATH and may download one
+        "HOROVOD_CMAKE": tools.cmake,  # otherwise Horovod's setup may download one
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses Gloo's 2.8.12
-        "HOROVOD_WITH_PYTORCH": "1",  # a torch that is not found is an error, not an empty wheel
+        "HOROVOD_WITH_PYTORCH": "1",  # otherwise a missing torch gives an empty wheel
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
@@ -132,22 +177,31 @@ def build_environment(
     built.setdefault("MAKEFLAGS", f"-j{_count_jobs()}")
     if target.nccl:
         built["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        # Horovod's CMake passes -std=c++11 to nvcc, whose front end then rejects C++20 headers.
+        flags = [*shlex.split(built.get("NVCC_APPEND_FLAGS", "")), "-std=c++20"]
+        built["NVCC_APPEND_FLAGS"] = shlex.join(flags)
+        if tools.cuda_home is not None:
+            # torch's cpp_extension otherwise takes the folder above `which nvcc`, even if that is a
+            # wrapper, and CMake does not find libcudart.
+            built |= {"CUDA_HOME": tools.cuda_home, "HOROVOD_CUDA_HOME": tools.cuda_home}
+        if target.capabilities:  # otherwise nvcc compiles for twelve architectures, twice
+            built["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(target.capabilities)
         if "HOROVOD_NCCL_HOME" not in built and (home := _lay_out_nccl(work)):
             built |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     return built
 
 
 def _count_jobs() -> int:
-    """As many compilations at once as there are cores and memory for."""
+    """Return the number of compilations that fit the cores and the memory."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     return max(1, min(cores, memory // _MEGABYTES_PER_JOB))
 
 
 def _lay_out_nccl(work: Path) -> Path | None:
-    """Give the NCCL that torch's wheel brought the layout that Horovod's CMake looks for.
+    """Link the NCCL of torch's wheel into the layout that Horovod's CMake expects.
 
-    Torch and Horovod then load one and the same libnccl.so.2.
+    Torch and Horovod then load the same libnccl.so.2.
     """
     source = Path(sysconfig.get_path("purelib")) / "nvidia" / "nccl"
     library = source / "lib" / "libnccl.so.2"
@@ -163,20 +217,20 @@ def _lay_out_nccl(work: Path) -> Path | None:
 def build_wheel(
     work: Path, log: Path, environment: Mapping[str, str], show: Callable[[float, str], None]
 ) -> Path:
-    """Build the wheel in ``work`` with pip; the whole output goes to ``log``.
+    """Build the wheel in ``work`` with pip, and write all output to ``log``.
 
     Args:
-        work: An empty folder that takes the wheel.
-        log: The file that takes what pip, CMake and the compiler print.
-        environment: What `build_environment` returned.
-        show: Called about once a second with the seconds elapsed and the log's last line.
+        work: An empty folder for the wheel.
+        log: The file for the output of pip, CMake and the compiler.
+        environment: The result of `build_environment`.
+        show: Called about once a second with the elapsed seconds and the last line of the log.
 
     Raises:
         CommandError: The build failed; the message names the log.
     """
     command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps"]
     # A plain `pip install horovod` succeeds without the native extension, and pip caches that
-    # empty wheel; with build isolation torch is not found at all.
+    # empty wheel; with build isolation the build does not find torch.
     command += ["--no-cache-dir", "--no-build-isolation", "--no-binary", "horovod"]
     command += [f"horovod=={HOROVOD_VERSION}", "--wheel-dir", str(work)]
     began = time.monotonic()
@@ -190,7 +244,7 @@ def build_wheel(
                     status = process.wait(timeout=1)
                     break
                 except subprocess.TimeoutExpired:
-                    show(time.monotonic() - began, last_line(log))
+                    show(time.monotonic() - began, read_last_line(log))
         except BaseException:
             process.terminate()
             process.wait()
@@ -199,20 +253,20 @@ def build_wheel(
     if status != 0 or len(wheels) != 1:
         raise CommandError(
             f"Building Horovod {HOROVOD_VERSION} failed with exit status {status}; the whole log "
-            f"is in {log} and its first error is: {_first_error(log)}"
+            f"is in {log} and its first error is: {_find_first_error(log)}"
         )
     return wheels[0]
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that is not blank, or nothing."""
+def read_last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank, or an empty string."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _first_error(log: Path) -> str:
+def _find_first_error(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     word = re.compile(r"\berror:", re.IGNORECASE)
-    return next((line.strip() for line in lines if word.search(line)), last_line(log))
+    return next((line.strip() for line in lines if word.search(line)), read_last_line(log))

@@ -11,9 +11,12 @@ import pytest
 from lightning_d9m.cli import install_horovod
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod import build
-from lightning_d9m.horovod.build import Target, build_environment, build_wheel, find_tools
+from lightning_d9m.horovod.build import Target, Tools, build_environment, build_wheel, find_tools
 
 TARGET = Target(torch="2.13.0+cpu", mpi=False, nccl=False)
+NCCL_TARGET = Target(
+    torch="2.13.0+cu130", mpi=False, nccl=True, cuda="13.0", capabilities=("80", "90")
+)
 
 
 @pytest.fixture
@@ -31,9 +34,11 @@ def tools(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def no_tools_beside_python(monkeypatch, tmp_path):
-    """Keep a cmake that pip put beside the interpreter out of the search."""
+def no_tools_of_this_machine(monkeypatch, tmp_path):
+    """Hide a cmake beside the interpreter, and the CUDA toolkits of this machine."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(build, "_CUDA_PREFIX", tmp_path)
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda _: str(tmp_path / "purelib"))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +60,84 @@ def test_mpi_and_nccl_need_their_compilers(tools):
     environment = tools("c++", "make", "cmake")
     with pytest.raises(CommandError, match="libopenmpi-dev"):
         find_tools(Target(torch="2", mpi=True, nccl=False), environment)
-    with pytest.raises(CommandError, match=r"NCCL operations need the CUDA compiler.*--gpu none"):
-        find_tools(Target(torch="2", mpi=False, nccl=True), environment)
+    with pytest.raises(CommandError, match=r"nvcc of torch's CUDA version 13.0, but .*--gpu none"):
+        find_tools(NCCL_TARGET, environment)
+
+
+@pytest.fixture
+def make_toolkit(tmp_path):
+    """Return a function that makes a CUDA toolkit whose nvcc reports a version."""
+
+    def make(folder, version):
+        home = tmp_path / folder
+        for name in ("bin", "include"):
+            (home / name).mkdir(parents=True)
+        (home / "include" / "cuda_runtime.h").touch()
+        nvcc = home / "bin" / "nvcc"
+        nvcc.write_text(
+            f"#!/bin/sh\necho Cuda compilation tools, release {version}, V{version}.1\n"
+        )
+        nvcc.chmod(0o755)
+        return str(home)
+
+    return make
+
+
+def test_the_toolkit_of_torchs_version_is_found(tools, make_toolkit, tmp_path):
+    """First the same minor version, then the same major; never a folder above a wrapper."""
+    environment = tools("c++", "make", "cmake", "nvcc")
+    make_toolkit("cuda-12.8", "12.8")
+    with pytest.raises(CommandError, match=r"but there is no CUDA toolkit \(searched: "):
+        find_tools(NCCL_TARGET, environment)
+    older = make_toolkit("cuda", "13.1")
+    assert find_tools(NCCL_TARGET, environment).cuda_home == older
+    exact = make_toolkit("cuda-13.0", "13.0")
+    assert find_tools(NCCL_TARGET, environment).cuda_home == exact
+    assert find_tools(TARGET, environment).cuda_home is None
+
+
+def test_a_toolkit_that_the_user_chose_is_used_or_refused(tools, make_toolkit):
+    environment = tools("c++", "make", "cmake")
+    make_toolkit("cuda-13.0", "13.0")
+    chosen = make_toolkit("mine", "13.2")
+    assert find_tools(NCCL_TARGET, environment | {"CUDA_HOME": chosen}).cuda_home == chosen
+    unfit = {"CUDA_HOME": chosen, "HOROVOD_CUDA_HOME": make_toolkit("old", "12.8")}
+    with pytest.raises(CommandError, match=r"but there is CUDA 12.8 in .*old \(searched"):
+        find_tools(NCCL_TARGET, environment | unfit)
+
+
+def test_nvcc_gets_the_standard_the_toolkit_and_the_devices(tmp_path):
+    """Horovod's CMake passes -std=c++11 to nvcc, and builds for twelve architectures."""
+    found = Tools(compiler=("g++",), cmake="cmake", cuda_home="/opt/cuda")
+    given = {"NVCC_APPEND_FLAGS": "--threads 2", "HOROVOD_NCCL_HOME": "/opt/nccl"}
+    built = build_environment(NCCL_TARGET, found, tmp_path, given)
+    assert built["NVCC_APPEND_FLAGS"] == "--threads 2 -std=c++20"
+    assert built["CUDA_HOME"] == built["HOROVOD_CUDA_HOME"] == "/opt/cuda"
+    assert built["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
+    assert built["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    everywhere = Target(torch="2.13.0+cu130", mpi=False, nccl=True, cuda="13.0")
+    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in build_environment(everywhere, found, tmp_path, {})
+    plain = build_environment(TARGET, found, tmp_path, {})
+    assert not [name for name in plain if "CUDA" in name or "NVCC" in name or "GPU" in name]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, ("80", "90")), ("70, 90", ("70", "90"))])
+def test_kernels_are_compiled_for_the_present_devices(monkeypatch, chosen, expected):
+    """Unless the user chooses; without a device, Horovod's own list remains."""
+    if chosen is None:
+        monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
+    else:
+        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", chosen)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    devices = [(9, 0), (8, 0), (9, 0)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
+    monkeypatch.setattr("torch.cuda.get_device_capability", devices.__getitem__)
+    target = install_horovod._find_target(mpi=False, gpu="auto")
+    assert (target.nccl, target.cuda, target.capabilities) == (True, "13.0", expected)
+    monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert install_horovod._find_target(mpi=False, gpu="nccl").capabilities == ()
+    assert install_horovod._find_target(mpi=False, gpu="none").capabilities == ()
 
 
 def test_an_old_cmake_is_refused(tools):
@@ -82,8 +163,9 @@ def test_the_cache_key_names_all_that_a_wheel_depends_on():
         Target(torch="2.13.0+cu130", mpi=False, nccl=False),
         Target(torch="2.13.0+cpu", mpi=True, nccl=False),
         Target(torch="2.13.0+cpu", mpi=False, nccl=True),
+        Target(torch="2.13.0+cpu", mpi=False, nccl=True, capabilities=("90",)),
     ]
-    assert len({target.key for target in (TARGET, *others)}) == 4
+    assert len({target.key for target in (TARGET, *others)}) == 5
     assert "torch2.13.0+cpu" in TARGET.key
     assert "recipe1" in TARGET.key
 
@@ -108,9 +190,9 @@ def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path)
 def test_the_last_line_of_a_log_skips_blank_ones(tmp_path):
     log = tmp_path / "log"
     log.write_text("one\n  two  \n\n\n")
-    assert build.last_line(log) == "two"
+    assert build.read_last_line(log) == "two"
     log.write_text("")
-    assert build.last_line(log) == ""
+    assert build.read_last_line(log) == ""
 
 
 def test_arguments_have_defaults():
