@@ -1,13 +1,15 @@
-"""Steps per second and peak memory of eight ways to reduce gradients, alternating within one run.
+"""Measure steps per second and peak memory of eight ways to reduce gradients, alternating.
 
     python benchmarks/horovod_fusion.py        all workloads, about 30 minutes on two cores
-    python benchmarks/horovod_fusion.py --rounds 1 --append    a part, added to what is there
+    python benchmarks/horovod_fusion.py --rounds 1 --append    one more round for earlier results
     python benchmarks/horovod_fusion.py --rounds 1 --workloads small --modes static ddp
 
 Four processes on this machine, Gloo, one thread each. Each round launches every mode once, so that
-a machine that slows down slows all, and ratios are those of one round. Horovod's own modes poll and
-sleep while they wait, as ours do, but for ``default-spinning``, which is Horovod as it comes.
-Results go to ``benchmarks/results/horovod-fusion.json`` and ``.svg``.
+load affects all modes alike, and ratios are those of one round. Horovod's own modes poll and sleep
+while they wait, as ours do, except ``default-spinning``, unmodified Horovod. Two more modes
+are measured only on request: ``static-agreeing`` (an agreement of the ranks in each backward pass)
+and ``static-trimming`` (glibc returns freed memory to the system).
+Results go to ``benchmarks/results/horovod-fusion.json`` and, if matplotlib is installed, ``.svg``.
 """
 
 import argparse
@@ -23,9 +25,14 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
+try:
+    import matplotlib as mpl
+except ImportError:  # the measurements need no plot
+    mpl = None
+
 RESULTS = Path(__file__).parent / "results"
 WORKER = Path(__file__).parent / "horovod_worker.py"
-# Steps in a launch; those of a mode that is far slower are fewer, so that a round stays short.
+# Steps per launch; fewer for the mode that is far slower, so that a round stays short.
 STEPS = {"small": 200, "digits": 150, "resnet50-shapes": 12}
 SLOW_STEPS = {"small": 8, "digits": 40, "resnet50-shapes": 6}
 OURS = "static"
@@ -33,11 +40,12 @@ MODES = (
     *("plain", "default-spinning", "default", "threshold0", "groups"),
     *("static-horovod", OURS, "ddp"),
 )
+ON_REQUEST = ("static-agreeing", "static-trimming")
 LIMIT_SECONDS = 600
 
 
 def launch(mode, workload, ranks):
-    """Run one mode on all ranks; return what each measured."""
+    """Run one mode on all ranks; return the measurements of each."""
     steps = (SLOW_STEPS if mode == "threshold0" else STEPS)[workload]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
     environment |= {"OMP_NUM_THREADS": "1"}
@@ -67,7 +75,7 @@ def launch(mode, workload, ranks):
 
 
 def measure(workload, modes, rounds, ranks):
-    """Alternate the modes; return the figures of each."""
+    """Alternate the modes; return the measurements of each."""
     found = {mode: [] for mode in modes}
     for number in range(rounds):
         for mode in modes:
@@ -79,6 +87,7 @@ def measure(workload, modes, rounds, ranks):
                 {
                     "steps_per_second": slowest,
                     "cpu_seconds_per_step": sum(rank["cpu_seconds_per_step"] for rank in every),
+                    "page_faults_per_step": max(r["page_faults_per_step"] for r in every),
                     "peak_mib": peak,
                     "digest": every[0]["digest"],
                     "ranks_agree": agree,
@@ -92,8 +101,8 @@ def measure(workload, modes, rounds, ranks):
     return found
 
 
-def summarise(runs):
-    """The median, quartiles and range of a mode, and how many digests its runs gave."""
+def summarize(runs):
+    """Return the median, quartiles and range of a mode, and the number of its digests."""
     speeds = [run["steps_per_second"] for run in runs]
     return {
         "median_steps_per_second": statistics.median(speeds),
@@ -113,7 +122,7 @@ def summarise(runs):
 
 
 def compare(modes):
-    """By how much ours is faster than a mode of the same rounds: ratios within one, quartiles."""
+    """Add the speed of ours relative to each mode: ratios within a round, with quartiles."""
     ours = modes.get(OURS, {"runs": []})["runs"]
     for name, found in modes.items():
         found.pop("ours_against_it", None)
@@ -129,7 +138,7 @@ def compare(modes):
 
 
 def describe():
-    """Where and with what this was measured."""
+    """Return the machine and the versions."""
     import torch
 
     model = next(
@@ -153,8 +162,6 @@ def describe():
 
 def plot(results, path):
     """Draw the medians with their ranges, one panel for each workload."""
-    import matplotlib as mpl
-
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -168,8 +175,8 @@ def plot(results, path):
         medians = [found["median_steps_per_second"] for found in shown.values()]
         below = [found["median_steps_per_second"] - found["slowest"] for found in shown.values()]
         above = [found["fastest"] - found["median_steps_per_second"] for found in shown.values()]
-        colours = [_colour(found) for found in shown.values()]
-        panel.bar(list(shown), medians, yerr=[below, above], color=colours, capsize=3)
+        colors = [_color(found) for found in shown.values()]
+        panel.bar(list(shown), medians, yerr=[below, above], color=colors, capsize=3)
         panel.set_title(name)
         panel.set_ylabel("steps per second")
         panel.set_xticks(range(len(shown)), list(shown), rotation=40, ha="right")
@@ -178,7 +185,7 @@ def plot(results, path):
     figure.savefig(path)
 
 
-def _colour(found):
+def _color(found):
     if len(found["runs"]) == 1:
         return "#999"
     return "#c44" if found["digests"] > 1 else "#48a"
@@ -189,10 +196,12 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--workloads", nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=[*MODES, *ON_REQUEST], default=list(MODES))
     parser.add_argument("--append", action="store_true", help="add rounds to an earlier part")
     parser.add_argument("--output", type=Path, default=RESULTS / "horovod-fusion.json")
     given = parser.parse_args()
+    if mpl is None:
+        print("matplotlib is not installed: no plot will be drawn.", file=sys.stderr)
     results = {"machine": describe(), "ranks": given.ranks, "workloads": {}}
     if given.append and given.output.exists():
         results = json.loads(given.output.read_text())
@@ -200,10 +209,11 @@ def main():
     for workload in given.workloads:
         modes = results["workloads"].setdefault(workload, {})
         for mode, runs in measure(workload, given.modes, given.rounds, given.ranks).items():
-            modes[mode] = summarise(modes.get(mode, {"runs": []})["runs"] + runs)
+            modes[mode] = summarize(modes.get(mode, {"runs": []})["runs"] + runs)
         compare(modes)
         given.output.write_text(json.dumps(results, indent=1) + "\n")
-    plot(results, given.output.with_suffix(".svg"))
+    if mpl is not None:
+        plot(results, given.output.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

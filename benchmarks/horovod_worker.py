@@ -79,8 +79,8 @@ def make_workload():
     return Shapes(), draw, functional.mse_loss
 
 
-def wait_politely(hvd):
-    """Let Horovod's own optimizer poll and sleep as ours does: it gains where cores are few."""
+def poll_and_sleep(hvd):
+    """Make Horovod's own optimizer poll and sleep as ours does, which is faster on few cores."""
     optimizer = sys.modules["horovod.torch.optimizer"]
     spinning = optimizer.synchronize
 
@@ -93,37 +93,40 @@ def wait_politely(hvd):
 
 
 def distribute(model, optimizer):
-    """Return rank, what to call for the forward pass, the optimizer, and buckets where ours."""
+    """Return the rank, the model to call, the optimizer, and our buckets or None."""
     if mode == "ddp":
         torch.distributed.init_process_group("gloo")
-        # forward_sync_buffers=False: all others reduce gradients only.
+        # forward_sync_buffers=False, because the other modes reduce gradients only.
         parallel = nn.parallel.DistributedDataParallel(
             model, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
-    if mode in {"static", "static-horovod"}:
+    if mode.startswith("static"):
         from lightning_d9m.horovod.communicator import Communicator
-        from lightning_d9m.horovod.environment import switch_on
+        from lightning_d9m.horovod.environment import set_variables
         from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets
         from lightning_d9m.horovod.malloc import disable_malloc_trim
 
-        transport = "torch" if mode == "static" else "horovod"
-        switch_on(initialized=False, stall_seconds=600, transport=transport)
+        transport = "horovod" if mode == "static-horovod" else "torch"
+        set_variables(initialized=False, stall_seconds=600, transport=transport)
         import horovod.torch as hvd
 
         hvd.init()
-        disable_malloc_trim()
-        wire = Communicator(hvd)
+        if mode != "static-trimming":
+            disable_malloc_trim()
+        communicator = Communicator(hvd)
         if transport == "torch":
-            wire.connect(limit_seconds=600)
+            communicator.connect(limit_seconds=600)
+        if mode == "static-agreeing":
+            Communicator.polls_peers = False  # an agreement in each backward pass
         size = int(os.environ.get("D9M_BUCKET_BYTES", BUCKET_BYTES))
-        buckets = GradientBuckets(model.named_parameters(), wire, bucket_bytes=size)
+        buckets = GradientBuckets(model.named_parameters(), communicator, bucket_bytes=size)
         return hvd.rank(), model, optimizer, buckets
     import horovod.torch as hvd
 
     hvd.init()
     if mode != "default-spinning":
-        wait_politely(hvd)
+        poll_and_sleep(hvd)
     if mode != "plain":
         options = {"groups": 1} if mode == "groups" else {}
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
@@ -131,15 +134,17 @@ def distribute(model, optimizer):
 
 
 def main():
-    """Train, and write what was measured."""
+    """Train, and write the measurements."""
     model, draw, criterion = make_workload()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     rank, forward, optimizer, buckets = distribute(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
     began = busy = 0.0
+    faults = 0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
             began, busy = time.perf_counter(), time.process_time()
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         inputs, targets = draw(generator)
         optimizer.zero_grad()
         loss = criterion(forward(inputs), targets)
@@ -147,12 +152,14 @@ def main():
             loss.backward()
         optimizer.step()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     total = hashlib.sha256()
     for parameter in model.parameters():
         total.update(parameter.detach().numpy().tobytes())
     found = {
         "steps_per_second": steps / seconds,
         "cpu_seconds_per_step": busy / steps,
+        "page_faults_per_step": faults / steps,
         "digest": total.hexdigest()[:16],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "gradient_mib": sum(p.numel() * 4 for p in model.parameters()) / 2**20,
