@@ -1,11 +1,12 @@
-"""Break one rank while it trains; the others have to end, too, and say why.
+"""Break one rank in each of several trainings; the other ranks must raise, too, with the cause.
 
-Usage: faults.py FOLDER killed|raising|gradients|batches|stream|settings|validation|ulp TRANSPORT
+Usage: faults.py FOLDER TRANSPORT FAULT... (killed and hung end the process, and come last)
 """
 
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -21,35 +22,41 @@ from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.lightning.callback import DeterminismCallback
 
 warnings.filterwarnings("ignore")
-folder, fault, transport = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, transport, *faults = sys.argv[1:]
+rank = int(os.environ["HOROVOD_RANK"])
+STALL_SECONDS = {"hung": 5.0}
 
 
 class Model(pl.LightningModule):
-    """Rank 1 goes wrong in its third batch."""
+    """Rank 1 fails in its third batch."""
 
-    def __init__(self):
+    def __init__(self, fault):
         super().__init__()
+        self.fault = fault
         self.net = models.network()
         self.branch = nn.Linear(1, 1)
 
     def training_step(self, batch, index):
         wrong = self.global_rank == 1 and index == 2
-        if wrong and fault == "killed":
+        if wrong and self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if wrong and fault == "raising":
+        if wrong and self.fault == "hung":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else Lightning delays it
+            time.sleep(600)
+        if wrong and self.fault == "raising":
             raise ValueError("the third batch is bad")
         out = self.net(batch[0])
-        if not (wrong and fault == "gradients"):
+        if not (wrong and self.fault == "gradients"):
             out = self.branch(out)
         return functional.mse_loss(out, batch[1])
 
     def on_train_batch_end(self, outputs, batch, index):
-        if self.global_rank == 1 and index == 7 and fault == "ulp":
+        if self.global_rank == 1 and index == 7 and self.fault == "ulp":
             weight = self.net[0].weight.data
             weight[3, 2] = torch.nextafter(weight[3, 2], torch.tensor(9.0))
 
     def validation_step(self, batch, index):
-        if self.global_rank == 1 and fault == "validation":
+        if self.global_rank == 1 and self.fault == "validation":
             self.all_gather(torch.zeros(2))
 
     def configure_optimizers(self):
@@ -57,32 +64,42 @@ class Model(pl.LightningModule):
 
 
 class Stream(IterableDataset):
-    """A dataset that does not tell its length; rank 1's is shorter."""
+    """A dataset of unknown length, which is shorter on rank 1."""
 
     def __iter__(self):
         yield from list(models.loader(64).dataset)[: 48 if rank == 1 else 64]
 
 
-rank = int(os.environ["HOROVOD_RANK"])
-options = {"bucket_bytes": 1024} if rank == 1 and fault == "settings" else {}
-samples = 48 if rank == 1 and fault == "batches" else 64
-trainer = pl.Trainer(
-    accelerator="cpu",
-    strategy=HorovodDeterministicStrategy(transport=transport, **options),
-    max_epochs=1,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    num_sanity_val_steps=0,
-    use_distributed_sampler=False,
-    callbacks=[DeterminismCallback(ledger_dir=folder / "d9m")],
-)
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
-loader = DataLoader(Stream(), batch_size=8) if fault == "stream" else models.loader(samples)
-try:
-    trainer.fit(Model(), loader, models.loader(16))
-except Exception as error:
-    text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-    (folder / f"error-{rank}").write_text(text)
-    raise
+def train(fault):
+    """Train with a fault on rank 1."""
+    options = {"bucket_bytes": 1024} if rank == 1 and fault == "settings" else {}
+    samples = 48 if rank == 1 and fault == "batches" else 64
+    stall_seconds = STALL_SECONDS.get(fault, 1800.0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=HorovodDeterministicStrategy(
+            transport=transport, stall_seconds=stall_seconds, **options
+        ),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        callbacks=[DeterminismCallback(ledger_dir=Path(folder, fault, "d9m"))],
+    )
+    loader = DataLoader(Stream(), batch_size=8) if fault == "stream" else models.loader(samples)
+    trainer.fit(Model(fault), loader, models.loader(16))
+
+
+Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+for fault in faults:
+    Path(folder, fault).mkdir(exist_ok=True)
+    try:
+        train(fault)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        Path(folder, fault, f"error-{rank}").write_text(text)
+        if fault == faults[-1]:
+            raise

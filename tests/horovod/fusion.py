@@ -1,6 +1,6 @@
-"""Train 100 small parameters in a plain loop and write the digest that each way of fusing gives.
+"""Train 100 small parameters in a plain loop and write the digests of each way of fusing.
 
-Usage: fusion.py FOLDER default|ours
+Usage: fusion.py FOLDER default|ours REPETITIONS
 """
 
 import json
@@ -12,14 +12,14 @@ import models
 import torch
 from torch.nn import functional
 
-folder, mode = sys.argv[1:]
+folder, mode, repetitions = sys.argv[1:]
 if mode == "ours":
     from lightning_d9m.horovod import environment
 
-    environment.switch_on(initialized=False, stall_seconds=60)
+    environment.set_variables(initialized=False, stall_seconds=60)
 else:
     assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
-import horovod.torch as hvd  # noqa: E402 - the variables come first, as in the strategy
+import horovod.torch as hvd  # noqa: E402 - after the variables, as in the strategy
 
 STEPS = 10
 hvd.init()
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 def train(reduced):
-    """Train from a fixed start; ``reduced(model, optimizer)`` returns one step's function."""
+    """Train from a fixed start; ``reduced(model, optimizer)`` returns the function of a step."""
     torch.manual_seed(1)
     model = models.many_small_layers()
     models.jitter(model)
@@ -38,6 +38,11 @@ def train(reduced):
         inputs = torch.randn(16, 24, generator=generator)
         step(functional.mse_loss(model(inputs), inputs.roll(1, 1)))
     return models.digest(model)
+
+
+def repeat(reduced):
+    """Return the digests of several trainings."""
+    return [train(reduced) for _ in range(int(repetitions))]
 
 
 def horovods_own(model, optimizer):
@@ -52,12 +57,12 @@ def horovods_own(model, optimizer):
     return step
 
 
-def buckets(size, wire):
+def buckets(size, communicator):
     """Reduce with our buckets; a size of 0 reduces each gradient alone."""
     from lightning_d9m.horovod.gradient_buckets import GradientBuckets
 
     def reduced(model, optimizer):
-        own = GradientBuckets(model.named_parameters(), wire, bucket_bytes=size)
+        own = GradientBuckets(model.named_parameters(), communicator, bucket_bytes=size)
 
         def step(loss):
             optimizer.zero_grad()
@@ -73,13 +78,13 @@ def buckets(size, wire):
 if mode == "ours":
     from lightning_d9m.horovod.communicator import Communicator
 
-    wire, result = Communicator(hvd), {}
+    communicator, result = Communicator(hvd), {}
     for transport in ("horovod", "torch"):
         if transport == "torch":
-            wire.connect(limit_seconds=60)
+            communicator.connect(limit_seconds=60)
         for fusion, size in (("static", 65536), ("off", 0)):
-            result[f"{fusion} over {transport}"] = train(buckets(size, wire))
-    wire.disconnect()
+            result[f"{fusion} over {transport}"] = repeat(buckets(size, communicator))
+    communicator.disconnect()
 else:
-    result = {"default": train(horovods_own)}
+    result = {"default": repeat(horovods_own)}
 Path(folder, f"rank-{hvd.rank()}.json").write_text(json.dumps(result))

@@ -1,6 +1,6 @@
-"""Train with Horovod's own optimizer in Lightning, as projects do that came from Lightning 1.9.
+"""Train with Horovod's own optimizer in Lightning, like projects ported from Lightning 1.9.
 
-It knows nothing of buckets, and leaves Horovod's fusion as it is.
+It uses no buckets, and does not change Horovod's fusion.
 
 Usage: ported.py
 """
@@ -21,13 +21,13 @@ from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
 class PortedStrategy(HorovodDeterministicStrategy):
-    """Lightning 1.9's way with gradients: what Horovod's optimizer and its fusion make of them."""
+    """Reduces gradients as Lightning 1.9 did: by Horovod's optimizer, with its fusion."""
 
     def setup_environment(self):
         hvd.init()
-        self.cluster_environment.adopt(hvd)
+        self.cluster_environment.update(hvd)
         self.set_world_ranks()
-        self._wire = Communicator(hvd)
+        self._communicator = Communicator(hvd)
         ParallelStrategy.setup_environment(self)
 
     def setup(self, trainer):
@@ -47,7 +47,7 @@ class PortedStrategy(HorovodDeterministicStrategy):
 
 
 class Deep(pl.LightningModule):
-    """A hundred small parameters: what fusion is made for."""
+    """A hundred small parameters, for which fusion is designed."""
 
     def __init__(self):
         super().__init__()

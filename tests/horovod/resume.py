@@ -1,4 +1,4 @@
-"""One rank of a training that `kill -9` ends, and of the one that goes on.
+"""One rank of a training that `kill -9` ends, and of the resumed training.
 
 Usage: resume.py FOLDER straight|killed|resumed...
 """
@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore")
 
 
 class Model(pl.LightningModule):
-    """Draws random numbers in every step, so that their state has to come back, too."""
+    """Draws random numbers in every step, so that a resume must restore their state."""
 
     def __init__(self):
         super().__init__()
@@ -37,8 +37,8 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-class Killed(pl.Callback):
-    """Saves a checkpoint in the middle of an epoch; a batch later one rank is no more."""
+class KillRank(pl.Callback):
+    """Saves a checkpoint in the middle of an epoch, and kills rank 1 one batch later."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.current_epoch == 1 and batch_idx == 0:
@@ -48,7 +48,7 @@ class Killed(pl.Callback):
 
 
 for run in runs:
-    session._fits = 0  # each run is as in a process of its own
+    session._fits = 0  # as if each run had its own process
     torch.manual_seed(1)
     callbacks = [DeterminismCallback(seed=3, ledger_dir=Path(folder, run))]
     trainer = pl.Trainer(
@@ -59,7 +59,7 @@ for run in runs:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, *([Killed()] if run == "killed" else [])],
+        callbacks=[*callbacks, *([KillRank()] if run == "killed" else [])],
     )
     ckpt_path = checkpoint if run == "resumed" else None
     trainer.fit(Model(), models.loader(64), ckpt_path=ckpt_path)
