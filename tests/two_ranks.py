@@ -7,7 +7,13 @@ import sys
 
 
 def train_on_two_ranks(script, folder):
-    """Run a script with a folder on two ranks; both have to end well."""
+    """Run a script with a folder on two ranks, which must succeed."""
+    statuses, output = start_two_ranks(script, folder)
+    assert statuses == [0, 0], output
+
+
+def start_two_ranks(script, folder):
+    """Run a script with a folder on two ranks; return their statuses and the output."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = {
@@ -34,4 +40,4 @@ def train_on_two_ranks(script, folder):
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return [process.returncode for process in processes], "\n".join(outputs)

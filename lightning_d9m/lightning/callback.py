@@ -18,6 +18,7 @@ from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
+from lightning_d9m.lightning.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.process_group import close_group_at_exit
@@ -28,6 +29,7 @@ from lightning_d9m.lightning.strategies import register_strategies
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
+from lightning_d9m.recording.rank_liveness import RankLiveness
 from lightning_d9m.recording.recorder import Policy
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ class DeterminismCallback(_Callback):
         )
         self._probing = ProbeRecorder(probe_settings, _listed(ignored_metrics))
         self._takeover: TrainerSession | None = None
+        self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called: what they read is set here, and
         # restored when a run ends.
         self._early = EarlyVariables()
@@ -147,7 +150,7 @@ class DeterminismCallback(_Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (in a spawned process, or of the list of callbacks) has no run of its own.
-        return self.__dict__ | {"_takeover": None}
+        return self.__dict__ | {"_takeover": None, "_liveness": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the run over, before the model is configured and any loader is made."""
@@ -155,6 +158,7 @@ class DeterminismCallback(_Callback):
             self._close("failed", "The run was given up without a call of on_exception.")
         close_group_at_exit()
         ranks_of(trainer).together(lambda: self._take_over(trainer, stage))
+        self._liveness = connect_liveness(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give everything back."""
@@ -162,6 +166,7 @@ class DeterminismCallback(_Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say in the ledger that the run failed, and give everything back."""
+        add_lost_ranks(exception, self._liveness)
         if self._takeover is not None:
             with suppress(Exception):  # the error that is being raised is the one to be seen
                 self._probing.flush()

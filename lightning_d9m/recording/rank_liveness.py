@@ -1,0 +1,149 @@
+"""The status of ranks after a failed collective: killed, stopped, hung, or ended by an error."""
+
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.05
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used."""
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Report whether all keys are set."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is set."""
+        ...
+
+
+def identify_process() -> tuple[int, int]:
+    """Return a hash of the host's name and the process ID, for `RankLiveness`."""
+    return zlib.crc32(socket.gethostname().encode()), os.getpid()
+
+
+class RankLiveness:
+    """The status of every rank, in a store that still works after a collective has failed.
+
+    Args:
+        store: A store that all ranks share and that rank 0 or the launcher hosts.
+        rank: This rank.
+        processes: What `identify_process` returned on each rank, in rank order.
+        prefix: Separates the keys of several runs in one store; the same on every rank.
+        limit_seconds: A rank that reports no status for so long counts as lost.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        processes: Sequence[Sequence[int]],
+        *,
+        prefix: str = "",
+        limit_seconds: float = 3.0,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._processes = processes
+        self._prefix = f"d9m.liveness.{prefix}"
+        self._limit = limit_seconds
+
+    def report_error(self, error: BaseException) -> None:
+        """Publish that this rank ends with an error of its own. Never raises."""
+        text = str(error).strip().splitlines()
+        name = type(error).__name__
+        self._run(self._publish, f"{name}: {text[0]}" if text else name)
+
+    def find_lost(self) -> dict[int, str]:
+        """Describe the lost ranks, for a rank whose collective failed. Never raises.
+
+        Waits at most the limit for the other ranks to fail, too.
+
+        Returns:
+            A sentence for each lost rank, in rank order; empty if every rank responds.
+        """
+        statuses: dict[int, str] = {}
+        is_reachable = self._run(self._collect, statuses)
+        lost = {}
+        for rank in range(len(self._processes)):
+            if rank == self._rank:
+                continue
+            if rank in statuses:
+                if statuses[rank]:
+                    lost[rank] = f"Rank {rank} ended with {statuses[rank]}."
+                continue
+            state = self._read_state(rank)
+            # Without the store of rank 0, only the processes of this host are known.
+            if is_reachable or rank == 0 or state in {"ended", "stopped"}:
+                lost[rank] = self._describe_silent(rank, state)
+        return lost
+
+    def _describe_silent(self, rank: int, state: str) -> str:
+        name = f"Rank {rank} (process {self._processes[rank][1]})"
+        if state == "ended":
+            return f"{name} was killed or exited."
+        if state == "stopped":
+            return f"{name} is stopped."
+        if state == "running":
+            return f"{name} runs, but did not respond within {self._limit:g} s: it hangs."
+        return f"{name} did not respond within {self._limit:g} s: it was killed, or it hangs."
+
+    def _run(self, function: Callable[[T], None], argument: T) -> bool:
+        """Call the store in a thread, as a store whose host is stopped blocks indefinitely."""
+        succeeded = []
+
+        def attempt() -> None:
+            try:
+                function(argument)
+            except (RuntimeError, OSError):  # the store's host has ended
+                return
+            succeeded.append(True)
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(self._limit + 1)
+        return bool(succeeded)
+
+    def _publish(self, status: str) -> None:
+        self._store.set(f"{self._prefix}.{self._rank}", status)
+
+    def _collect(self, statuses: dict[int, str]) -> None:
+        """Add the status of each rank as it comes; an empty one is a failed collective."""
+        self._publish("")
+        until = time.monotonic() + self._limit
+        missing = set(range(len(self._processes))) - {self._rank}
+        while missing and time.monotonic() < until:
+            for rank in sorted(missing):
+                if self._store.check([f"{self._prefix}.{rank}"]):
+                    statuses[rank] = self._store.get(f"{self._prefix}.{rank}").decode()
+                    missing.discard(rank)
+                elif self._read_state(rank) == "ended":
+                    missing.discard(rank)
+            time.sleep(_POLL_SECONDS if missing else 0)
+
+    def _read_state(self, rank: int) -> str:
+        """Return ``"ended"``, ``"stopped"``, ``"running"``, or ``"unknown"`` on another host."""
+        host, process_id = self._processes[rank]
+        if host != self._processes[self._rank][0]:
+            return "unknown"
+        try:
+            # The state follows the name, which is in parentheses and may contain some.
+            state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return "ended"
+        except FileNotFoundError:
+            return "ended" if Path("/proc/self/stat").exists() else "unknown"
+        return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(state, "running")
+
