@@ -108,15 +108,15 @@ class DriftError(D9mError, RuntimeError):
 
 
 class RanksDisagreeError(D9mError, RuntimeError):
-    """The ranks of a run are about to do different things, so that none can go on.
+    """The ranks of a run are about to do different things and cannot continue.
 
     Attributes:
-        claims: What each rank was about to do, in rank order.
+        intents: The next collective of each rank, in rank order.
     """
 
-    def __init__(self, message: str, *, claims: Sequence[str]) -> None:
+    def __init__(self, message: str, *, intents: Sequence[str]) -> None:
         super().__init__(message)
-        self.claims = tuple(claims)
+        self.intents = tuple(intents)
 
 
 class RankLostError(D9mError, RuntimeError):
@@ -124,13 +124,15 @@ class RankLostError(D9mError, RuntimeError):
 
     Attributes:
         rank: The rank that reports the loss, not the one that is lost.
-        doing: What it waited for.
+        activity: The collective that it waited for.
+        lost: The lost ranks, as far as they are known.
     """
 
-    def __init__(self, message: str, *, rank: int, doing: str) -> None:
+    def __init__(self, message: str, *, rank: int, activity: str, lost: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rank = rank
-        self.doing = doing
+        self.activity = activity
+        self.lost = tuple(lost)
 
 
 class InexactResumeError(D9mError, RuntimeError):

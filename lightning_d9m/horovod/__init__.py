@@ -1,4 +1,4 @@
-"""Training over Horovod: the strategy, its buckets, its wire, and the build of Horovod itself.
+"""Training over Horovod: the strategy, its gradient buckets and collectives, and Horovod's build.
 
-Importing this package loads nothing: ``build`` and ``settings`` are read without Lightning.
+Importing this package imports no module of it: ``build`` needs neither torch nor Lightning.
 """

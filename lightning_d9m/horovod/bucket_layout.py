@@ -1,4 +1,4 @@
-"""Where each gradient lies, decided by the order, size, dtype and device of parameters alone."""
+"""Assign gradients to buckets by the order, size, dtype and device of the parameters alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# A gradient at an odd address takes another path through vectorised reductions (its norm, when it
-# is clipped) than one that was allocated for itself.
+# Vectorized reductions (the norm of a gradient that is clipped) add in a different order at an
+# address that is not aligned like a separate allocation.
 _ALIGNMENT_BYTES = 64
-# A gradient of this size is packed as soon as it is there: it is still in the cache, and what it
-# leaves is what the next gradient is allocated from. Smaller ones cost less all in one call, for
-# which they lie behind the large ones of their bucket.
+# A gradient of at least this size is packed as soon as it arrives: it is still in the cache, and
+# the next gradient reuses its memory. Smaller ones are packed in one call, which costs less, and so
+# they follow the large ones in their bucket.
 _LARGE_BYTES = 2**16
-# The first bucket is small, as DDP's is, so that something travels early.
+# The first bucket is small, as in DDP, so that the first reduction starts early.
 _FIRST_BYTES = 2**20
 
 
 @dataclass(slots=True)
 class Slot:
-    """The place of one parameter: a view of its bucket's buffer."""
+    """One parameter's range of a bucket's buffer, and the view of it."""
 
     name: str
     parameter: Parameter
@@ -32,15 +32,15 @@ class Slot:
 
 @dataclass(slots=True)
 class Bucket:
-    """A flat buffer, its slots, and how far the present backward pass has filled it.
+    """A flat buffer, its slots, and the gradients that the current backward pass has produced.
 
     Attributes:
-        index: Its number, by which all ranks know it.
+        index: The number of the bucket, the same on every rank.
         flat: The buffer; slots begin at multiples of 64 bytes, with zeros between.
-        slots: The places of its parameters, the large ones first.
-        large: How many these are.
+        slots: One slot per parameter, the large parameters first.
+        large: The number of large parameters.
         fired: Positions of the slots whose gradients have arrived.
-        packed: Positions of those that lie in the buffer already.
+        packed: Positions of the slots whose gradients are in the buffer.
     """
 
     index: int
@@ -52,27 +52,27 @@ class Bucket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients have arrived."""
+        """Whether every gradient has arrived."""
         return len(self.fired) == len(self.slots)
 
     def find_runs(self) -> Iterator[Sequence[int]]:
-        """The positions of gradients that have arrived, cut where one is missing."""
+        """Yield runs of consecutive positions whose gradients have arrived."""
         if self.is_complete:
             yield range(len(self.slots))
             return
-        # Neighbours have the same difference between their number and their place.
+        # The difference to a counter is constant along a run of consecutive positions.
         numbered = enumerate(sorted(self.fired))
         for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
             yield [position for _, position in run]
 
 
 def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:
-    """Lay out buckets: the parameter registered last comes first, as its gradient arrives first.
+    """Lay out buckets in reverse order of registration, in which gradients tend to arrive.
 
     Args:
         parameters: Names and parameters in their order of registration.
-        bucket_bytes: A bucket is closed when it holds this many bytes, the first of a kind at 1 MiB
-            already; 0 gives each parameter one.
+        bucket_bytes: Size at which a bucket is closed, in bytes. The first bucket of each dtype and
+            device is closed at 1 MiB. With 0, each parameter has its own bucket.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
     for name, parameter in reversed(parameters):
@@ -87,7 +87,7 @@ def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> l
 def _chunks(
     members: Sequence[tuple[str, Parameter]], limit: int
 ) -> Iterator[list[tuple[str, Parameter]]]:
-    """Cut where a bucket holds ``limit`` bytes or more; the first where it holds _FIRST_BYTES."""
+    """Yield chunks of at least ``limit`` bytes, the first of at least ``_FIRST_BYTES``."""
     chunk: list[tuple[str, Parameter]] = []
     held = 0
     enough = min(limit, _FIRST_BYTES)
@@ -126,7 +126,7 @@ def _is_large(parameter: Parameter) -> bool:
 
 
 def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
-    """A view with the parameter's shape and, where it is dense, its strides (channels_last)."""
+    """Return a view with the parameter's shape and, for channels_last, its strides."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(parameter.dim())
     if last is not None and parameter.is_contiguous(memory_format=last):

@@ -1,4 +1,4 @@
-"""Which rank this process is, before and after Horovod starts."""
+"""The rank of this process, before and after Horovod starts."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
     _ClusterEnvironment = combined_base("plugins.environments.ClusterEnvironment")
 
-# horovodrun, Open MPI, MPICH and Intel MPI: rank, size, rank on the host, number of the host.
+# horovodrun, Open MPI, MPICH and Intel MPI: rank, size, local rank, node rank.
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
     (
@@ -29,7 +29,7 @@ _VARIABLES = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of this process among all."""
+    """The ranks of this process, and the number of processes."""
 
     rank: int = 0
     size: int = 1
@@ -37,8 +37,8 @@ class RankInfo:
     node_rank: int = 0
 
 
-def read_layout(environment: Mapping[str, str]) -> RankInfo:
-    """Read the place from what the launcher set; a single process when there was no launcher."""
+def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
+    """Read the launcher's variables; without a launcher, return a single process."""
     for names in _VARIABLES:
         if names[0] in environment:
             rank, size, local_rank, node_rank = (int(environment.get(n, "0")) for n in names)
@@ -47,57 +47,57 @@ def read_layout(environment: Mapping[str, str]) -> RankInfo:
 
 
 class HorovodEnvironment(_ClusterEnvironment):
-    """The cluster as ``horovodrun`` or ``mpirun`` laid it out.
+    """The processes that ``horovodrun`` or ``mpirun`` started.
 
-    Given to Lightning, so that it does not look for SLURM, MPI or torchrun by itself.
+    The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._layout = read_layout(os.environ)
+        self._info = read_rank_info(os.environ)
 
-    def adopt(self, hvd: Any) -> None:
-        """Take over what Horovod says, once it is initialised."""
-        self._layout = RankInfo(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
+    def update(self, hvd: Any) -> None:
+        """Read the ranks from Horovod, once it is initialized."""
+        self._info = RankInfo(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank())
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The launcher starts all processes."""
+        """Always True: the launcher starts all processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """The launcher's address where it gives one; Lightning does not connect to it."""
+        """The launcher's address, if it sets one; Lightning does not connect to it."""
         return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """The launcher's port where it gives one; Lightning does not connect to it."""
+        """The launcher's port, if it sets one; Lightning does not connect to it."""
         return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
 
     @staticmethod
     def detect() -> bool:
-        """Whether a launcher that this class reads has started the process."""
+        """Return whether a launcher that this class knows has started the process."""
         return any(names[0] in os.environ for names in _VARIABLES)
 
     def world_size(self) -> int:
-        """The number of processes."""
-        return self._layout.size
+        """Return the number of processes."""
+        return self._info.size
 
     def set_world_size(self, size: int) -> None:
-        """The launcher decides."""
+        """Do nothing: the launcher sets it."""
 
     def global_rank(self) -> int:
-        """This process among all."""
-        return self._layout.rank
+        """Return the rank of this process."""
+        return self._info.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher decides."""
+        """Do nothing: the launcher sets it."""
 
     def local_rank(self) -> int:
-        """This process among those of its host."""
-        return self._layout.local_rank
+        """Return the rank of this process on its host."""
+        return self._info.local_rank
 
     def node_rank(self) -> int:
-        """The host of this process."""
-        return self._layout.node_rank
+        """Return the number of this process's host."""
+        return self._info.node_rank

@@ -1,4 +1,4 @@
-"""What ``d9m doctor`` finds of Lightning and Horovod as they are installed and set here."""
+"""The checks of ``d9m doctor`` for Lightning and Horovod."""
 
 import os
 from collections.abc import Iterator
@@ -8,31 +8,32 @@ from lightning_d9m.control.doctor import CheckResult, judge_variable
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.environment import PINNED, import_horovod
 
-# What another value than the pinned one does.
+# The effect of any value other than the pinned one.
 _REASONS = {
     "HOROVOD_FUSION_THRESHOLD": (
-        "Tensor fusion packs whichever gradients are ready, so sums change their order."
+        "Tensor fusion packs the gradients that are ready, so the order of sums changes."
     ),
-    "HOROVOD_DISABLE_GROUP_FUSION": "Groups are fused with whatever else is ready otherwise.",
-    "HOROVOD_AUTOTUNE": "Autotuning changes the fusion by timing it.",
+    "HOROVOD_DISABLE_GROUP_FUSION": "Otherwise groups are fused with other tensors that are ready.",
+    "HOROVOD_AUTOTUNE": "Autotuning changes the fusion by measured times.",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "It sums within each host first, in another order.",
     "HOROVOD_TORUS_ALLREDUCE": "It sums in two dimensions, in another order.",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "Results may be read before the device has written them.",
 }
 
 
-def look_at_installation() -> Iterator[CheckResult]:
-    """Yield what was found; Horovod is left out where it is not installed."""
-    yield _look_at_lightning()
+def check_installation() -> Iterator[CheckResult]:
+    """Check Lightning, and Horovod if it is installed."""
+    yield _check_lightning()
     found = _find_version("horovod")
     if found is None:
         return
-    yield _look_at_extension(found)
+    yield _check_extension(found)
     for name, wanted in PINNED.items():
         yield judge_variable(name, (wanted,), _REASONS[name], unset="the strategy sets it")
-    yield _look_at_elastic()
+    yield _check_elastic()
 
 
-def _look_at_lightning() -> CheckResult:
+def _check_lightning() -> CheckResult:
     versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
     found = [f"{name} {number}" for name, number in versions.items() if number is not None]
     if found:
@@ -46,7 +47,7 @@ def _look_at_lightning() -> CheckResult:
     )
 
 
-def _look_at_extension(found: str) -> CheckResult:
+def _check_extension(found: str) -> CheckResult:
     try:
         import_horovod()
     except SettingError as error:
@@ -54,14 +55,14 @@ def _look_at_extension(found: str) -> CheckResult:
             "Horovod",
             "problem",
             f"{found}, which cannot be imported ({error.__cause__})",
-            "Its extension is missing, as `pip install horovod` may leave it without a word, or it "
-            "was built for another torch.",
+            "Its extension is missing, because `pip install horovod` can succeed without it, or it "
+            "was built for a different torch.",
             "d9m install-horovod",
         )
     return CheckResult("Horovod", "ok", found)
 
 
-def _look_at_elastic() -> CheckResult:
+def _check_elastic() -> CheckResult:
     name = "HOROVOD_ELASTIC"
     found = os.environ.get(name, "")
     if found in ("", "0"):

@@ -1,11 +1,11 @@
 """Gradients in fixed buckets, each summed over the ranks while the backward pass still runs.
 
-What Horovod fuses depends on which gradients happen to be ready when its cycle comes round, and the
-ring sums an element in an order that depends on its place in the fused buffer. Here the place of
-every gradient is decided once, from the order of the parameters alone: one flat buffer per bucket,
-always reduced whole under the same name, one after the other. Nothing is left to timing.
+Horovod fuses the gradients that are ready at its next cycle, and the ring sums an element in an
+order that depends on its offset in the fused buffer. Here the order of the parameters alone decides
+the offset of every gradient, once: there is one flat buffer per bucket, always reduced whole, under
+the same name and in the same order. Nothing depends on timing.
 
-This file knows neither Horovod nor Lightning: what crosses the ranks is passed in.
+This module knows neither Horovod nor Lightning; the caller passes the collectives.
 """
 
 import hashlib
@@ -27,33 +27,35 @@ BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks s
 
 
 class Reducer(Protocol):
-    """What crosses the ranks."""
+    """The collectives that the buckets need."""
 
     size: int
 
     @property
-    def asks(self) -> bool:
-        """Whether `finish` finds out by itself that a rank does something else."""
+    def polls_peers(self) -> bool:
+        """Whether `finish` detects that a peer is about to do something else."""
         ...
 
     def start(self, tensor: Tensor, name: str) -> Any:
-        """Start to sum a contiguous tensor over the ranks in place, and return what to wait for.
+        """Start to sum a contiguous tensor over the ranks in place, and return a handle.
 
-        Every rank has to start the same in the same order.
+        Every rank must start the same sums in the same order.
         """
         ...
 
-    def finish(self, pending: Any, doing: str, agree: Callable[[], None]) -> None:
-        """Wait until the first of what was started is done; call ``agree`` in doubt."""
+    def finish(self, pending: Any, activity: str, agree: Callable[[], None]) -> None:
+        """Wait for the oldest sum; call ``agree`` if a peer is about to do something else."""
         ...
 
-    def agree_on(self, fingerprint: int, doing: str, items: Callable[[], tuple[str, ...]]) -> None:
+    def agree_on(
+        self, fingerprint: int, activity: str, items: Callable[[], tuple[str, ...]]
+    ) -> None:
         """Raise on every rank unless all ranks pass the same fingerprint."""
         ...
 
 
 class _Mode(Enum):
-    OUTSIDE = "outside"  # no backward pass that is ours
+    OUTSIDE = "outside"  # not inside `backward` or `blocked`
     BLOCKED = "blocked"  # gradients accumulate on this rank
     RUNNING = "running"  # a backward pass whose gradients are reduced
 
@@ -62,27 +64,27 @@ class _Mode(Enum):
 class _PendingReduction:
     handle: Any
     target: Tensor
-    wire: Tensor
+    send_buffer: Tensor
 
 
 class GradientBuckets:
-    """The gradients of a model, packed, reduced and handed back as views of the buckets.
+    """The gradients of a model, packed, reduced and returned as views of the buckets.
 
     After a reduced backward pass ``parameter.grad`` is a view of a bucket; the next backward pass
-    overwrites it. A parameter that got no gradient keeps what it had.
+    overwrites it. A parameter that gets no gradient keeps the one that it has.
 
     Args:
-        named_parameters: All parameters in their order of registration. Those that are frozen join
-            when they are unfrozen.
-        reducer: What crosses the ranks.
-        op: ``"average"`` or ``"sum"``. The mean is taken as DDP does: every rank's gradient is
-            multiplied by 1 / ranks, then summed, so that half precision does not overflow.
-        bucket_bytes: A bucket is closed when it holds this many bytes, the first at 1 MiB; 0
-            reduces each gradient alone.
+        named_parameters: All parameters in their order of registration. Frozen parameters join the
+            buckets when they are unfrozen.
+        reducer: The collectives of the run.
+        op: ``"average"`` or ``"sum"``. As in DDP, an average multiplies each rank's gradient by
+            1 / ranks before the sum, so that half precision does not overflow.
+        bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB. With 0,
+            each gradient is reduced alone.
         compression: ``"fp16"`` sends float32 and float64 gradients as float16. ``"bf16"`` rounds
-            them to bfloat16, which Horovod 0.28.1 cannot sum, so that they travel as float32.
-        sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
-        on_stray: Called with the name of a parameter that got a gradient outside `backward` and
+            them to bfloat16 and sends them as float32, because Horovod 0.28.1 cannot sum bfloat16.
+        sparse_as_dense: Reduce sparse gradients as dense ones; otherwise they are an error.
+        on_stray: Called with the name of a parameter that gets a gradient outside `backward` and
             `blocked`.
 
     Raises:
@@ -112,12 +114,14 @@ class GradientBuckets:
         self._options = f"{op} {bucket_bytes} {compression}"
         self._mode = _Mode.OUTSIDE
         self._hooks: dict[int, Any] = {}
-        self._places: dict[int, tuple[Bucket, int]] = {}
-        self._flights: list[_PendingReduction] = []
+        self._slots: dict[
+            int, tuple[Bucket, int]
+        ] = {}  # bucket and position by id of the parameter
+        self._pending: list[_PendingReduction] = []
         self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
         self._buckets: list[Bucket] = []
-        self._is_common = False  # whether all ranks are known to have these buckets
-        self._next = 0  # the first bucket that is not on its way
+        self._is_common = False  # whether all ranks are known to have the same buckets
+        self._next = 0  # the first bucket whose reduction has not started
         self._frozen: list[Parameter] = []
         self._build()
 
@@ -127,25 +131,25 @@ class GradientBuckets:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether gradients accumulate on this rank alone at present."""
+        """Whether gradients currently accumulate on this rank alone."""
         return self._mode is _Mode.BLOCKED
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the gradient of this parameter is reduced, as soon as it has one."""
+        """Whether the gradients of this parameter are reduced."""
         return id(parameter) in self._known
 
     def close(self) -> None:
-        """Take the hooks off and give the buffers up; gradients that are views keep theirs."""
+        """Remove the hooks and release the buffers; gradients that are views keep theirs."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
-        self._places = {}
+        self._slots = {}
         self._buckets = []
-        self._flights = []
+        self._pending = []
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Let backward passes inside accumulate gradients on this rank alone."""
+        """Accumulate the gradients of backward passes inside on this rank alone."""
         before, self._mode = self._mode, _Mode.BLOCKED
         try:
             yield
@@ -154,7 +158,7 @@ class GradientBuckets:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Reduce the gradients of the backward pass that runs inside; blocked, do nothing."""
+        """Reduce the gradients of the backward pass inside; do nothing inside `blocked`."""
         if self._mode is not _Mode.OUTSIDE:
             yield
             return
@@ -170,17 +174,17 @@ class GradientBuckets:
             self._finish()
         finally:
             self._mode = _Mode.OUTSIDE
-            self._flights = []
+            self._pending = []
 
     def _build(self) -> None:
-        """Lay out the buckets of all parameters that are or have been trained."""
+        """Lay out the buckets of all parameters that are or were trained."""
         trainable: dict[int, tuple[str, Parameter]] = {}
         self._frozen = []
         for name, parameter in self._parameters:
-            # A parameter that is switched off for a while (one of two optimizers) keeps its place.
-            if not parameter.requires_grad and id(parameter) not in self._places:
+            # A parameter that is frozen for a while (toggle_optimizer) keeps its slot.
+            if not parameter.requires_grad and id(parameter) not in self._slots:
                 self._frozen.append(parameter)
-            else:  # a shared parameter has one gradient
+            else:  # by id, because a shared parameter has one gradient
                 trainable.setdefault(id(parameter), (name, parameter))
         self._buckets = lay_out(list(trainable.values()), self._bucket_bytes)
         layout = [
@@ -188,10 +192,10 @@ class GradientBuckets:
             for b in self._buckets
             for slot in b.slots
         ]
-        self._plan = "\n".join([self._options, *layout])
+        self._layout = "\n".join([self._options, *layout])
         self._fingerprints = {}
         self._is_common = False
-        self._places = {
+        self._slots = {
             id(slot.parameter): (bucket, position)
             for bucket in self._buckets
             for position, slot in enumerate(bucket.slots)
@@ -204,7 +208,7 @@ class GradientBuckets:
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._mode is _Mode.BLOCKED:
             return
-        bucket, position = self._places[id(parameter)]
+        bucket, position = self._slots[id(parameter)]
         if self._mode is _Mode.OUTSIDE:
             if self._on_stray is not None:
                 self._on_stray(bucket.slots[position].name)
@@ -228,27 +232,28 @@ class GradientBuckets:
             )
 
     def _launch_complete(self) -> None:
-        """Start what all ranks will start, whatever else they do: whole buckets, in order."""
+        """Start the complete buckets, in order; every rank starts these in any case."""
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             self._launch(self._buckets[self._next])
             self._next += 1
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        """Pack what has arrived in a bucket and start to reduce it, each unbroken run of it."""
+        """Pack the gradients that have arrived in a bucket, and start to reduce each run."""
         for positions in bucket.find_runs():
             slots = bucket.slots[positions[0] : positions[-1] + 1]
             self._pack_small(bucket, positions)
             target = bucket.flat[slots[0].start : slots[-1].stop]
             if target.is_complex():
                 target = torch.view_as_real(target).view(-1)
-            wire = target if self._travels_as_it_is(bucket.flat) else self._prepare(target)
+            send_buffer = target if self._is_sent_in_place(bucket.flat) else self._convert(target)
             name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
-            self._flights.append(_PendingReduction(self._reducer.start(wire, name), target, wire))
+            handle = self._reducer.start(send_buffer, name)
+            self._pending.append(_PendingReduction(handle, target, send_buffer))
 
     @torch.no_grad()
     def _pack_large(self, bucket: Bucket, position: int) -> None:
-        """Bring one gradient to its place, scaled where it travels as it is: one pass."""
+        """Copy one gradient into the buffer, scaled in the same pass if it is sent in place."""
         if self._reducer.size == 1:
             return
         slot = bucket.slots[position]
@@ -257,7 +262,7 @@ class GradientBuckets:
         bucket.packed.add(position)
 
     def _pack_small(self, bucket: Bucket, positions: Sequence[int]) -> None:
-        """Bring gradients whose places lie one behind the other there, all at once."""
+        """Copy the small gradients of a run of positions into the buffer in one call."""
         slots = bucket.slots[max(positions[0], bucket.large) : positions[-1] + 1]
         if not slots:
             return
@@ -276,13 +281,13 @@ class GradientBuckets:
         bucket.packed.update(positions)
 
     def _scale_of(self, bucket: Bucket) -> float:
-        return self._scale if self._travels_as_it_is(bucket.flat) else 1.0
+        return self._scale if self._is_sent_in_place(bucket.flat) else 1.0
 
     def _densify(self, slot: Slot) -> Tensor:
         name, gradient = slot.name, slot.parameter.grad
         if gradient is None:
             raise SettingError(
-                f"The gradient of {name!r} was taken away before the ranks could reduce it. An "
+                f"The gradient of {name!r} was removed before the ranks could reduce it. An "
                 "optimizer that steps inside a backward hook works on one rank only: let Lightning "
                 "step it."
             )
@@ -294,16 +299,16 @@ class GradientBuckets:
                 "pass sparse_as_dense=True to reduce it as a dense tensor, or build the embedding "
                 "with sparse=False."
             )
-        # coalesce() adds duplicates in sorted order; to_dense() alone adds them as they come.
+        # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
         return gradient.coalesce().to_dense()
 
-    def _travels_as_it_is(self, flat: Tensor) -> bool:
+    def _is_sent_in_place(self, flat: Tensor) -> bool:
         if flat.is_complex() or flat.dtype is torch.bfloat16:
             return False
         return self._compression is None or flat.dtype is torch.float16
 
-    def _prepare(self, target: Tensor) -> Tensor:
-        """Bring packed gradients into the form in which they travel."""
+    def _convert(self, target: Tensor) -> Tensor:
+        """Return packed gradients, scaled, in the dtype in which they are sent."""
         if target.dtype is torch.bfloat16:
             return target.float().mul_(self._scale)
         if self._compression is not None and target.dtype in (torch.float32, torch.float64):
@@ -313,40 +318,40 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Agree on which gradients there are, reduce the rest, wait for all."""
+        """Agree on the gradients that exist, reduce the remaining buckets, and wait for all."""
         if self._reducer.size == 1:
             return
-        # Where every rank has started every bucket, no rank lacks a gradient.
-        if self._next < len(self._buckets) or not self._reducer.asks:
+        # If every rank has started every bucket, no rank lacks a gradient.
+        if self._next < len(self._buckets) or not self._reducer.polls_peers:
             self._agree()
         self._is_common = True
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
-        for flight in self._flights:
-            self._reducer.finish(flight.handle, "the backward pass", self._agree)
-            if flight.wire.data_ptr() != flight.target.data_ptr():
-                flight.target.copy_(flight.wire)
+        for pending in self._pending:
+            self._reducer.finish(pending.handle, "the backward pass", self._agree)
+            if pending.send_buffer.data_ptr() != pending.target.data_ptr():
+                pending.target.copy_(pending.send_buffer)
 
     def _agree(self) -> None:
         fired = tuple(frozenset(bucket.fired) for bucket in self._buckets)
         fingerprint = self._fingerprints.get(fired)
         if fingerprint is None:
-            text = "\n".join([self._plan, *self._fired_names()]).encode()
+            text = "\n".join([self._layout, *self._fired_names()]).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
             fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
-        self._reducer.agree_on(fingerprint, "the backward pass", self._claim_items)
+        self._reducer.agree_on(fingerprint, "the backward pass", self._list_items)
 
     def _fired_names(self) -> tuple[str, ...]:
         return tuple(b.slots[position].name for b in self._buckets for position in sorted(b.fired))
 
-    def _claim_items(self) -> tuple[str, ...]:
-        """The names; and the layout, for the case in which that is what differs."""
-        plan = hashlib.blake2b(self._plan.encode(), digest_size=4).hexdigest()
-        return (*self._fired_names(), f"layout of the buckets {plan} ({len(self)} buckets)")
+    def _list_items(self) -> tuple[str, ...]:
+        """Return the names, and the layout in case that is the difference."""
+        layout = hashlib.blake2b(self._layout.encode(), digest_size=4).hexdigest()
+        return (*self._fired_names(), f"layout of the buckets {layout} ({len(self)} buckets)")
 
 
 def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> None:
-    """Check what `GradientBuckets` takes, before any process is set up.
+    """Check the arguments of `GradientBuckets` before any process is set up.
 
     Raises:
         SettingError: A value is not allowed.

@@ -19,16 +19,17 @@ from lightning_d9m.horovod.environment import (
     check_ranks,
     describe_rank,
     import_horovod,
-    switch_on,
+    set_variables,
 )
 from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
+from lightning_d9m.horovod.liveness_store import connect_liveness
 from lightning_d9m.horovod.malloc import disable_malloc_trim
 from lightning_d9m.horovod.reductions import (
     gather_with_gradients,
     reduce_over_ranks,
     refuse_group,
 )
-from lightning_d9m.horovod.torchmetrics_sync import Metrics
+from lightning_d9m.horovod.torchmetrics_sync import MetricSync
 from lightning_d9m.lightning.packages import combined_base, import_packages
 
 if TYPE_CHECKING:
@@ -38,27 +39,30 @@ else:
 
 
 class HorovodDeterministicStrategy(_ParallelStrategy):
-    """Trains one copy of the model per process, bit for bit the same in every run.
+    """Train one copy of the model per process, bit for bit the same in every run.
 
-    Start it with ``horovodrun -np N python train.py`` or under MPI. The learning rate is taken as
-    it is given, whatever the number of processes.
+    Start it with ``horovodrun -np N python train.py`` or under MPI. The learning rate is not scaled
+    by the number of processes.
 
     Args:
         fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
-            ``"off"`` each by itself. Both give the same bits in every run.
+            ``"off"`` reduces each gradient alone. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
-        transport: ``"torch"`` lets all travel by torch's Gloo, ``"horovod"`` by Horovod itself.
-            Torch's costs less where ranks compute on the cores that it needs: the default on a CPU.
-        bucket_bytes: Size at which a bucket is closed; the first at 1 MiB, to start early.
-        compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they travel.
-        sparse_as_dense: Reduce sparse gradients as dense ones; without it they are an error.
-        broadcast_buffers: After each reduced backward pass, take rank 0's buffers (the running
-            statistics of batch normalisation, for example), as DDP does before a forward pass.
-        stall_seconds: After this long without a sign of a rank, Horovod gives up waiting.
-        accelerator: Lightning's, as for any strategy.
-        parallel_devices: Lightning's, as for any strategy.
-        checkpoint_io: Lightning's, as for any strategy.
-        precision_plugin: Lightning's, as for any strategy.
+        transport: ``"torch"`` uses torch's Gloo for every collective, ``"horovod"`` uses Horovod.
+            Gloo is faster if ranks compute on the cores that a collective needs, and therefore the
+            default on a CPU.
+        bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB, to start
+            early.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they are sent.
+        sparse_as_dense: Reduce sparse gradients as dense ones; otherwise they are an error.
+        broadcast_buffers: After each reduced backward pass, copy the buffers of rank 0 (such as the
+            running statistics of batch normalization) to all ranks, as DDP does before a forward
+            pass.
+        stall_seconds: Time after which a collective that some rank does not join fails.
+        accelerator: As for any strategy of Lightning.
+        parallel_devices: As for any strategy of Lightning.
+        checkpoint_io: As for any strategy of Lightning.
+        precision_plugin: As for any strategy of Lightning.
 
     Raises:
         SettingError: A value is not allowed.
@@ -106,16 +110,16 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         self._transport = transport
         self._broadcast_buffers = broadcast_buffers
         self._stall_seconds = stall_seconds
-        self._wire: Communicator | None = None
-        self._switched: SavedEnvironment | None = None
+        self._communicator: Communicator | None = None
+        self._saved_environment: SavedEnvironment | None = None
         self._buckets: GradientBuckets | None = None
         self._buffers: list[dict[str, Tensor | None]] = []
-        self._metrics: Metrics | None = None
+        self._metrics: MetricSync | None = None
 
     # Processes and devices
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's rank-zero functions the rank; they do not know ``HOROVOD_RANK``."""
+        """Set the rank of Lightning's rank-zero functions, which do not read ``HOROVOD_RANK``."""
         import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = self.global_rank
         for package in import_packages():
             module = import_module(f"{package}.utilities.rank_zero")
@@ -123,70 +127,72 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The CPU; or the device of this rank on its host, where the launcher hides none."""
+        """The CPU, or the CUDA device of the local rank."""
         devices = self.parallel_devices or [torch.device("cpu")]
         if devices[0].type != "cuda":
             return devices[0]
         if len(devices) > 1:
             if self.local_rank >= len(devices):
                 raise SettingError(
-                    f"Rank {self.global_rank} is number {self.local_rank} on its host, but "
-                    f"Trainer(devices=...) names {len(devices)} devices: give one for each process."
+                    f"Rank {self.global_rank} has local rank {self.local_rank}, but "
+                    f"Trainer(devices=...) names {len(devices)} devices: name one per process."
                 )
             return devices[self.local_rank]
         visible = torch.cuda.device_count()
-        if visible == 1:  # a launcher that shows each process its own device
+        if visible == 1:  # a launcher that makes one device visible to each process
             return torch.device("cuda", 0)
         if self.local_rank >= visible:
             raise SettingError(
-                f"Rank {self.global_rank} is number {self.local_rank} on its host, which has only "
+                f"Rank {self.global_rank} has local rank {self.local_rank} on a host with only "
                 f"{visible} CUDA devices: start at most {visible} processes on it."
             )
         return torch.device("cuda", self.local_rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning shares a dataset out."""
+        """The arguments of Lightning's `DistributedSampler`."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def transport(self) -> Literal["horovod", "torch"]:
-        """By what tensors travel between the ranks."""
+        """The transport of every collective."""
         on_cpu = self.root_device.type == "cpu"
         if self._transport == "torch" and not on_cpu:
             raise SettingError(
                 f"transport='torch' sums on the CPU, but this rank trains on {self.root_device}: "
-                "leave transport away, and Horovod's NCCL sums there."
+                "omit transport, so that Horovod's NCCL sums there."
             )
         return self._transport or ("torch" if on_cpu else "horovod")
 
     @property
-    def wire(self) -> Communicator:
-        """The collectives of this run, from ``setup_environment`` on."""
-        if self._wire is None:
+    def communicator(self) -> Communicator:
+        """The collectives of this run, available from ``setup_environment`` on."""
+        if self._communicator is None:
             raise SettingError(
-                "Horovod has not started yet: it does so in Trainer.fit, validate, test and "
-                "predict, not in the Trainer's constructor."
+                "Horovod has not started yet: Trainer.fit, validate, test and predict start it, "
+                "not the Trainer's constructor."
             )
-        return self._wire
+        return self._communicator
 
     def setup_environment(self) -> None:
-        """Set the variables, start Horovod, and compare the ranks."""
+        """Set the environment variables, start Horovod, and compare the ranks."""
         hvd = import_horovod()
         running, stall = hvd.is_initialized(), self._stall_seconds
-        self._switched = switch_on(
+        self._saved_environment = set_variables(
             initialized=running, stall_seconds=stall, transport=self.transport
         )
         if not running:
             hvd.init()
         if self.root_device.type == "cpu":
             disable_malloc_trim()
-        cast(HorovodEnvironment, self.cluster_environment).adopt(hvd)
+        cast(HorovodEnvironment, self.cluster_environment).update(hvd)
         self.set_world_ranks()
-        self._wire = Communicator(hvd)
+        communicator = self._communicator = Communicator(hvd)
         super().setup_environment()
         fabric = _fabric_of(import_packages()[0])
-        import_module(f"{fabric}.utilities.seed").reset_seed()  # as every strategy of Lightning
+        import_module(
+            f"{fabric}.utilities.seed"
+        ).reset_seed()  # as every strategy of Lightning does
         described = describe_rank(
             {
                 **self._options,
@@ -196,28 +202,34 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
                 "precision": str(self.precision_plugin.precision),
             }
         )
-        self._wire.agree(CollectiveIntent("the start of the run"))
-        check_ranks(self._wire.gather_objects(described))
+        communicator.agree(CollectiveIntent("the start of the run"))
+        check_ranks(communicator.gather_objects(described))
         if self.transport == "torch":
-            self._wire.connect(limit_seconds=stall)
+            communicator.connect(limit_seconds=stall)
+        communicator.liveness = connect_liveness(communicator)
 
     def setup(self, trainer: Any) -> None:
-        """Lightning's setup; then the buckets, when there will be gradients."""
+        """Run Lightning's setup, and lay out the buckets if the Trainer has optimizers."""
         super().setup(trainer)
         module = cast(Module, self.lightning_module)
-        self._metrics = Metrics(module, self.gather_list)
+        self._metrics = MetricSync(module, self.gather_list)
         if self.optimizers:
             self._buckets = GradientBuckets(
-                module.named_parameters(), self.wire, on_stray=self._refuse_stray, **self._options
+                module.named_parameters(),
+                self.communicator,
+                on_stray=self._refuse_stray,
+                **self._options,
             )
 
     def _setup_model(self, model: Module) -> Module:
         module = cast(Module, self.lightning_module)
         self._buffers = [m._buffers for m in module.modules() if m._buffers]  # noqa: SLF001
-        self.wire.agree(CollectiveIntent("the first broadcast of the model", _signature(module)))
+        self.communicator.agree(
+            CollectiveIntent("the first broadcast of the model", _signature(module))
+        )
         tensors = [*module.parameters(), *self._current_buffers()]
         with torch.no_grad():
-            self.wire.broadcast_tensors(tensors, "d9m.model")
+            self.communicator.broadcast_tensors(tensors, "d9m.model")
         if self._layer_sync is not None:
             if type(self._layer_sync).__name__ == "TorchSyncBatchNorm":
                 gather = partial(self.all_gather, sync_grads=True)
@@ -236,7 +248,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     # Gradients
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward; the gradients are reduced before ``on_after_backward`` fires."""
+        """Run Lightning's backward, and reduce the gradients before ``on_after_backward``."""
         module = cast(Any, self.lightning_module)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -245,27 +257,27 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self._broadcast_buffers and self._buffers and not buckets.is_blocked:
             with torch.no_grad():
-                self.wire.broadcast_tensors(self._current_buffers(), "d9m.buffers")
+                self.communicator.broadcast_tensors(self._current_buffers(), "d9m.buffers")
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let gradients accumulate on this rank; Lightning enters it for all but the last batch."""
+        """Accumulate gradients on this rank; Lightning enters this for all but the last batch."""
         with cast(GradientBuckets, self._buckets).blocked():
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's step, for parameters whose gradients are reduced."""
+        """Check that the gradients of all parameters are reduced, and run Lightning's step."""
         buckets = cast(GradientBuckets, self._buckets)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and not buckets.holds(parameter):
                     raise SettingError(
-                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
-                        "no parameter of the LightningModule at setup, so that its gradient is not "
-                        "reduced: create it in __init__ or configure_model."
+                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that "
+                        "was not in the LightningModule at setup, so its gradient is not reduced: "
+                        "create it in __init__ or configure_model."
                     )
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -273,89 +285,88 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         trainer = cast(Any, self.lightning_module).trainer
         if trainer.training:
             raise SettingError(
-                f"{name!r} got a gradient outside Lightning's backward, which the other ranks "
-                "would not see: call self.manual_backward(loss) instead of loss.backward()."
+                f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
+                "reduce it: call self.manual_backward(loss) instead of loss.backward()."
             )
 
     # Collectives
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, in rank order; anything else comes back as it is."""
+        """Reduce a tensor over all ranks, in rank order; return other objects unchanged."""
         refuse_group(group)
         if not isinstance(tensor, Tensor) or self.world_size == 1:
             return tensor
-        return reduce_over_ranks(tensor, reduce_op, self.wire)
+        return reduce_over_ranks(tensor, reduce_op, self.communicator)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack every rank's tensor to (world, ...); one process alone gets its own back."""
+        """Stack every rank's tensor to (world, ...); return it unchanged for a single rank."""
         refuse_group(group)
         if self.world_size == 1:
             return tensor
         if sync_grads and tensor.requires_grad:
-            return gather_with_gradients(tensor, self.wire)
-        return self.wire.gather_equal(tensor, "all_gather")
+            return gather_with_gradients(tensor, self.communicator)
+        return self.communicator.gather_equal(tensor, "all_gather")
 
     def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Every rank's tensor, whose shapes may differ; what torchmetrics asks for."""
+        """Return every rank's tensor, for torchmetrics; shapes may differ."""
         refuse_group(group)
-        self.wire.agree(CollectiveIntent("the synchronisation of a metric"))
-        return self.wire.gather_tensors(tensor)
+        self.communicator.agree(CollectiveIntent("the synchronization of a metric"))
+        return self.communicator.gather_tensors(tensor)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the picklable object of rank ``src``."""
-        if self._wire is None or self.world_size == 1:
+        """Return the object of rank ``src``, which must be plain data (see `encode_plain`)."""
+        if self._communicator is None or self.world_size == 1:
             return obj
-        self.wire.agree(CollectiveIntent(f"a broadcast from rank {src}"))
-        return self.wire.broadcast_object(obj, src)
+        return self._communicator.broadcast_object(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here; while an error ends the run, nobody would come."""
-        if self._wire is None or self._wire.broken is not None:
+        """Wait for all ranks; return at once after an error, as the other ranks would not join."""
+        if self._communicator is None or self._communicator.broken is not None:
             return
         try:
-            self._wire.agree(CollectiveIntent(f"the barrier {name!r}"))
+            self._communicator.agree(CollectiveIntent(f"the barrier {name!r}"))
         except RankLostError:
-            # After the run (a script that saves a checkpoint at its end) a rank may have left.
-            if self._switched is not None:
+            # After the run, other ranks may have exited while a script saves a checkpoint.
+            if self._saved_environment is not None:
                 raise
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Whether all (or any) of the ranks decide so."""
-        votes = self.wire.gather_equal(torch.tensor(int(decision)), "a decision")
+        """Return whether all (or any) of the ranks pass True."""
+        votes = self.communicator.gather_equal(torch.tensor(int(decision)), "a decision")
         return bool(votes.all() if all else votes.any())
 
     # The run
 
     def on_train_start(self) -> None:
-        """Ranks with different numbers of batches would wait for each other: say so at once."""
+        """Raise at once if the ranks have different numbers of batches."""
         trainer = cast(Any, self.lightning_module).trainer
-        self.wire.agree(
+        self.communicator.agree(
             CollectiveIntent(f"training on {trainer.num_training_batches} batches per epoch")
         )
 
     def on_train_end(self) -> None:
-        """A rank that has run out of batches meets here those that have not."""
-        self.wire.agree(CollectiveIntent("the end of training"))
+        """Raise if other ranks still have batches."""
+        self.communicator.agree(CollectiveIntent("the end of training"))
 
     def on_validation_end(self) -> None:
-        """The same for a collective that only some ranks called while validating."""
-        self.wire.agree(CollectiveIntent("the end of validation"))
+        """Raise if another rank calls a collective in its validation."""
+        self.communicator.agree(CollectiveIntent("the end of validation"))
 
     def on_test_end(self) -> None:
-        """The same while testing."""
-        self.wire.agree(CollectiveIntent("the end of testing"))
+        """Raise if another rank calls a collective in its test."""
+        self.communicator.agree(CollectiveIntent("the end of testing"))
 
     def on_predict_end(self) -> None:
-        """The same while predicting."""
-        self.wire.agree(CollectiveIntent("the end of prediction"))
+        """Raise if another rank calls a collective in its prediction."""
+        self.communicator.agree(CollectiveIntent("the end of prediction"))
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, which would wait for this one."""
-        if self._wire is not None:
-            self._wire.announce(exception)
+        """Announce the exception to the other ranks, which would wait for this one."""
+        if self._communicator is not None:
+            self._communicator.announce(exception)
 
     def teardown(self) -> None:
-        """Undo what `setup` and `setup_environment` did. Horovod itself runs on until the end."""
+        """Undo `setup` and `setup_environment`. Horovod itself runs until the process ends."""
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
@@ -366,12 +377,12 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
             sync_batchnorm.unsynchronize(self.model)
             self.model = self._layer_sync.revert(self.model)
         self._buffers = []
-        if self._wire is not None:
-            self._wire.disconnect()
+        if self._communicator is not None:
+            self._communicator.disconnect()
         super().teardown()
-        if self._switched is not None:
-            self._switched.restore()
-            self._switched = None
+        if self._saved_environment is not None:
+            self._saved_environment.restore()
+            self._saved_environment = None
 
 
 def _signature(module: Module) -> tuple[str, ...]:

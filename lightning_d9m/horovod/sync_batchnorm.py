@@ -1,7 +1,7 @@
-"""Batch normalisation over the batches of all ranks, on CPU and CUDA, in a fixed order.
+"""Batch normalization over the batches of all ranks, on CPU and CUDA, in a fixed order.
 
-torch's and Horovod's own SyncBatchNorm need a GPU. Here a layer keeps its class, its parameters and
-its hooks; only its ``forward`` is replaced while training, and put back afterwards.
+The SyncBatchNorm of torch and that of Horovod need a GPU. Here a layer keeps its class, parameters
+and hooks; only its ``forward`` is replaced, and restored after training.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ GatherTensor = Callable[[Tensor], Tensor]
 
 
 def synchronize(model: Module, gather: GatherTensor) -> None:
-    """Let every batch norm layer of a model take its statistics over all ranks.
+    """Make every batch norm layer of a model compute its statistics over all ranks.
 
     Args:
-        model: Its layers are changed in place; `unsynchronize` undoes it.
-        gather: Stacks every rank's tensor to (world, ...), and carries gradients back.
+        model: Its layers are modified in place; `unsynchronize` restores them.
+        gather: Stacks every rank's tensor to (world, ...), and propagates gradients.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -30,15 +30,15 @@ def synchronize(model: Module, gather: GatherTensor) -> None:
 
 
 def unsynchronize(model: Module) -> None:
-    """Give every batch norm layer its own ``forward`` back."""
+    """Restore the ``forward`` of every batch norm layer."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.__dict__.pop("forward", None)
 
 
 def _forward(module: _BatchNorm, gather: GatherTensor, x: Tensor) -> Tensor:
-    own_statistics = module.running_mean is None
-    if not (module.training or own_statistics):
+    uses_batch_statistics = module.running_mean is None
+    if not (module.training or uses_batch_statistics):
         return type(module).forward(module, x)
     dims = [dim for dim in range(x.dim()) if dim != 1]
     values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -50,13 +50,13 @@ def _forward(module: _BatchNorm, gather: GatherTensor, x: Tensor) -> Tensor:
     total = counts.sum()
     if total <= 1:
         raise SettingError(
-            "Batch normalisation needs more than one value per channel over all ranks when "
+            "Batch normalization needs more than one value per channel over all ranks when "
             f"training, but got an input of shape {tuple(x.shape)}."
         )
     # Chan, Golub, LeVeque (1979): the pooled variance, without the cancellation of E[x²] - E[x]².
     mean = (counts * means).sum(0) / total
     var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
-    if module.training and not own_statistics:
+    if module.training and not uses_batch_statistics:
         _update_running(module, mean.detach(), (var * total / (total - 1)).detach())
     shape = [1, channels] + [1] * (x.dim() - 2)
     normal = (values - mean.view(shape)) * torch.rsqrt(var + module.eps).view(shape)
@@ -71,7 +71,7 @@ def _update_running(module: _BatchNorm, mean: Tensor, var: Tensor) -> None:
         return
     module.num_batches_tracked.add_(1)
     momentum = module.momentum
-    if momentum is None:  # the plain average over all batches so far
+    if momentum is None:  # the cumulative average over all batches
         momentum = 1.0 / float(module.num_batches_tracked)
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
     if module.running_var is not None:

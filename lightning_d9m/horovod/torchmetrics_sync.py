@@ -1,4 +1,4 @@
-"""Let torchmetrics gather over Horovod: by itself it asks ``torch.distributed``."""
+"""Make torchmetrics gather over Horovod instead of ``torch.distributed``."""
 
 import sys
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import Module
 
 
-class Metrics:
-    """The metrics of a module, gathering over the ranks until `release`.
+class MetricSync:
+    """Make the metrics of a module gather over the ranks until `release`.
 
     Args:
-        module: Its metrics, at any depth, are changed in place.
-        gather: Returns every rank's tensor, as ``dist_sync_fn`` of torchmetrics does.
+        module: Its metrics, at any depth, are modified in place.
+        gather: Returns every rank's tensor, like ``dist_sync_fn`` of torchmetrics.
     """
 
     def __init__(self, module: Module, gather: Callable[[Tensor, Any], list[Tensor]]) -> None:
@@ -29,7 +29,7 @@ class Metrics:
                 metric.distributed_available_fn = _always
 
     def release(self) -> None:
-        """Give the metrics their own functions back."""
+        """Restore the metrics' own functions."""
         for metric, sync, available in self._previous:
             metric.dist_sync_fn = sync
             metric.distributed_available_fn = available

@@ -1,15 +1,16 @@
-"""How what crosses the ranks travels: by Horovod, or by torch's Gloo among Horovod's ranks.
+"""Transports for collectives: Horovod, or torch's Gloo between the ranks that Horovod started.
 
-Horovod starts nothing between two cycles of its threads, and in each cycle its ranks exchange
-messages even if there is nothing to do. Where ranks compute on the cores that the exchange needs,
-on CPUs, both cost a good part of a step. torch's Gloo is the same ring, starts at once, and sleeps
-until a message comes.
+Horovod starts collectives only at the next cycle of its threads, and in each cycle its ranks
+exchange messages even if there is nothing to do. On CPUs, where ranks compute on the cores that the
+exchange needs, both cost a good part of a step. torch's Gloo uses the same ring, starts at once,
+and sleeps until a message arrives.
 """
 
 import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,32 +21,33 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Store as _Store
 
-# Look again after a twentieth of what the wait has taken so far, within these bounds: looking often
-# takes the core from a rank that computes, looking seldom leaves a result lying.
+# Sleep a twentieth of the time waited so far, within these bounds. Frequent polls take the core
+# from a rank that computes; rare ones delay the result.
 _POLL_SECONDS = (0.0001, 0.002)
 _POLL_SHARE = 0.05
-_PATIENCE = timedelta(days=365)
+_UNBOUNDED = timedelta(days=365)
+_CLOSE_SECONDS = 1.0
 
 
 class Pending(Protocol):
-    """An exchange that was started."""
+    """A collective that was started."""
 
     def is_done_within(self, seconds: float) -> bool:
-        """Wait for its end, at most so long, without taking a core from who computes."""
+        """Wait at most so long for its end, without spinning."""
         ...
 
     def get_result(self) -> Tensor:
-        """Return what came of it once it is done, or raise the RuntimeError that ended it."""
+        """Return the result of a collective that is done, or raise its RuntimeError."""
         ...
 
 
 class Transport(Protocol):
     """Moves contiguous tensors between the ranks.
 
-    Sums and broadcasts have one order, the same on every rank; so have minima and what is gathered.
+    All ranks start sums and broadcasts in the same order, and likewise minima and gathers.
 
     Attributes:
-        supports_unbounded_wait: Whether what only some ranks have started may lie for hours.
+        supports_unbounded_wait: Whether a collective may wait for hours for its last rank.
     """
 
     supports_unbounded_wait: bool
@@ -54,12 +56,12 @@ class Transport(Protocol):
         """Start to sum a tensor over the ranks in place."""
         ...
 
-    def minimise(self, tensor: Tensor, name: str) -> Pending:
-        """Start to take the smallest of each element over the ranks, in place."""
+    def minimize(self, tensor: Tensor, name: str) -> Pending:
+        """Start to take the elementwise minimum over the ranks in place."""
         ...
 
     def gather(self, tensor: Tensor, name: str) -> Pending:
-        """Start to join flat tensors of one length, at least 1, in rank order."""
+        """Start to concatenate flat tensors of equal length, at least 1, in rank order."""
         ...
 
     def broadcast(self, tensor: Tensor, name: str) -> Pending:
@@ -67,19 +69,19 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the connections up, without waiting for what is under way."""
+        """Close the connections without waiting for pending collectives."""
         ...
 
 
 class _HorovodPending:
-    """What Horovod knows by a handle."""
+    """A collective that Horovod knows by a handle."""
 
     def __init__(self, hvd: ModuleType, handle: int) -> None:
         self._hvd: Any = hvd
         self._handle = handle
 
     def is_done_within(self, seconds: float) -> bool:
-        """Poll and sleep: hvd.synchronize() alone spins on yield()."""
+        """Poll and sleep, because hvd.synchronize() spins on yield()."""
         began = time.monotonic()
         while not self._hvd.poll(self._handle):
             waited = time.monotonic() - began
@@ -94,11 +96,10 @@ class _HorovodPending:
 
 
 class HorovodTransport:
-    """Horovod's own collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name."""
+    """Horovod's collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name."""
 
-    supports_unbounded_wait = (
-        False  # it warns of what lies for a minute, and ends the run in the end
-    )
+    # Horovod warns of a collective that waits for a minute, and ends the run eventually.
+    supports_unbounded_wait = False
 
     def __init__(self, hvd: ModuleType) -> None:
         self._hvd: Any = hvd
@@ -107,7 +108,7 @@ class HorovodTransport:
         """See `Transport`."""
         return self._reduce(tensor, name, self._hvd.Sum)
 
-    def minimise(self, tensor: Tensor, name: str) -> Pending:
+    def minimize(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
         return self._reduce(tensor, name, self._hvd.Min)
 
@@ -124,7 +125,7 @@ class HorovodTransport:
         return _HorovodPending(self._hvd, handle)
 
     def close(self) -> None:
-        """Horovod runs on until the process ends."""
+        """Do nothing: Horovod runs until the process ends."""
 
 
 class _TorchPending:
@@ -134,9 +135,9 @@ class _TorchPending:
 
     def is_done_within(self, seconds: float) -> bool:
         try:
-            # Zero would mean for ever.
+            # A timeout of zero would wait indefinitely.
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:  # it took longer, or it failed, which get_result() tells
+        except RuntimeError:  # a timeout, or a failure, which get_result() raises
             return bool(self._work.is_completed())
         return True
 
@@ -146,16 +147,16 @@ class _TorchPending:
 
 
 class TorchTransport:
-    """Gloo groups of torch, which no other code sees: torch.distributed stays uninitialised.
+    """Gloo groups that no other code sees: torch.distributed stays uninitialized.
 
-    Gloo pairs what the ranks start by its order. So sums, which may be under way when a rank turns
-    to something else, have one group, and what the ranks say to each other has another, in which
-    an exchange may lie until the last rank joins it.
+    Gloo pairs collectives by the order in which ranks start them. Therefore sums and broadcasts,
+    which may be pending when a rank starts something else, have one group, and agreements and
+    gathers have another, in which a collective may wait until the last rank joins it.
 
     Args:
         rank: This rank.
         size: The number of ranks.
-        gather: Gathers an object from all ranks; the connections are made known by it.
+        gather: Gathers an object from all ranks; used to exchange the addresses.
         limit_seconds: A sum or a broadcast that takes longer fails.
     """
 
@@ -173,40 +174,51 @@ class TorchTransport:
         gloo: Any = distributed.ProcessGroupGloo
         groups = []
         for _ in range(2):
-            options = gloo._Options()  # noqa: SLF001 - else it takes the host's name, not a device
+            options = gloo._Options()  # noqa: SLF001 - the public constructor takes no device
             options._devices = [_make_device(gloo)]  # noqa: SLF001
             options._timeout = timedelta(seconds=limit_seconds)  # noqa: SLF001
             groups.append(gloo(_GatheredStore(gather), rank, size, options))
-        self._sums, self._talk = groups
+        self._tensors, self._control = groups
 
     def sum(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        return _TorchPending(self._sums.allreduce(tensor, distributed.ReduceOp.SUM), tensor)
+        return _TorchPending(self._tensors.allreduce(tensor, distributed.ReduceOp.SUM), tensor)
 
-    def minimise(self, tensor: Tensor, name: str) -> Pending:
+    def minimize(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        work = self._talk.allreduce(tensor, distributed.ReduceOp.MIN, timeout=_PATIENCE)
+        work = self._control.allreduce(tensor, distributed.ReduceOp.MIN, timeout=_UNBOUNDED)
         return _TorchPending(work, tensor)
 
     def gather(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
         gathered = tensor.new_empty(self._size * len(tensor))
-        work = self._talk.allgather(list(gathered.chunk(self._size)), tensor)
+        work = self._control.allgather(list(gathered.chunk(self._size)), tensor)
         return _TorchPending(work, gathered)
 
     def broadcast(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        return _TorchPending(self._sums.broadcast(tensor, 0), tensor)
+        return _TorchPending(self._tensors.broadcast(tensor, 0), tensor)
 
     def close(self) -> None:
         """Close the connections."""
-        self._sums.abort()
-        self._talk.abort()
-        del self._sums, self._talk
+        groups = [self._tensors, self._control]
+        del self._tensors, self._control
+        for group in groups:
+            group.abort()
+            del group
+        # The destructors wait for pending collectives, which a hung rank never joins.
+        closing = Thread(target=_release, args=(groups,), daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+
+def _release(groups: list[Any]) -> None:
+    while groups:
+        groups.pop()
 
 
 class _GatheredStore(_Store):
-    """Where the ranks of a group find each other's addresses: one exchange, and no server."""
+    """A store for the addresses of a group's ranks, filled by one exchange, without a server."""
 
     def __init__(self, gather: Callable[[dict[str, bytes]], Sequence[dict[str, bytes]]]) -> None:
         super().__init__()
@@ -220,12 +232,16 @@ class _GatheredStore(_Store):
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        # Each rank has set its own when it waits for those of others.
+        # Each rank has set its own keys before it waits for those of others.
         if not self._known.keys() >= set(keys):
             self._known = {k: v for known in self._gather(self._known) for k, v in known.items()}
 
 
+def find_interface() -> str | None:
+    """Return the network interface that the user of torch or Horovod's launcher chose."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE")
+
+
 def _make_device(gloo: Any) -> Any:
-    """Listen where torch's users say, else where Horovod's launcher found that ranks connect."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE")
+    interface = find_interface()
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()

@@ -146,4 +146,3 @@ class RankLiveness:
         except FileNotFoundError:
             return "ended" if Path("/proc/self/stat").exists() else "unknown"
         return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(state, "running")
-

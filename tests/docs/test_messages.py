@@ -296,11 +296,11 @@ CASES = [
     (
         "horovod.reductions",
         lambda g: g.module.refuse_group("a group"),
-        "this strategy knows one group, all ranks. Pass None.",
+        "this strategy has one group, all ranks. Pass None.",
     ),
     (
         "horovod.environment",
-        set_variable("NCCL_ALGO", "NVLS", "switch_on", initialized=False, stall_seconds=1.0),
+        set_variable("NCCL_ALGO", "NVLS", "set_variables", initialized=False, stall_seconds=1.0),
         "which lets NCCL reduce by NVLS",
     ),
     (

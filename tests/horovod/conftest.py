@@ -1,4 +1,4 @@
-"""Start real processes: with horovodrun for Horovod, one by one for torch's DDP."""
+"""Start ranks: with horovodrun for Horovod, as separate processes for torch's DDP."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# Run by ranks.
+# Scripts of the ranks.
 collect_ignore = [
     f"{name}.py" for name in ("faults", "fusion", "models", "ported", "resume", "surface", "train")
 ]
@@ -28,7 +28,7 @@ def _horovod_is_installed():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs Horovod where there is none."""
+    """Skip tests that need Horovod if it is not installed."""
     if _horovod_is_installed():
         return
     skip = pytest.mark.skip(reason="needs Horovod, which `d9m install-horovod` builds")
@@ -38,14 +38,14 @@ def pytest_collection_modifyitems(items):
 
 
 def _environment(extra=None):
-    """The test's variables without those that would reach the ranks by accident."""
+    """Return the test's variables without those that would change the ranks."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("HOROVOD_", "PYTEST_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"} | (extra or {})
 
 
 def _run(commands):
-    """Run commands side by side; end them all if one does not end; return status and output."""
+    """Run commands in parallel, with a time limit; return their statuses and the output."""
     processes = [
         subprocess.Popen(
             [*command],
@@ -82,7 +82,7 @@ def horovodrun():
 
 @pytest.fixture(scope="session")
 def results(horovodrun):
-    """Return a function that runs a script which has to succeed: what each rank wrote."""
+    """Return a function that runs a script that must succeed, and returns each rank's result."""
 
     def run(ranks, script, folder, *arguments):
         status, output = horovodrun(ranks, script, *arguments)

@@ -1,4 +1,4 @@
-"""Models and data that the worker scripts train; the same on every rank."""
+"""Models and data of the worker scripts, equal on every rank."""
 
 import hashlib
 import random
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def digest(module):
-    """The SHA-256 of all parameters and buffers, in their order."""
+    """Return the SHA-256 of all parameters and buffers, in their order."""
     total = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         total.update(name.encode())
@@ -19,7 +19,7 @@ def digest(module):
 
 
 def loader(samples=64, batch_size=8, shuffle=True):
-    """A regression problem from a generator of its own."""
+    """Return a regression problem from a separate generator."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(samples, 8, generator=generator)
     targets = inputs.pow(2).sum(1, keepdim=True) + torch.randn(samples, 1, generator=generator)
@@ -27,20 +27,20 @@ def loader(samples=64, batch_size=8, shuffle=True):
 
 
 def network():
-    """Three layers with dropout and batch normalisation."""
+    """Return three layers with dropout and batch normalization."""
     return nn.Sequential(
         nn.Linear(8, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.1), nn.Linear(33, 1)
     )
 
 
 def many_small_layers(count=50):
-    """100 small parameters: what Horovod's own fusion is made for."""
+    """Return 100 small parameters, for which Horovod's own fusion is designed."""
     layers = [nn.Linear(24, 24) for _ in range(count)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
 def jitter(module):
-    """Delay gradients by times that no seed decides, so that ranks are ready in another order."""
+    """Delay gradients by unseeded times, so that the order in which ranks are ready varies."""
     chance = random.SystemRandom()
 
     def delay(gradient):

@@ -1,5 +1,6 @@
-"""How a rank that waits for a sum finds out that the others are somewhere else, in threads."""
+"""Polls of a rank that waits for a sum while its peers do socallshing else, in threads."""
 
+import pickle
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -8,28 +9,28 @@ import pytest
 import torch
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
-from lightning_d9m.horovod import communicator as wire_module
+from lightning_d9m.horovod import communicator as communicator_module
 from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
 
 BACKWARD, BARRIER = CollectiveIntent("the backward pass"), CollectiveIntent("the barrier 'x'")
 
 
-class Hall:
-    """Where the ranks meet: the nth call of one rank is paired with the nth of every other."""
+class Network:
+    """Pairs the nth call of one rank with the nth call of every other."""
 
     def __init__(self, size):
         self.size = size
         self.changed = threading.Condition()
-        self.met = {}
+        self.calls = {}
 
-    def meet(self, kind, number, rank, tensor):
+    def post(self, kind, number, rank, tensor):
         with self.changed:
-            self.met.setdefault((kind, number), {})[rank] = tensor
+            self.calls.setdefault((kind, number), {})[rank] = tensor
             self.changed.notify_all()
 
     def everyone(self, kind, number):
-        """What all ranks brought, in rank order; None as long as one is missing."""
-        found = self.met.get((kind, number), {})
+        """Return every rank's tensor in rank order; None while one is missing."""
+        found = self.calls.get((kind, number), {})
         return [found[rank] for rank in range(self.size)] if len(found) == self.size else None
 
     def wait_for(self, test):
@@ -38,53 +39,53 @@ class Hall:
 
 
 class Pending:
-    def __init__(self, hall, kind, number, combine):
-        self.hall, self.kind, self.number, self.combine = hall, kind, number, combine
+    def __init__(self, network, kind, number, combine):
+        self.network, self.kind, self.number, self.combine = network, kind, number, combine
 
     def is_done_within(self, seconds):
         found = (self.kind, self.number)
-        with self.hall.changed:
-            return self.hall.changed.wait_for(
-                lambda: self.hall.everyone(*found) is not None, max(seconds, 0)
+        with self.network.changed:
+            return self.network.changed.wait_for(
+                lambda: self.network.everyone(*found) is not None, max(seconds, 0)
             )
 
     def get_result(self):
-        return self.combine(self.hall.everyone(self.kind, self.number))
+        return self.combine(self.network.everyone(self.kind, self.number))
 
 
 class Transport:
-    """One rank's door to the hall."""
+    """One rank's connection to the network."""
 
     supports_unbounded_wait = True
 
-    def __init__(self, hall, rank):
-        self.hall, self.rank, self.calls = hall, rank, {}
+    def __init__(self, network, rank):
+        self.network, self.rank, self.calls = network, rank, {}
 
     def _start(self, kind, tensor, combine):
         number = self.calls[kind] = self.calls.get(kind, -1) + 1
-        self.hall.meet(kind, number, self.rank, tensor.clone())
-        return Pending(self.hall, kind, number, combine)
+        self.network.post(kind, number, self.rank, tensor.clone())
+        return Pending(self.network, kind, number, combine)
 
     def sum(self, tensor, name):
         return self._start("sum", tensor, lambda all_: torch.stack(all_).sum(0))
 
-    def minimise(self, tensor, name):
-        return self._start("talk", tensor, lambda all_: torch.stack(all_).amin(0))
+    def minimize(self, tensor, name):
+        return self._start("control", tensor, lambda all_: torch.stack(all_).amin(0))
 
     def gather(self, tensor, name):
         return self._start("gather", tensor, torch.cat)
 
 
 class Late:
-    """A sum that is on its way, and here only once the asker has looked at an answer."""
+    """A sum whose result arrives only after the rank has read the answer to a poll."""
 
-    def __init__(self, pending, wire):
-        self.pending, self.wire = pending, wire
-        self.asked = False
+    def __init__(self, pending, communicator):
+        self.pending, self.communicator = pending, communicator
+        self.has_polled = False
 
     def is_done_within(self, seconds):
-        self.asked |= self.wire._question is not None
-        if self.asked and self.wire._question is None:
+        self.has_polled |= self.communicator._poll is not None
+        if self.has_polled and self.communicator._poll is None:
             return self.pending.is_done_within(60)
         return False
 
@@ -94,109 +95,125 @@ class Late:
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Return a function that runs each function as a rank: results, or what it raised."""
-    monkeypatch.setattr(wire_module, "_SLICE_SECONDS", 0.01)
+    """Return a function that runs each function as a rank, and returns results or errors."""
+    monkeypatch.setattr(communicator_module, "_SLICE_SECONDS", 0.01)
 
     def run(*functions):
-        hall = Hall(len(functions))
-        wires = []
+        network = Network(len(functions))
+        communicators = []
         for rank in range(len(functions)):
             module = types.SimpleNamespace(
                 rank=lambda rank=rank: rank,
                 size=lambda: len(functions),
                 is_initialized=lambda: True,
             )
-            wires.append(Communicator(module, grace=60.0))
-            wires[-1]._transport = Transport(hall, rank)
+            communicators.append(Communicator(module, grace=60.0))
+            communicators[-1]._transport = Transport(network, rank)
 
-        def attempt(function, wire):
+        def attempt(function, communicator):
             try:
-                return function(wire, hall)
+                return function(communicator, network)
             except (RanksDisagreeError, RankLostError) as error:
                 return error
 
         with ThreadPoolExecutor(len(functions)) as pool:
-            return list(pool.map(attempt, functions, wires))
+            return list(pool.map(attempt, functions, communicators))
 
     return run
 
 
-def backward(wire, agree=None):
+def backward(communicator, agree=None):
     """Sum a one over the ranks as a backward pass does."""
-    pending = wire.start(torch.ones(1), "d9m.bucket.0")
-    wire.finish(pending, BACKWARD.doing, agree or (lambda: wire.agree(BACKWARD)))
+    pending = communicator.start(torch.ones(1), "d9m.bucket.0")
+    communicator.finish(pending, BACKWARD.activity, agree or (lambda: communicator.agree(BACKWARD)))
 
 
-def has_asked(hall, rank):
-    return lambda: any(kind == "talk" and rank in met for (kind, _), met in hall.met.items())
+def has_polled(network, rank):
+    return lambda: any(
+        kind == "control" and rank in calls for (kind, _), calls in network.calls.items()
+    )
 
 
 def test_a_rank_that_is_only_slow_is_waited_for(ranks):
-    """The others ask; what they asked is answered at the next agreement, and all go on."""
+    """The next agreement answers the polls of the others, and all continue."""
 
-    def patient(wire, hall):
+    def patient(communicator, network):
         for _ in range(3):
-            backward(wire, pytest.fail)
-        wire.agree(BARRIER)
-        return wire.gather_objects(wire.rank)
+            backward(communicator, pytest.fail)
+        communicator.agree(BARRIER)
+        return communicator.gather_objects(communicator.rank)
 
-    def slow(wire, hall):
-        hall.wait_for(has_asked(hall, 0))
-        hall.wait_for(has_asked(hall, 1))
-        return patient(wire, hall)
+    def slow(communicator, network):
+        network.wait_for(has_polled(network, 0))
+        network.wait_for(has_polled(network, 1))
+        return patient(communicator, network)
 
     assert ranks(patient, patient, slow) == [[0, 1, 2]] * 3
 
 
-def test_a_rank_at_a_barrier_and_ranks_in_a_backward_pass_hear_of_each_other(ranks):
-    """Who claims something is found by those who only ask, and the other way round."""
+def test_a_rank_at_a_barrier_and_ranks_in_a_backward_pass_find_each_other(ranks):
+    """Who intents socallshing is found by those who only ask, and the other way round."""
 
-    def waiting(wire, hall):
-        backward(wire)
+    def waiting(communicator, network):
+        backward(communicator)
 
-    def elsewhere(wire, hall):
-        wire.agree(BARRIER)
+    def elsewhere(communicator, network):
+        communicator.agree(BARRIER)
 
     found = ranks(waiting, elsewhere, waiting)
     assert [type(error) for error in found] == [RanksDisagreeError] * 3
-    assert found[0].claims == (BACKWARD.doing, BARRIER.doing, BACKWARD.doing)
+    assert found[0].intents == (BACKWARD.activity, BARRIER.activity, BACKWARD.activity)
 
 
-def test_a_rank_that_raises_is_heard_in_a_backward_pass(ranks):
-    def waiting(wire, hall):
-        backward(wire)
+def test_ranks_in_a_backward_pass_learn_of_a_rank_that_raises(ranks):
+    def waiting(communicator, network):
+        backward(communicator)
 
-    def raising(wire, hall):
-        wire.announce(ValueError("bad"))
+    def raising(communicator, network):
+        communicator.announce(ValueError("bad"))
 
     error, nothing = ranks(waiting, raising)
     assert "rank 1: ends with ValueError: bad" in str(error)
     assert nothing is None
 
 
-def test_a_sum_that_another_rank_has_finished_is_on_its_way(ranks):
-    """The other rank is at a barrier already: no reason to claim anything."""
+def test_a_sum_that_another_rank_has_finished_needs_no_intent(ranks):
+    """The other rank is at a barrier already, so this rank announces nothing."""
 
-    def behind(wire, hall):
-        pending = Late(wire.start(torch.ones(1), "d9m.bucket.0"), wire)
-        wire.finish(pending, BACKWARD.doing, pytest.fail)
-        wire.agree(BARRIER)
-        return pending.asked
+    def behind(communicator, network):
+        pending = Late(communicator.start(torch.ones(1), "d9m.bucket.0"), communicator)
+        communicator.finish(pending, BACKWARD.activity, pytest.fail)
+        communicator.agree(BARRIER)
+        return pending.has_polled
 
-    def ahead(wire, hall):
-        backward(wire, pytest.fail)
-        wire.agree(BARRIER)
+    def ahead(communicator, network):
+        backward(communicator, pytest.fail)
+        communicator.agree(BARRIER)
 
     assert ranks(behind, ahead) == [True, None]
 
 
 def test_an_agreement_that_never_comes_ends_with_an_error(ranks):
-    """Gloo would let it lie: the limit is ours."""
+    """Gloo would wait indefinitely; the limit is the communicator's."""
 
-    def alone(wire, hall):
-        wire._limit = 0.0
-        wire.agree(BARRIER)
+    def alone(communicator, network):
+        communicator._limit = 0.0
+        communicator.agree(BARRIER)
 
-    error, _ = ranks(alone, lambda wire, hall: None)
+    error, _ = ranks(alone, lambda communicator, network: None)
     assert isinstance(error, RankLostError)
     assert "It took too long" in str(error)
+
+
+def test_a_pickle_from_another_rank_is_refused(ranks):
+    """Every rank refuses it; nothing is unpickled."""
+
+    def attacking(communicator, network):
+        communicator._gather_payloads(pickle.dumps(["anything"]))
+
+    def attacked(communicator, network):
+        return communicator.gather_objects(["plain"])
+
+    error, _ = ranks(attacked, attacking)
+    assert isinstance(error, RanksDisagreeError)
+    assert "bytes that are not plain data" in str(error)

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
 from lightning_d9m.horovod import malloc, sync_batchnorm
-from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_layout
-from lightning_d9m.horovod.environment import PINNED, check_ranks, describe_rank, switch_on
+from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_rank_info
+from lightning_d9m.horovod.environment import PINNED, check_ranks, describe_rank, set_variables
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
@@ -21,15 +21,15 @@ def no_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(settings, "_switched_on", None)
+    monkeypatch.setattr(settings, "_started_with", None)
 
 
 def test_variables_are_set_and_restored():
-    switched = switch_on(initialized=False, stall_seconds=60)
+    saved = set_variables(initialized=False, stall_seconds=60)
     assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
     assert os.environ["NCCL_ALGO"] == "Ring"
-    switched.restore()
+    saved.restore()
     assert not [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]
 
 
@@ -38,24 +38,24 @@ def test_horovod_rests_longer_where_torch_moves_the_tensors(monkeypatch, transpo
     """Its cycle is left alone where CUDA is there, and where a user chose."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with_transport = {"initialized": False, "stall_seconds": 60, "transport": transport}
-    switched = switch_on(**with_transport)
+    saved = set_variables(**with_transport)
     assert os.environ["HOROVOD_CYCLE_TIME"] == expected
-    switched.restore()
+    saved.restore()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    switch_on(**with_transport).restore()
+    set_variables(**with_transport).restore()
     assert "HOROVOD_CYCLE_TIME" not in os.environ
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
-    switched = switch_on(**with_transport)
+    saved = set_variables(**with_transport)
     assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
-    switched.restore()
+    saved.restore()
 
 
 def test_a_users_choice_of_nccl_stays(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    switched = switch_on(initialized=False, stall_seconds=60)
+    saved = set_variables(initialized=False, stall_seconds=60)
     assert os.environ["NCCL_ALGO"] == "Tree"
-    switched.restore()
+    saved.restore()
     assert os.environ["NCCL_ALGO"] == "Tree"
 
 
@@ -65,13 +65,20 @@ def test_a_users_choice_of_nccl_stays(monkeypatch):
         ("HOROVOD_FUSION_THRESHOLD", "67108864"),
         ("HOROVOD_AUTOTUNE", "1"),
         ("HOROVOD_ELASTIC", "1"),
+        ("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),
         ("NCCL_ALGO", "NVLS"),
     ],
 )
 def test_contradicting_variables_are_refused_by_name(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=name):
-        switch_on(initialized=False, stall_seconds=60)
+        set_variables(initialized=False, stall_seconds=60)
+
+
+def test_a_refused_variable_is_named_with_the_value_that_is_needed(monkeypatch):
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    with pytest.raises(SettingError, match=r"'1', but deterministic training needs '0': unset it"):
+        set_variables(initialized=False, stall_seconds=60)
 
 
 @pytest.mark.parametrize("name", ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_DISABLE_GROUP_FUSION"])
@@ -80,19 +87,19 @@ def test_horovod_that_started_without_a_variable_is_too_late(monkeypatch, name):
         if other != name:
             monkeypatch.setenv(other, value)
     with pytest.raises(TooLateError, match=name):
-        switch_on(initialized=True, stall_seconds=60)
+        set_variables(initialized=True, stall_seconds=60)
 
 
 def test_horovod_that_we_started_serves_a_second_run():
     """The variables are restored after the first run, yet Horovod has read them."""
-    switch_on(initialized=False, stall_seconds=60).restore()
-    switch_on(initialized=True, stall_seconds=60).restore()
+    set_variables(initialized=False, stall_seconds=60).restore()
+    set_variables(initialized=True, stall_seconds=60).restore()
 
 
 def test_horovod_that_the_user_started_with_the_variables_serves(monkeypatch):
     for name, value in PINNED.items():
         monkeypatch.setenv(name, value)
-    switch_on(initialized=True, stall_seconds=60).restore()
+    set_variables(initialized=True, stall_seconds=60).restore()
 
 
 def test_ranks_that_differ_are_named_with_the_field():
@@ -124,7 +131,7 @@ def test_ranks_that_differ_are_named_with_the_field():
     ],
 )
 def test_layout_is_read_from_the_launcher(variables, expected):
-    assert read_layout(variables) == expected
+    assert read_rank_info(variables) == expected
 
 
 def test_environment_follows_horovod(monkeypatch):
@@ -134,7 +141,7 @@ def test_environment_follows_horovod(monkeypatch):
     assert environment.detect()
     assert (environment.global_rank(), environment.world_size()) == (1, 2)
     places = {"rank": 3, "size": 4, "local_rank": 1, "cross_rank": 1}
-    environment.adopt(SimpleNamespace(**{n: lambda v=v: v for n, v in places.items()}))
+    environment.update(SimpleNamespace(**{n: lambda v=v: v for n, v in places.items()}))
     assert environment.global_rank() == 3
     assert environment.node_rank() == 1
     assert environment.creates_processes_externally

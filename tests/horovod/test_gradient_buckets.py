@@ -17,7 +17,7 @@ class Twins:
     """Two ranks that hold the same gradients; notes what is started, agreed on and waited for."""
 
     size = 2
-    asks = False
+    polls_peers = False
 
     def __init__(self):
         self.events = []
@@ -29,10 +29,10 @@ class Twins:
         tensor.add_(tensor.clone())
         return len(self.events)
 
-    def finish(self, pending, doing, agree):
+    def finish(self, pending, activity, agree):
         self.events.append(f"wait {pending}")
 
-    def agree_on(self, fingerprint, doing, items):
+    def agree_on(self, fingerprint, activity, items):
         self.events.append("agree")
         self.fingerprint = fingerprint
         self.items = items()
@@ -93,9 +93,9 @@ def test_reduction_starts_while_the_backward_pass_runs():
 
 
 def test_whole_buckets_are_agreement_enough():
-    """Over a wire that asks by itself the ranks agree once, and when a gradient is missing."""
+    """With polls, the ranks agree only once, and when a gradient is missing."""
     module, reducer = model(), Twins()
-    reducer.asks = True
+    reducer.polls_peers = True
     buckets = GradientBuckets(module.named_parameters(), reducer, bucket_bytes=1)
     counts = []
     for part in (module, module, module[:3], module):
@@ -180,7 +180,7 @@ def test_any_mixture_of_sizes_with_any_gradients_missing(members, limit):
 
 
 def test_fingerprint_tells_which_parameters_have_gradients():
-    """Another set of gradients is another fingerprint; the same set is the same."""
+    """Different sets of gradients have different fingerprints; equal sets have equal ones."""
     module, reducer = model(), Twins()
     buckets = GradientBuckets(module.named_parameters(), reducer)
     seen = []
@@ -248,7 +248,7 @@ def test_channels_last_gradients_keep_their_strides():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_other_dtypes(dtype):
-    """Each dtype has buckets of its own, and none changes."""
+    """Each dtype has separate buckets, and no gradient changes."""
     parameter = nn.Parameter(torch.randn(5).to(dtype))
     other = nn.Parameter(torch.randn(3))
     buckets = GradientBuckets([("a", parameter), ("b", other)], Twins())
@@ -302,7 +302,7 @@ def test_gradient_that_was_taken_away_is_an_error():
 
     module.weight.register_post_accumulate_grad_hook(take)
     buckets = GradientBuckets(module.named_parameters(), Twins())
-    with pytest.raises(SettingError, match="'weight' was taken away"), buckets.backward():
+    with pytest.raises(SettingError, match="'weight' was removed"), buckets.backward():
         module(torch.ones(1, 2)).sum().backward()
 
 

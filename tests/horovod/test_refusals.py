@@ -26,8 +26,8 @@ def strategy(monkeypatch):
     return made
 
 
-def use_the_wire(strategy):
-    return strategy.wire
+def use_the_communicator(strategy):
+    return strategy.communicator
 
 
 def use_a_device(strategy):
@@ -45,9 +45,9 @@ def reduce_what_is_stray(strategy):
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (use_the_wire, "Horovod has not started yet"),
-        (use_a_device, r"Rank 2 is number 2 on its host.*names 2 devices"),
-        (step, r"a parameter of shape \(2, 3\) that is no parameter of the LightningModule"),
+        (use_the_communicator, "Horovod has not started yet"),
+        (use_a_device, r"Rank 2 has local rank 2.*names 2 devices"),
+        (step, r"a parameter of shape \(2, 3\) that was not in the LightningModule"),
         (reduce_what_is_stray, "'layer.weight' got a gradient outside Lightning's backward"),
     ],
 )
@@ -63,30 +63,30 @@ def test_a_horovod_that_is_not_there(monkeypatch):
 
 
 @pytest.fixture
-def make_wire(monkeypatch):
-    """Make the wire of two ranks; what the other one says is said here."""
+def make_communicator(monkeypatch):
+    """Return a function that makes the communicator of two ranks; the other one is faked."""
 
     def make(*, agree):
-        wire = Communicator(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-        monkeypatch.setattr(wire, "_is_common", lambda *_: agree)
+        communicator = Communicator(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+        monkeypatch.setattr(communicator, "_is_common", lambda *_: agree)
         monkeypatch.setattr(
-            wire, "gather_objects", lambda claim: [claim, CollectiveIntent("the end")]
+            communicator, "gather_objects", lambda intent: [intent, ("the end", ())]
         )
-        return wire
+        return communicator
 
     return make
 
 
-def test_ranks_that_do_different_things(make_wire):
-    wire = make_wire(agree=False)
+def test_ranks_that_do_different_things(make_communicator):
+    communicator = make_communicator(agree=False)
     with pytest.raises(RanksDisagreeError, match="rank 0: a barrier\n  rank 1: the end"):
-        wire.agree(CollectiveIntent("a barrier"))
+        communicator.agree(CollectiveIntent("a barrier"))
 
 
-def test_ranks_that_end_together_exchange_no_more(make_wire):
-    wire = make_wire(agree=True)
-    wire.announce(ValueError("all have it"))
-    assert str(wire.broken) == "This rank has ended its part of the run."
+def test_ranks_that_end_together_exchange_no_more(make_communicator):
+    communicator = make_communicator(agree=True)
+    communicator.announce(ValueError("all have it"))
+    assert str(communicator.broken) == "This rank has ended its part of the run."
 
 
 def test_an_installation_without_torch(monkeypatch):

@@ -97,7 +97,7 @@ def test_decisions_are_all_or_any(found):
     assert both(found, "collectives", "decisions") == [False, True, True]
 
 
-def test_batch_norm_is_synchronised_on_the_cpu(found):
+def test_batch_norm_is_synchronized_on_the_cpu(found):
     """Half a batch on each rank trains as the whole batch does in one process, up to rounding."""
     assert max(both(found, "sync_batchnorm")) < 1e-12
 

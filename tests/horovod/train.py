@@ -1,4 +1,4 @@
-"""Train the scenarios named on the command line and write what each rank ends with.
+"""Train the scenarios of the command line and write the result of each rank.
 
 Usage: train.py PACKAGE STRATEGY FOLDER SCENARIO...
 """
@@ -17,6 +17,8 @@ from torch.nn import functional
 
 package, strategy, folder, *scenarios = sys.argv[1:]
 pl = import_module(package)
+if strategy.startswith("horovod"):
+    import_module("lightning_d9m.lightning.callback")  # registers the strategy
 warnings.filterwarnings("ignore")
 
 
@@ -40,7 +42,7 @@ class Automatic(pl.LightningModule):
 
 
 class Manual(pl.LightningModule):
-    """Two optimizers that take turns, the other's parameters switched off meanwhile."""
+    """Two optimizers that alternate; toggle_optimizer freezes the other one's parameters."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +70,7 @@ class Manual(pl.LightningModule):
 
 
 def make_strategy(name):
-    """A strategy by its name; DDP has to be told that parameters may go unused."""
+    """Return a strategy by its name; DDP needs find_unused_parameters."""
     if name == "ddp":
         return import_module(f"{package}.strategies").DDPStrategy(
             find_unused_parameters=True, process_group_backend="gloo"
@@ -90,7 +92,7 @@ environment = dict(os.environ)
 for scenario in scenarios:
     make, options = SCENARIOS[scenario]
     pl.seed_everything(3, verbose=False)
-    os.environ.update(environment)  # Lightning's own environment removes WORLD_SIZE at its end
+    os.environ.update(environment)  # Lightning's environment removes WORLD_SIZE at the end
     model = make()
     trainer = pl.Trainer(
         max_epochs=2,
