@@ -4,7 +4,8 @@
 
 CHECKOUT is a clone of Lightning's repository at the release that is installed, or a close one. Its
 ``tests/tests_pytorch`` run against the installed package; without further arguments, all of them.
-A test that fails in both runs, say because an optional package is missing, is not listed.
+The environment needs what those tests use, above all pytest-rerunfailures. A test that fails in
+both runs, say because an optional package is missing, is not listed.
 """
 
 import argparse
