@@ -1,4 +1,4 @@
-"""``d9m audit inference``: is a model repeatable, and its outputs independent of their batch?"""
+"""``d9m audit inference``: check that a model is repeatable and independent of its batches."""
 
 import argparse
 import json
@@ -13,33 +13,41 @@ _MOST_RUNS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m audit inference``."""
+    """Add the arguments of ``d9m audit inference``."""
     parser.add_argument(
         "target",
-        help="module:function or script.py:function, which returns (module, samples)",
+        help="module:function or script.py:function that returns (module, samples)",
     )
     parser.add_argument(
-        "-n", "--runs", type=int, default=10, help="how often one batch is evaluated (default: 10)"
+        "-n",
+        "--runs",
+        type=int,
+        default=10,
+        help="number of evaluations of one batch (default: 10)",
     )
     parser.add_argument(
-        "--samples", type=int, default=32, help="how many samples are taken (default: 32)"
+        "--samples", type=int, default=32, help="maximum number of samples (default: 32)"
     )
     parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", metavar="SIZE", help="besides 1 (default: a range)"
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        metavar="SIZE",
+        help="in addition to 1 (default: a range)",
     )
     parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
     parser.add_argument("--threads", type=int, help="intra-op CPU threads")
     parser.add_argument(
-        "--deterministic", action="store_true", help="within a deterministic session"
+        "--deterministic", action="store_true", help="run in a deterministic session"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write Markdown")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audit a model; return 0 when it is repeatable and batch-invariant, else 1."""
-    _check(arguments)
-    # Here, so that the words above need no torch.
+    """Audit a model; return 0 if it is repeatable and batch-invariant, else 1."""
+    _validate_arguments(arguments)
+    # Imported here, so that parsing the arguments does not load torch.
     from lightning_d9m.audit.device import check_device
     from lightning_d9m.audit.inference.report import render_markdown, render_text
     from lightning_d9m.control.session import deterministic
@@ -75,7 +83,7 @@ def _audit(arguments: argparse.Namespace) -> dict[str, Any]:
     invariance = checks.Invariance(subject, modules)
     for size in sizes:
         invariance.check(size)
-    invariance.isolate(sizes)
+    invariance.attribute_breaks(sizes)
     micros = inference_modes.time_modes(subject, max(sizes))
     modes = []
     for mode, evaluate in inference_modes.make_evaluators(subject, max(sizes)).items():
@@ -119,7 +127,7 @@ def _audit(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _validate_arguments(arguments: argparse.Namespace) -> None:
     for name, value, low, high in (
         ("--runs", arguments.runs, 2, _MOST_RUNS),
         ("--samples", arguments.samples, 2, 1_000_000),
@@ -129,4 +137,4 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and not low <= value <= high:
             raise SettingError(f"{name} is {value}; allowed: {low} to {high}.")
     if arguments.batch_sizes and max(arguments.batch_sizes) == 1:
-        raise SettingError("--batch-sizes is 1 alone; a sample needs company: name a larger one.")
+        raise SettingError("--batch-sizes is [1]; include at least one size above 1.")

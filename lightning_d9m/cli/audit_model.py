@@ -1,4 +1,4 @@
-"""``d9m audit model -- COMMAND``: the same training with and without the recipe, several times."""
+"""``d9m audit model -- COMMAND``: repeat a training with and without determinism."""
 
 import argparse
 import json
@@ -33,14 +33,14 @@ _FEWEST_RUNS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m audit model``."""
+    """Add the arguments of ``d9m audit model``."""
     parser.usage = "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json] -- COMMAND ..."
     parser.add_argument(
         "-n",
         "--runs",
         type=whole_number(_FEWEST_RUNS, MOST_RUNS),
         default=5,
-        help="how many runs without and with (default: 5)",
+        help="number of runs in each condition (default: 5)",
     )
     parser.add_argument(
         "-o",
@@ -53,23 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in both arms by turns; return 1 when the runs with the recipe differ."""
+    """Train in both conditions; return 1 if the runs with determinism differ."""
     words = get_command(arguments, "audit model")
     output = _make_output(arguments.output)
-    trainings: dict[str, list[Training]] = {arm: [] for arm in CONDITIONS}
+    trainings: dict[str, list[Training]] = {condition: [] for condition in CONDITIONS}
     for number in range(1, arguments.runs + 1):
-        for arm in CONDITIONS:  # by turns, so that both see the machine in the same moods
-            folder = output / f"{arm}-{number:03d}"
+        for condition in CONDITIONS:  # alternate, so that machine load affects both alike
+            folder = output / f"{condition}-{number:03d}"
             folder.mkdir()
-            print(f"run {number} of {arguments.runs}, {arm} the recipe", file=sys.stderr)
-            training = _train(words, arm, folder, arguments.timeout)
-            trainings[arm].append(training)
-            training.measure(trainings[arm][0])
-            if number > 1:  # they have been held against the first run's, and are large
+            print(f"run {number} of {arguments.runs}, {condition} determinism", file=sys.stderr)
+            training = _train(words, condition, folder, arguments.timeout)
+            trainings[condition].append(training)
+            training.measure(trainings[condition][0])
+            if number > 1:  # they are large, and have been compared with the first run's
                 shutil.rmtree(folder / "weights", ignore_errors=True)
     result = render_json(trainings)
-    for arm in CONDITIONS:
-        shutil.rmtree(output / f"{arm}-001" / "weights", ignore_errors=True)
+    for condition in CONDITIONS:
+        shutil.rmtree(output / f"{condition}-001" / "weights", ignore_errors=True)
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
     for fit in result["fits"]:
         (output / f"{fit['fit']}.svg").write_text(render_plot(fit))
@@ -82,11 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(fit["with"]["equal"] for fit in result["fits"]) else 1
 
 
-def _train(words: list[str], arm: str, folder: Path, timeout: float | None) -> Training:
+def _train(words: list[str], condition: str, folder: Path, timeout: float | None) -> Training:
     begin = time.perf_counter()
     run_watched(
         words,
-        environment=_environment(arm, folder),
+        environment=_environment(condition, folder),
         log=folder / "output.log",
         timeout=timeout,
         tick=lambda _: None,
@@ -95,31 +95,31 @@ def _train(words: list[str], arm: str, folder: Path, timeout: float | None) -> T
     fits = {path.name: read_ledger(path) for path in list_fits(folder)}
     if not fits:
         raise CommandError(
-            f"The command {' '.join(words)!r} ended well but wrote no ledger. Let it fit a model "
-            "with a Trainer, in the environment in which lightning_d9m is installed; where "
+            f"The command {' '.join(words)!r} succeeded but wrote no ledger. Let it fit a model "
+            "with a Trainer, in the environment in which lightning_d9m is installed; if "
             "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
             f"[...]). Log: {folder / 'output.log'}."
         )
     return Training(folder, seconds, fits)
 
 
-def _environment(arm: str, folder: Path) -> dict[str, str]:
+def _environment(condition: str, folder: Path) -> dict[str, str]:
     variables = {
         **os.environ,
-        CONTROL: "off" if arm == "without" else "on",
+        CONTROL: "off" if condition == "without" else "on",
         LEDGERS: str(folder),
         WEIGHTS: str(folder / "weights"),
     }
-    # A program that does not mention us is audited all the same; LIGHTNING_D9M=0 is the user's no.
+    # Audit programs that do not mention the package too; respect an explicit LIGHTNING_D9M=0.
     variables.setdefault("LIGHTNING_D9M", "1")
-    # In both arms: the order of sets is no rounding. Python reads it when it starts.
+    # In both conditions: the order of sets is not a rounding effect. Python reads it at startup.
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"
     return variables
 
 
 def _make_output(chosen: Path | None) -> Path:
-    """Make a new folder; never one that exists."""
+    """Create a new folder."""
     numbered = (Path("d9m-audit") / f"model-{number:03d}" for number in range(1000))
     candidates: Iterable[Path] = numbered if chosen is None else [chosen]
     for folder in candidates:
@@ -129,11 +129,11 @@ def _make_output(chosen: Path | None) -> Path:
             continue
         except OSError as error:
             raise LedgerError(
-                f"The folder {folder} cannot be made: {error.strerror}. Give one that can be with "
-                "--output."
+                f"The folder {folder} cannot be created: {error.strerror}. Give a different one "
+                "with --output."
             ) from error
         return folder.resolve()
     raise LedgerError(
-        f"The folder {chosen or 'd9m-audit'} exists already, and nothing is overwritten. Give a "
-        "new one with --output, or remove it."
+        f"The folder {chosen or 'd9m-audit'} exists already and is not overwritten. Give a new one "
+        "with --output, or remove it."
     )

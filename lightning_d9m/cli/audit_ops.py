@@ -1,4 +1,4 @@
-"""``d9m audit ops``: every op that is, or is said to be, nondeterministic, measured here."""
+"""``d9m audit ops``: measure every op that is, or is documented as, nondeterministic."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from lightning_d9m.audit.ops.report import (
     render_findings,
     render_markdown,
     render_plot,
-    summarise,
+    summarize,
 )
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.audit.ops.worker_process import measure_rows
@@ -25,46 +25,44 @@ _QUICK_SECONDS, _SECONDS = 0.25, 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m audit ops``."""
+    """Add the arguments of ``d9m audit ops``."""
     parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
     parser.add_argument(
         "--quick", action="store_true", help="small cases, float32, 30 runs: under two minutes"
     )
     parser.add_argument(
-        "-n", "--runs", type=int, help="how often each case runs (default: 100; 30 with --quick)"
+        "-n", "--runs", type=int, help="number of runs of each case (default: 100; 30 with --quick)"
     )
     parser.add_argument(
-        "--ops", nargs="+", default=[], metavar="NAME", help="these ops only; * stands for anything"
+        "--ops", nargs="+", default=[], metavar="NAME", help="only these ops; * matches anything"
     )
     parser.add_argument(
         "--dtypes",
         nargs="+",
         choices=DTYPES,
         metavar="DTYPE",
-        help=f"of {', '.join(DTYPES)} (default: all; float32 with --quick)",
+        help=f"dtypes among {', '.join(DTYPES)} (default: all; float32 with --quick)",
     )
-    parser.add_argument(
-        "--threads", type=int, help="intra-op CPU threads (default: what torch takes)"
-    )
+    parser.add_argument("--threads", type=int, help="intra-op CPU threads (default: torch's)")
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder of the audit; one that was interrupted there goes on (default: d9m-audit/...)",
+        help="folder of the audit; continues one that was interrupted (default: d9m-audit/...)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="end a case that takes longer, and say so in its row (default: 300)",
+        help="kill a case that takes longer, and note it in its row (default: 300)",
     )
     parser.add_argument("--json", action="store_true", help="print the audit as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and write rows, JSON, Markdown and plot; return 1 when ours gave two outputs."""
+    """Measure, and write rows, JSON, Markdown and plot; return 1 if a patched op varied."""
     settings = _read_settings(arguments)
     kind = "-quick" if arguments.quick else ""
     folder = (
@@ -72,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with closing(RowFile(folder / "ops.jsonl", settings)) as rows:
         facts = measure_rows(rows, settings, arguments.timeout, folder / "worker.log")
-        summary = summarise(settings | facts, rows.rows)
+        summary = summarize(settings | facts, rows.rows)
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
     (folder / "ops.svg").write_text(render_plot(summary))
@@ -82,25 +80,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(render_findings(summary))
         for key in broken:
-            print(f"ours varied: {key}")
+            print(f"the patched op varied: {key}")
         print(f"audit: {folder / 'ops.md'}, ops.json, ops.svg")
     if facts["unknown"]:
         unknown = "; ".join(facts["unknown"])
-        print(f"torch documents what the audit does not measure: {unknown}", file=sys.stderr)
+        print(f"documented by torch, but not measured by this audit: {unknown}", file=sys.stderr)
     return 1 if broken else 0
 
 
 def _read_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the rows depend on.
+    """Return the settings that the rows depend on.
 
     Raises:
-        SettingError: When a value is not allowed.
+        SettingError: A value is not allowed.
     """
     runs = arguments.runs or (30 if arguments.quick else 100)
     if arguments.runs is not None and not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
         raise SettingError(
-            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}. One run has "
-            "nothing to be compared with."
+            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}. One run cannot "
+            "be compared."
         )
     if arguments.threads is not None and arguments.threads < 1:
         raise SettingError(f"--threads is {arguments.threads}; allowed: 1 or more.")

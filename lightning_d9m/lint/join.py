@@ -3,9 +3,10 @@
 What is read, all JSON:
 
 - an audit, as ``d9m audit ops`` writes it: ``ops.json``, an object with ``rows``, or ``ops.jsonl``,
-  a line for each row. A row has ``op``, where it differs ``entry`` (the catalogue's name), and
-  ``arms``; the arm ``default`` has ``outcome`` and, where it ran, ``spread`` with ``distinct``,
-  ``runs``, ``vs``, ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these figures does too;
+  a line for each row. A row has ``op``, where it differs ``entry`` (the catalog's name), and
+  ``conditions``; the one named ``default`` has ``outcome`` and, where it ran, ``spread`` with
+  ``distinct``, ``runs``, ``vs``, ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these
+  figures does too;
 - a ledger: a file ``rank-N.jsonl``, or a folder of these. Of its records the last one is read: its
   ``error``, where that is torch's alert, which ended the run;
 - any list, or lines, of such objects.
@@ -162,8 +163,9 @@ def _read_measured(record: Mapping[str, Any]) -> MeasuredOp | None:
     if "op" not in record:
         return None
     figures: Any = record
-    if isinstance(record.get("arms"), Mapping):
-        figures = record["arms"].get("default", {}).get("spread")
+    conditions = record.get("conditions", record.get("arms"))  # "arms" in older audits
+    if isinstance(conditions, Mapping):
+        figures = conditions.get("default", {}).get("spread")
     elif record.get("arm", "default") != "default":
         return None
     if not isinstance(figures, Mapping) or "distinct" not in figures:

@@ -1,4 +1,4 @@
-"""``d9m audit inference``: what varies or depends on its batch is named, and what mends it."""
+"""``d9m audit inference``: modules that vary or depend on their batch, and modes that do not."""
 
 import json
 import sys
@@ -21,12 +21,12 @@ class Elementwise(nn.Module):
         return x * 2
 
 class Crowded(nn.Module):
-    "Any company changes the bits."
+    "Other samples in the batch change the output."
     def forward(self, x):
         return torch.sub(x, 2.0**-20 * (len(x) > 1))
 
 class Placed(nn.Module):
-    "The place within the batch changes the bits."
+    "The position in the batch changes the output."
     def forward(self, x):
         return x + 2.0**-20 * torch.arange(len(x))[:, None]
 
@@ -46,7 +46,7 @@ class Folding(nn.Module):
         return self.inner(x.reshape(-1, 1)).view(x.shape)
 
 class Mixing(nn.Module):
-    "The samples meet: no sample has an output of its own."
+    "The samples are mixed: no output belongs to one sample."
     def forward(self, x):
         return x @ x.t()
 
@@ -55,7 +55,7 @@ class Masked(nn.Module):
         return x * mask
 
 class Own(nn.Module):
-    "Computes itself, between its parts."
+    "Computes something itself, between its parts."
     def __init__(self):
         super().__init__()
         self.before, self.after = Elementwise(), Elementwise()
@@ -135,10 +135,10 @@ def test_what_depends_on_its_batch_is_named_with_its_op(audit):
     assert status == 1
     assert result["first"] == {"module": "1", "op": "aten.sub.Tensor", "size": 2, "sample": 0}
     assert modules(result, "invariance") == {
-        "": "holds one that is not",
+        "": "contains one that is not",
         "0": "invariant",
         "1": "not invariant",
-        "2": "invariant",  # it inherits other inputs; given those of alone, it keeps them
+        "2": "invariant",  # its inputs differ; with those of batches of one, its outputs do not
         "3": "not invariant",
     }
     assert result["modes"][0]["differing"] == {"1": 0, "2": 6, "6": 6}
@@ -180,7 +180,7 @@ def test_what_is_not_repeatable_is_named(audit):
 def test_outputs_that_belong_to_no_sample_are_said_to_be_unknown(audit):
     status, captured = audit("mixing", parse=False)
     assert status == 1
-    assert "cannot be told apart by sample" in captured.out
+    assert "cannot be assigned to samples" in captured.out
 
 
 @pytest.mark.parametrize("name", ["named", "paired", "predicting"])
@@ -231,7 +231,7 @@ def test_targets_that_are_none(audit, tmp_path, capsys, target, message):
         (["--samples", "1"], "--samples is 1"),
         (["--threads", "0"], "--threads is 0"),
         (["--batch-sizes", "0"], "--batch-sizes is 0"),
-        (["--batch-sizes", "1"], "needs company"),
+        (["--batch-sizes", "1"], "include at least one size above 1"),
         (["--device", "nowhere"], "--device is 'nowhere'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``d9m audit model``: what varies without the recipe is measured, and with it nothing may."""
+"""``d9m audit model``: the spread without determinism, and equality with it."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 from lightning_d9m.cli.main import main
 
 # A command that leaves ledgers and weights as a training does, without the seconds of loading
-# torch. VALUE says, by arm and number of the run, which of the prepared weights it ends with.
+# torch. VALUE says, by condition and number of the run, which of the prepared weights it ends with.
 COMMAND = """
 import os, shutil
 from pathlib import Path
@@ -19,8 +19,8 @@ from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 
 place = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
-arm, number = place.name.split("-")[0], int(place.name.split("-")[1])
-assert os.environ["LIGHTNING_D9M_CONTROL"] == {"with": "on", "without": "off"}[arm]
+condition, number = place.name.split("-")[0], int(place.name.split("-")[1])
+assert os.environ["LIGHTNING_D9M_CONTROL"] == {"with": "on", "without": "off"}[condition]
 assert os.environ["PYTHONHASHSEED"].isdigit()
 weights = Path(os.environ["LIGHTNING_D9M_KEEP_WEIGHTS"])
 weights.mkdir()
@@ -65,10 +65,10 @@ def audit(tmp_path, monkeypatch, capsys):
     return run
 
 
-VARIES = "(0 if arm == 'with' else number - 1)"
+VARIES = "(0 if condition == 'with' else number - 1)"
 
 
-def test_what_varies_without_the_recipe_is_measured(audit):
+def test_what_varies_without_determinism_is_measured(audit):
     status, out, _ = audit(VARIES, "--json")
     result = json.loads(out)
     (fit,) = result["fits"]
@@ -95,21 +95,21 @@ def test_the_report_and_the_plot_are_left_and_the_weights_are_not(audit, tmp_pat
     status, out, err = audit(VARIES)
     folder = tmp_path / "d9m-audit" / "model-000"
     assert status == 0
-    assert "without the recipe: 3 distinct of 3" in out
-    assert "with the recipe: 1 distinct of 3" in out
+    assert "without determinism: 3 distinct of 3" in out
+    assert "with determinism: 1 distinct of 3" in out
     assert "final loss, without: 3 values, 0.0 to 2.0" in out
     assert "accuracy, with: 0.5 in every run" in out
-    assert "run 3 of 3, with the recipe" in err
+    assert "run 3 of 3, with determinism" in err
     assert "| `first` | 0.1" in (folder / "model.md").read_text()
     assert (folder / "fit-000.svg").read_text().count("<polyline") == 4
     assert "plot" not in json.loads((folder / "model.json").read_text())["fits"][0]
     assert list(folder.rglob("*.pt")) == []
 
 
-def test_a_recipe_that_does_not_hold_is_found(audit):
+def test_runs_that_differ_with_determinism_are_found(audit):
     status, out, _ = audit("int(number == 3)")
     assert status == 1
-    assert "with the recipe: 2 distinct of 3" in out
+    assert "with determinism: 2 distinct of 3" in out
 
 
 def test_each_fit_is_reported(audit):
@@ -123,7 +123,7 @@ def test_each_fit_is_reported(audit):
         ({"fits": "0"}, "wrote no ledger"),
         ({"fits": "number"}, "left different numbers of ledgers"),
         ({"keep": False}, "The run left no weights"),
-        ({"moments": WHOLE[:2]}, "did not come to its end"),
+        ({"moments": WHOLE[:2]}, "did not finish"),
     ],
 )
 def test_runs_that_cannot_be_measured(audit, settings, message):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_d9m.audit.ops import worker_process
-from lightning_d9m.audit.ops.arms import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.case import Case, Inputs, NotHereError
 from lightning_d9m.audit.ops.cases import list_cases
+from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.audit.ops.verdict import judge_op
 from lightning_d9m.cli.main import main
@@ -39,36 +39,36 @@ def two_threads():
 
 @pytest.mark.alone
 def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
-    """2,000,000 values into 50 bins: it varies by default, and in no other arm."""
+    """2,000,000 values into 50 bins: it varies by default, and in no other condition."""
     case = next(
         case
         for case in list_cases()
         if case.op == "index_put_accumulate" and case.parameters["values"] == 2_000_000
     )
-    arms = measure_case(case, "cpu", "float32", Budget(runs=30, seconds=60))
-    outputs = {arm: entry["spread"]["distinct"] for arm, entry in arms.items()}
+    conditions = measure_case(case, "cpu", "float32", Budget(runs=30, seconds=60))
+    outputs = {condition: entry["spread"]["distinct"] for condition, entry in conditions.items()}
     assert outputs.pop("default") > 1
-    assert outputs == {"deterministic": 1, "ours": 1, "oracle": 1}
-    assert [entry["spread"]["runs"] for entry in arms.values()] == [2, 30, 30, 30]
-    assert arms["default"]["spread"]["vermv"] > 0
-    assert arms["default"]["spread"]["vc"] > 0
-    assert arms["ours"]["ratio"] > 0
-    row = begin_row(case, "cpu", "float32", LINES) | {"arms": arms}
+    assert outputs == {"deterministic": 1, "patched": 1, "oracle": 1}
+    assert [entry["spread"]["runs"] for entry in conditions.values()] == [2, 30, 30, 30]
+    assert conditions["default"]["spread"]["vermv"] > 0
+    assert conditions["default"]["spread"]["vc"] > 0
+    assert conditions["patched"]["ratio"] > 0
+    row = begin_row(case, "cpu", "float32", LINES) | {"conditions": conditions}
     assert judge_op([row]) == ["As documented."]
 
 
-def test_an_op_that_varies_by_every_arm_is_said_to_stay_silent():
+def test_an_op_that_varies_in_every_condition_is_reported():
     drawn = torch.Generator()  # never reseeded: each call draws something else
 
     def make(inputs):
         return lambda: torch.rand(3, generator=drawn)
 
-    arms = measure_case(case_of(make), "cpu", "float32", FEW)
-    assert all(entry["spread"]["distinct"] > 1 for entry in arms.values())
-    row = {"arms": arms, "documented": []}
+    conditions = measure_case(case_of(make), "cpu", "float32", FEW)
+    assert all(entry["spread"]["distinct"] > 1 for entry in conditions.values())
+    row = {"conditions": conditions, "documented": []}
     assert judge_op([row]) == [
         "Varies, and torch does not document it.",
-        "Stays silent: varies although deterministic algorithms are on.",
+        "Varies although deterministic algorithms are on, and does not raise.",
     ]
 
 
@@ -93,16 +93,18 @@ def raise_(error):
     ],
 )
 def test_what_goes_wrong_becomes_the_row(error, outcome):
-    arms = measure_case(case_of(raise_(error)), "cpu", "float32", FEW)
-    assert {entry["outcome"] for entry in arms.values()} == {outcome}
-    for entry in arms.values():
+    conditions = measure_case(case_of(raise_(error)), "cpu", "float32", FEW)
+    assert {entry["outcome"] for entry in conditions.values()} == {outcome}
+    for entry in conditions.values():
         assert entry["reason"].startswith(type(error).__name__)
         assert "\n" not in entry["reason"]
 
 
 def test_an_op_of_another_device_is_a_row_too():
-    arms = measure_case(case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", FEW)
-    assert arms["default"] == {"outcome": "missing", "reason": "The op is of cuda only."}
+    conditions = measure_case(
+        case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", FEW
+    )
+    assert conditions["default"] == {"outcome": "missing", "reason": "The op exists on cuda only."}
 
 
 def test_the_oracle_sees_the_numbers_that_were_rounded():
@@ -166,23 +168,25 @@ RAISED = {"outcome": "raised", "reason": "RuntimeError: refused"}
 
 
 @pytest.mark.parametrize(
-    ("documented", "default", "deterministic", "ours", "findings"),
+    ("documented", "default", "deterministic", "patched", "findings"),
     [
         ([], ran(1), ran(1), ran(1), "As documented."),
         (["switches"], ran(3), ran(1), ran(1), "As documented."),
         (["raises"], ran(3), RAISED, RAISED, "As documented."),
         ([], ran(2), ran(1), ran(1), "Varies, and torch does not document it."),
         (["switches"], ran(1), ran(1), ran(1), "Documented as nondeterministic, and did not vary"),
-        ([], ran(2), ran(2), ran(1), "Stays silent"),
+        ([], ran(2), ran(2), ran(1), "and does not raise"),
         ([], ran(1), RAISED, RAISED, "Raises, and torch does not document it."),
         (["raises"], ran(2), ran(1), ran(1), "Documented as raising, and ran."),
-        (["raises"], ran(2), RAISED, ran(1), "though a deterministic version exists"),
+        (["raises"], ran(2), RAISED, ran(1), "although a deterministic version exists"),
         ([], {"outcome": "missing", "reason": "gone"}, RAISED, RAISED, "Not measured: gone"),
     ],
 )
-def test_each_way_to_stand_to_the_documentation(documented, default, deterministic, ours, findings):
-    arms = {"default": default, "deterministic": deterministic, "ours": ours}
-    assert findings in " ".join(judge_op([{"arms": arms, "documented": documented}]))
+def test_each_way_to_stand_to_the_documentation(
+    documented, default, deterministic, patched, findings
+):
+    conditions = {"default": default, "deterministic": deterministic, "patched": patched}
+    assert findings in " ".join(judge_op([{"conditions": conditions, "documented": documented}]))
 
 
 # A worker that measures three cases at once, and does not survive what `fate` says.
@@ -204,7 +208,8 @@ for key in ("a", "b", "c"):
     ran = {"outcome": "ran", "microseconds": 1.0, "ratio": 1.0, "spread": {
         "distinct": 2 if key == "c" and VARIES else 1, "runs": 2, "vs": None, "vermv": 0.0,
         "vermv_max": 0.0, "vc": 0.0, "vc_max": 0.0, "varying": 0.0, "ulps": 0}}
-    say("row", row | {"arms": dict.fromkeys(("default", "deterministic", "ours", "oracle"), ran)})
+    conditions = ("default", "deterministic", "patched", "oracle")
+    say("row", row | {"conditions": dict.fromkeys(conditions, ran)})
 """
 
 
@@ -240,18 +245,18 @@ def test_rows_json_markdown_and_plot_are_left(audit, tmp_path):
 
 def test_a_case_that_ends_its_process_is_a_row(audit):
     status, out, _ = audit("--json", fate="os.kill(os.getpid(), signal.SIGKILL)")
-    rows = {row["key"]: row["arms"]["default"] for row in json.loads(out)["rows"]}
+    rows = {row["key"]: row["conditions"]["default"] for row in json.loads(out)["rows"]}
     assert status == 0
     assert list(rows) == ["a", "b", "c"]
     assert rows["b"]["outcome"] == "lost"
-    assert "memory is used up" in rows["b"]["reason"]
+    assert "runs out of memory" in rows["b"]["reason"]
     assert rows["c"]["outcome"] == "ran"
 
 
 @pytest.mark.alone
 def test_a_case_that_hangs_is_ended(audit):
     _, out, _ = audit("--json", "--timeout", "1.5", fate="signal.pause()")
-    rows = {row["key"]: row["arms"]["default"] for row in json.loads(out)["rows"]}
+    rows = {row["key"]: row["conditions"]["default"] for row in json.loads(out)["rows"]}
     assert "still running after 1.5 s" in rows["b"]["reason"]
     assert rows["c"]["outcome"] == "ran"
 
@@ -260,13 +265,13 @@ def test_a_worker_that_never_begins_is_an_error(audit, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     status, _, err = audit()
     assert status == 2
-    assert "before it had begun a case" in err
+    assert "before its first case" in err
 
 
-def test_ours_that_varies_is_found(audit):
+def test_a_patched_op_that_varies_is_found(audit):
     status, out, _ = audit(varies=True)
     assert status == 1
-    assert "ours varied: c" in out
+    assert "the patched op varied: c" in out
 
 
 def test_an_interrupted_audit_goes_on_where_it_was(audit, tmp_path):
@@ -317,14 +322,14 @@ def test_the_real_worker(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["settings"]["torch"] == torch.__version__
     assert [row["op"] for row in result["rows"]] == ["cumsum"]
-    assert result["rows"][0]["arms"]["ours"]["spread"]["distinct"] == 1
+    assert result["rows"][0]["conditions"]["patched"]["spread"]["distinct"] == 1
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--device", "nowhere"], "--device is 'nowhere', on which torch"),
-        (["--ops", "no_such_op"], "--ops names 'no_such_op', which is no op of the audit"),
+        (["--ops", "no_such_op"], "--ops contains 'no_such_op', which matches no op of the audit"),
     ],
 )
 def test_the_worker_says_what_cannot_be_and_the_folder_stays_free(tmp_path, capsys, words, message):

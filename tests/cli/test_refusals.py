@@ -17,12 +17,14 @@ from lightning_d9m.lightning.probing.step_replay import _check_repeatable
 def test_an_audit_of_what_is_not_here():
     with pytest.raises(SettingError, match="--device is 'nowhere', on which torch"):
         check_device("nowhere")
-    with pytest.raises(SettingError, match="--ops names 'no_such_op', which is no op"):
+    with pytest.raises(SettingError, match="--ops contains 'no_such_op', which matches no op"):
         next(plan_cases(["no_such_op"], ["float32"], quick=True))
 
 
 def test_an_output_that_cannot_be_written(tmp_path):
-    with pytest.raises(CommandError, match=r"rows of the audit cannot be kept in .*Is a directory"):
+    with pytest.raises(
+        CommandError, match=r"rows of the audit cannot be written to .*Is a directory"
+    ):
         RowFile(tmp_path, {})
     with pytest.raises(SettingError, match=r"findings cannot be written to .*Is a directory"):
         scan._write(tmp_path, "")

@@ -189,21 +189,25 @@ CASES = [
     (
         "cli.audit_model",
         lambda g: g.module._make_output(g.folder),
-        "exists already, and nothing is overwritten. Give a new one with --output, or remove it.",
+        "exists already and is not overwritten. Give a new one with --output, or remove it.",
     ),
     (
         "cli.audit_model",
         lambda g: g.module._make_output(g.file() / "below"),
-        "Give one that can be with --output.",
+        "Give a different one with --output.",
     ),
     (
         "cli.audit_model",
         lambda g: g.module._train(["true"], "with", g.folder, None),
-        "ended well but wrote no ledger.",
+        "succeeded but wrote no ledger.",
     ),
-    ("cli.audit_ops", asks("_read_settings", runs=1), "nothing to be compared with."),
+    ("cli.audit_ops", asks("_read_settings", runs=1), "One run cannot be compared."),
     ("cli.audit_ops", asks("_read_settings", timeout=0), "allowed: more than 0 seconds."),
-    ("cli.audit_inference", asks("_check", runs=1, samples=9, batch_sizes=[]), "; allowed:"),
+    (
+        "cli.audit_inference",
+        asks("_validate_arguments", runs=1, samples=9, batch_sizes=[]),
+        "; allowed:",
+    ),
     (
         "horovod.build",
         lambda g: g.module.find_tools(
@@ -322,7 +326,7 @@ CASES = [
     (
         "audit.inference.fixed_batch",
         lambda g: g.module.FixedShape(torch.nn.Identity(), 0),
-        "allowed: a whole number from 1.",
+        "allowed: an integer from 1.",
     ),
     ("control.settings", lambda g: g.module.Settings(seed=-1), "allowed: a whole number from"),
     (

@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from lightning_d9m.audit.ops.arms import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.cases import list_cases
+from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError
@@ -23,10 +23,10 @@ def records(tmp_path):
     ran = {"outcome": "ran"}
     audit = {
         "rows": [
-            {"op": "avg_pool3d_backward", "arms": {"default": {**ran, "spread": SPREAD}}},
-            {"op": "avg_pool3d_backward", "arms": {"default": {**ran, "spread": STEADY}}},
-            {"op": "sum", "arms": {"default": {**ran, "spread": STEADY}}},
-            {"op": "put_", "arms": {"default": {"outcome": "raised", "reason": "no memory"}}},
+            {"op": "avg_pool3d_backward", "conditions": {"default": {**ran, "spread": SPREAD}}},
+            {"op": "avg_pool3d_backward", "conditions": {"default": {**ran, "spread": STEADY}}},
+            {"op": "sum", "conditions": {"default": {**ran, "spread": STEADY}}},
+            {"op": "put_", "conditions": {"default": {"outcome": "raised", "reason": "no memory"}}},
         ]
     }
     ended = {"kind": "end", "status": "failed"}
@@ -78,7 +78,7 @@ def test_flat_rows_of_other_arms_do_not_count(tmp_path):
 )
 def test_what_audit_and_catalogue_name_apart_is_one_row(scan, row, op, line):
     found = scan(f"import torch\nfrom torch import nn\nx = torch.zeros(2)\n{line}\n", whole=True)
-    [joined] = join_ops(found, [{**row, "arms": {"default": {"spread": SPREAD}}}])
+    [joined] = join_ops(found, [{**row, "conditions": {"default": {"spread": SPREAD}}}])
     assert (joined.op, len(joined.lines), joined.worst.distinct) == (op, 1, 7)
 
 
@@ -143,7 +143,7 @@ def test_a_run_an_audit_and_a_scan_meet_as_they_are_written(tmp_path, monkeypatc
         runpy.run_path("train.py")
     case = next(case for case in list_cases() if case.op == "put_")
     row = begin_row(case, "cpu", "float32", []) | {
-        "arms": measure_case(case, "cpu", "float32", Budget(runs=3, seconds=0.0))
+        "conditions": measure_case(case, "cpu", "float32", Budget(runs=3, seconds=0.0))
     }
     with closing(RowFile(tmp_path / "ops.jsonl", {"device": "cpu"})) as rows:
         rows.add(row)
@@ -153,7 +153,7 @@ def test_a_run_an_audit_and_a_scan_meet_as_they_are_written(tmp_path, monkeypatc
     assert joined["op"] == "put_"
     assert joined["lines"] == ["train.py:12:16"]
     assert joined["alerts"] == 1
-    spread = row["arms"]["default"]["spread"]
+    spread = row["conditions"]["default"]["spread"]
     assert joined["measured"] == [{name: spread[name] for name in joined["measured"][0]}]
 
 

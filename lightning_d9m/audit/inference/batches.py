@@ -1,4 +1,4 @@
-"""The batches of ``d9m audit inference``: every sample in company of others."""
+"""The batches of ``d9m audit inference``."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,9 @@ import torch
 
 
 def list_batches(samples: int, size: int) -> Iterator[list[int]]:
-    """Yield batches of one size that hold every sample, in three orders.
+    """Yield batches of one size that contain every sample, in three orders.
 
-    The last batch of an order is filled up from its beginning.
+    The last batch of an order is filled with samples from its beginning.
     """
     draws = torch.Generator().manual_seed(size)
     orders = (

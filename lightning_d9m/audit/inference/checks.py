@@ -1,4 +1,4 @@
-"""Is a model repeatable, and does a sample's output depend on what shares its batch?"""
+"""Checks of repeatability, and of a sample's independence from the other samples of its batch."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,18 +20,18 @@ from lightning_d9m.hashing.digest import digest_value
 
 @dataclass
 class ModuleFindings:
-    """What was seen of one module.
+    """The findings about one module.
 
     Attributes:
         kind: Name of its class.
-        outputs: Number of distinct outputs over the repetitions, at most over its calls.
-        varies: Whether it gave several outputs for equal inputs, and no module in it did.
-        sizes: Batch sizes at which a sample had other bits than alone.
-        breaks: Batch sizes at which it had, although its inputs had the bits of the sample alone,
-            and no module in it did so.
-        unknown: Whether its outputs could not be told apart by sample.
-        holds: Whether a module in it breaks.
-        cleared: Whether it gave a sample its own bits when its inputs had them.
+        outputs: Number of distinct outputs over the repetitions: the maximum over its calls.
+        varies: Whether it gave several outputs for equal inputs, and no module inside it did.
+        sizes: Batch sizes at which the output of a sample differs from that of a batch of one.
+        breaks: Batch sizes at which it differs although the module's inputs are equal, and no
+            module inside it does so.
+        unknown: Whether its outputs cannot be assigned to samples.
+        contains_break: Whether a module inside it breaks.
+        is_ruled_out: Whether its outputs are equal when its inputs are.
     """
 
     kind: str
@@ -40,23 +40,23 @@ class ModuleFindings:
     sizes: set[int] = field(default_factory=set)
     breaks: set[int] = field(default_factory=set)
     unknown: bool = False
-    holds: bool = False
-    cleared: bool = False
+    contains_break: bool = False
+    is_ruled_out: bool = False
 
     @property
     def invariance(self) -> str:
-        """In a word or two."""
+        """The result of the batch check, in a word or two."""
         if self.breaks:
             return "not invariant"
-        if self.holds:
-            return "holds one that is not"
-        if self.sizes and not self.cleared:
+        if self.contains_break:
+            return "contains one that is not"
+        if self.sizes and not self.is_ruled_out:
             return "inherits"
         return "unknown" if self.unknown else "invariant"
 
     @property
     def repeatability(self) -> str:
-        """In a word."""
+        """The result of the repeatability check, in a word."""
         if self.outputs == 1:
             return "repeatable"
         return "varies" if self.varies else "inherits"
@@ -64,13 +64,13 @@ class ModuleFindings:
 
 @dataclass(frozen=True)
 class FirstBreak:
-    """The first place where a sample's bits depended on its batch.
+    """The first module whose output for a sample depended on the batch.
 
     Attributes:
         module: Name of the module; ``""`` is the model itself.
-        op: Name of the first op in it, if one was seen.
+        op: Name of the first such op in it, if one was found.
         size: The batch size.
-        sample: Number of the sample.
+        sample: Index of the sample.
     """
 
     module: str
@@ -82,12 +82,12 @@ class FirstBreak:
 def check_repeatability(
     subject: Subject, runs: int, size: int, modules: dict[str, ModuleFindings]
 ) -> int:
-    """Evaluate one batch ``runs`` times; return the number of distinct outputs without hooks."""
+    """Evaluate a batch ``runs`` times; return the number of distinct outputs without hooks."""
     batch = subject.collate(range(size))
     bare = {digest_value(subject.call(batch)) for _ in range(runs)}
     traces = []
     for _ in range(runs):
-        trace = ModuleTrace(1, {})  # as one sample: each value is digested whole
+        trace = ModuleTrace(1, {})  # size 1: each value has one digest
         with modules_traced(subject.module, trace):
             subject.call(batch)
         traces.append(trace)
@@ -101,25 +101,25 @@ def check_repeatability(
         if place.kind == "output" and place in varied:
             findings = modules[place.name]
             findings.outputs = max(findings.outputs, len(set(found)))
-            fed = any(p in varied for p in values if _feeds(p, place))
-            if not fed and not _inner(place.name, causes):
+            fed = any(p in varied for p in values if _is_input_of(p, place))
+            if not fed and not _contains_any(place.name, causes):
                 causes.add(place.name)
                 findings.varies = True
     return len(bare)
 
 
 class Invariance:
-    """Holds every sample, in batches of several sizes and orders, against itself alone."""
+    """Compares every sample, in batches of several sizes and orders, with its batch of one."""
 
     def __init__(self, subject: Subject, modules: dict[str, ModuleFindings]) -> None:
         self._subject = subject
         self._modules = modules
         self._shapes: dict[ModuleValue, torch.Size] = {}
         self.first: FirstBreak | None = None
-        self._alone = [self._trace([sample]) for sample in range(len(subject.samples))]
+        self._single = [self._trace([sample]) for sample in range(len(subject.samples))]
 
     def check(self, size: int) -> None:
-        """Evaluate batches of a size with hooks, and keep what breaks for the first time."""
+        """Evaluate batches of one size with hooks, and remember the first break."""
         for indices in list_batches(len(self._subject.samples), size):
             trace = self._trace(indices)
             broken = self._compare(trace, indices)
@@ -128,19 +128,20 @@ class Invariance:
                 op = self._find_op(name, indices, position)
                 self.first = FirstBreak(name, op, size, indices[position])
 
-    def isolate(self, sizes: Sequence[int]) -> None:
-        """Give each module that only inherits inputs with the bits of alone, the inner ones first.
+    def attribute_breaks(self, sizes: Sequence[int]) -> None:
+        """Attribute differing outputs to the modules that cause them.
 
-        Without this nothing could be said of what follows the first module that breaks.
+        Re-run each module whose inputs already differed with the inputs from the batches of one,
+        innermost modules first. Otherwise nothing is known about the modules after the first break.
         """
         for name, findings in reversed(self._modules.items()):
             breaking_modules = {other for other, found in self._modules.items() if found.breaks}
-            findings.holds = _inner(name, breaking_modules)
+            findings.contains_break = _contains_any(name, breaking_modules)
             if findings.invariance == "inherits":
                 breaking = find_breaking_sizes(self._subject, name, sizes)
                 if breaking is not None:
                     findings.breaks |= breaking
-                    findings.cleared = not breaking
+                    findings.is_ruled_out = not breaking
 
     def _trace(self, indices: Sequence[int]) -> ModuleTrace:
         trace = ModuleTrace(len(indices), self._shapes)
@@ -149,15 +150,15 @@ class Invariance:
         return trace
 
     def _compare(self, trace: ModuleTrace, indices: Sequence[int]) -> list[tuple[str, int]]:
-        """Return the modules that break in this batch, each with the place of a sample."""
+        """Return the modules that break in this batch, each with the position of a sample."""
         differing: dict[tuple[str, str, int], set[int]] = defaultdict(set)
         order: list[ModuleValue] = []
         for place, rows in trace.rows.items():
-            known = [self._alone[sample].rows.get(place) for sample in indices]
+            known = [self._single[sample].rows.get(place) for sample in indices]
             if rows is None or not all(known):
                 if place.kind == "output":
                     self._modules[place.name].unknown = True
-                # As a place of unknown inputs it excuses the module that it feeds.
+                # These inputs cannot be compared, so do not blame the module that reads them.
                 differing[place[:3]].update(range(trace.size) if place.kind == "input" else ())
                 continue
             order.append(place)
@@ -172,13 +173,13 @@ class Invariance:
             findings = self._modules[place.name]
             findings.sizes.add(trace.size)
             breaking_modules = wrong - differing["input", place.name, place.call]
-            if breaking_modules and not _inner(place.name, causes):
+            if breaking_modules and not _contains_any(place.name, causes):
                 causes.setdefault(place.name, min(breaking_modules))
                 findings.breaks.add(trace.size)
         return list(causes.items())
 
     def _find_op(self, name: str, indices: Sequence[int], position: int) -> str | None:
-        """Return the first op within a module whose result for the sample has other bits."""
+        """Return the first op in a module whose result for the sample differs."""
         module = self._subject.module.get_submodule(name)
         shapes: dict[ModuleValue, torch.Size] = {}
         traces = []
@@ -187,18 +188,18 @@ class Invariance:
             with ops_traced(module, trace):
                 self._subject.call(self._subject.collate(chosen))
             traces.append(trace)
-        alone, together = traces
-        for place in together.rows:
+        alone, batched = traces
+        for place in batched.rows:
             expected = alone.rows.get(place)
-            if expected and together.agrees(place, position, expected[0]) is False:
+            if expected and batched.agrees(place, position, expected[0]) is False:
                 return place.name
         return None
 
 
-def _feeds(place: ModuleValue, output: ModuleValue) -> bool:
+def _is_input_of(place: ModuleValue, output: ModuleValue) -> bool:
     return place.kind == "input" and (place.name, place.call) == (output.name, output.call)
 
 
-def _inner(name: str, causes: Iterable[str]) -> bool:
-    """Say whether one of the causes is a module within this one."""
+def _contains_any(name: str, causes: Iterable[str]) -> bool:
+    """Return whether one of the causes is a module inside this one."""
     return any(cause != name and (not name or cause.startswith(name + ".")) for cause in causes)

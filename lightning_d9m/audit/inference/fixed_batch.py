@@ -1,7 +1,7 @@
-"""Evaluation in which a sample's bits do not depend on what shares its batch.
+"""Evaluation in which a sample's output does not depend on the other samples of its batch.
 
-Products of matrices, convolutions and attention choose their kernel, and with it their order of
-summation, by the shape of the batch. Here the wrapped module sees one shape alone.
+Matrix products, convolutions and attention select their kernel, and with it their order of
+summation, by the shape of the batch. Here the wrapped module always gets the same shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,30 +15,30 @@ from lightning_d9m.errors import SettingError
 
 
 class FixedShape(nn.Module):
-    """Evaluates a module in batches of one size: larger ones are cut, smaller ones filled up.
+    """Wrapper that evaluates a module in batches of one size: it splits larger batches and pads.
 
-    What fills up is the last sample, repeated; its outputs are dropped. Whether a sample's bits
-    then still depend on its place in the batch is up to the kernels: ``d9m audit inference``
+    It pads with copies of the last sample, whose outputs are dropped. Depending on the kernels, the
+    output of a sample may still depend on its position in the batch; ``d9m audit inference``
     measures it. Every tensor argument whose first dimension is that of the first one is a batch.
 
     Args:
-        module: What is evaluated. Its outputs hold the batch in their first dimension.
-        size: The number of samples that it always sees.
+        module: The module to evaluate. The first dimension of its outputs is the batch.
+        size: The batch size that it always gets.
 
     Raises:
-        SettingError: When ``size`` is not a whole number from 1; in a call, when no argument is a
-            batch, or an output is none.
+        SettingError: ``size`` is not an integer from 1; or, in a call, no argument is a batch, or
+            an output is not.
     """
 
     def __init__(self, module: nn.Module, size: int) -> None:
         super().__init__()
         if type(size) is not int or size < 1:
-            raise SettingError(f"size is {size!r}; allowed: a whole number from 1.")
+            raise SettingError(f"size is {size!r}; allowed: an integer from 1.")
         self.module = module
         self.size = size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on parts of ``size`` samples, and put its outputs together."""
+        """Call the module on parts of ``size`` samples, and concatenate its outputs."""
         count = _count_samples((args, kwargs))
         parts = []
         for start in range(0, count, self.size):
@@ -62,7 +62,7 @@ class FixedShape(nn.Module):
 
 
 class PerSample(FixedShape):
-    """Evaluates a module one sample at a time: the bits of a sample are always its own."""
+    """Wrapper that evaluates a module one sample at a time, so no sample affects another."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, 1)
@@ -73,8 +73,7 @@ def _count_samples(arguments: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf):
             return len(leaf)
     raise SettingError(
-        "There is no batch among the arguments: none is a tensor with a first dimension of at "
-        "least one sample."
+        "No argument is a batch, that is, a tensor with a first dimension of at least one sample."
     )
 
 
@@ -84,9 +83,9 @@ def _keep(outputs: Any, size: int, kept: int) -> Any:
             return leaf
         if not leaf.dim() or len(leaf) != size:
             raise SettingError(
-                f"The module gave a tensor of shape {list(leaf.shape)} for {size} samples; allowed "
-                "are outputs that hold the samples in their first dimension. Wrap the part of the "
-                "model whose outputs do."
+                f"The module returned a tensor of shape {list(leaf.shape)} for {size} samples; "
+                "allowed: outputs whose first dimension is the batch. Wrap the part of the model "
+                "whose outputs have it."
             )
         return leaf[:kept]
 
@@ -94,7 +93,7 @@ def _keep(outputs: Any, size: int, kept: int) -> Any:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Put nested outputs of the same form together, tensor by tensor."""
+    """Concatenate nested outputs of the same structure, tensor by tensor."""
     flat = [tree_flatten(part) for part in parts]
     leaves = [
         torch.cat(leaf) if isinstance(leaf[0], Tensor) else leaf[0]

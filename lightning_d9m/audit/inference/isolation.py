@@ -1,7 +1,7 @@
-"""A module on its own: batches of inputs that have the bits of single samples.
+"""Evaluation of a single module on batches that are assembled from the inputs of single samples.
 
-Within the model, what comes after the first module that depends on its batch gets inputs that do.
-Here each module gets, put together, the very inputs that it got for each sample alone.
+In the model, every module after the first one that depends on its batch gets inputs that depend on
+it. Here each module gets the inputs that it got for each sample in a batch of one.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from lightning_d9m.audit.inference.trace import ModuleTrace
 
 
 def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> set[int] | None:
-    """Return the batch sizes at which a module alone gives a sample other bits.
+    """Return the batch sizes at which a module's own output for a sample differs.
 
     Args:
         subject: The model and its samples.
-        name: Of the module.
+        name: Name of the module.
         sizes: The batch sizes to try.
 
     Returns:
-        None where its inputs cannot be put together from those of samples.
+        None if its inputs cannot be assembled from those of single samples.
     """
     module = subject.module.get_submodule(name)
     count = len(subject.samples)
@@ -41,13 +41,13 @@ def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> se
     breaking = set()
     for size in sizes:
         for indices in list_batches(count, size):
-            together = _evaluate(module, _stack([inputs[i] for i in indices], dims), size, shapes)
-            for place, rows in together.rows.items():
+            batched = _evaluate(module, _stack([inputs[i] for i in indices], dims), size, shapes)
+            for place, rows in batched.rows.items():
                 expected = [alone[index].rows.get(place) for index in indices]
                 if rows is None or not all(expected):
                     return None
                 if any(
-                    one is not None and not together.agrees(place, position, one[0])
+                    one is not None and not batched.agrees(place, position, one[0])
                     for position, one in enumerate(expected)
                 ):
                     breaking.add(size)
@@ -55,7 +55,7 @@ def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> se
 
 
 def _capture(subject: Subject, module: nn.Module, indices: Sequence[int]) -> Any:
-    """Return the arguments of a module's first call; None where it is not called."""
+    """Return the arguments of a module's first call, or None if it is not called."""
     seen: list[Any] = []
 
     def keep(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -75,7 +75,7 @@ def _copy(value: Any) -> Any:
 
 
 def _find_dims(first: Any, second: Any, pair: Any) -> list[int | None] | None:
-    """Return the batch dimension of each argument; None for one that all samples share."""
+    """Return the batch dimension of each argument, or None for an argument without one."""
     dims: list[int | None] = []
     for one, other, both in zip(*(tree_flatten(v)[0] for v in (first, second, pair)), strict=True):
         if not isinstance(one, Tensor):
@@ -111,5 +111,5 @@ def _evaluate(
     trace = ModuleTrace(size, shapes)
     with torch.no_grad():
         torch.manual_seed(0)
-        trace.note("output", "", module(*args, **kwargs))
+        trace.record("output", "", module(*args, **kwargs))
     return trace

@@ -1,4 +1,4 @@
-"""Modes of evaluation: as it is, in one shape, sample by sample; what each gives, and its cost."""
+"""Modes of evaluation (unchanged, fixed shape, sample by sample), with their outputs and costs."""
 
 import statistics
 import time
@@ -20,17 +20,17 @@ def count_outputs(
     sizes: Sequence[int],
     evaluate: Callable[[Sequence[int]], list[str | None]],
 ) -> tuple[int, dict[int, int]]:
-    """Evaluate without hooks; return the most distinct outputs of a sample, and what differs.
+    """Evaluate without hooks, and count distinct outputs and differing samples.
 
     Args:
         subject: The model and its samples.
         sizes: The batch sizes, 1 first.
-        evaluate: Gives the digest of each sample of a batch.
+        evaluate: Returns the digest of each sample of a batch.
 
     Returns:
-        The greatest number of distinct outputs that a sample had, 0 where the outputs cannot be
-        told apart by sample; and by batch size the number of samples that had other bits than
-        alone.
+        The greatest number of distinct outputs of a sample, 0 if the outputs cannot be assigned to
+        samples; and by batch size the number of samples whose output differs from that of a batch
+        of one.
     """
     seen: list[set[str]] = [set() for _ in subject.samples]
     alone: dict[int, str] = {}
@@ -49,12 +49,12 @@ def count_outputs(
 def make_evaluators(
     subject: Subject, size: int
 ) -> dict[str, Callable[[Sequence[int]], list[str | None]]]:
-    """Return, by mode, what evaluates a batch: as it is, in one shape, and sample by sample."""
+    """Return a function for each mode that evaluates a batch."""
     shapes: dict[ModuleValue, torch.Size] = {}
 
     def as_it_is(indices: Sequence[int]) -> list[str | None]:
         trace = ModuleTrace(len(indices), shapes)
-        trace.note("output", "", subject.call(subject.collate(indices)))
+        trace.record("output", "", subject.call(subject.collate(indices)))
         if any(rows is None for rows in trace.rows.values()) or not trace.rows:
             return [None] * len(indices)
         columns = [rows for rows in trace.rows.values() if rows is not None]
@@ -73,7 +73,7 @@ def make_evaluators(
 
 
 def time_modes(subject: Subject, size: int) -> dict[str, tuple[float, float]]:
-    """Return by mode the microseconds of a sample in a full batch, and of one that comes alone."""
+    """Return by mode the microseconds per sample in a full batch, and in a batch of one."""
     batch = subject.collate(range(size))
     singles = [subject.collate([sample]) for sample in range(size)]
 
@@ -84,7 +84,7 @@ def time_modes(subject: Subject, size: int) -> dict[str, tuple[float, float]]:
         return [subject.call_unseeded(single) for single in singles]
 
     together, apart = _time(whole) * 1e6, _time(one_by_one) * 1e6 / size
-    # A full batch has the fixed shape as it is; a lone sample is filled up to it.
+    # A full batch has the fixed shape already; a batch of one is padded to it.
     return {
         "as it is": (together / size, apart),
         "fixed shape": (together / size, together),

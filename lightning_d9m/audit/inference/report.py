@@ -1,4 +1,4 @@
-"""What ``d9m audit inference`` says."""
+"""The report of ``d9m audit inference``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from lightning_d9m.output.markdown import markdown_table, short
 
 _OFFERS = {
     "fixed shape": (
-        "Evaluate in batches of {size} always, the last one filled up: "
+        "Always evaluate batches of {size}, with the last one padded: "
         "lightning_d9m.FixedShape(module, {size})."
     ),
     "per sample": (
@@ -18,25 +18,25 @@ _OFFERS = {
 
 def render_text(result: Mapping[str, Any]) -> str:
     """Return the result for a terminal."""
-    lines = [_say_repeatability(result), _say_invariance(result)]
+    lines = [_describe_repeatability(result), _describe_invariance(result)]
     first = result["first"]
     if first is not None:
         name = first["module"] or "the model itself"
         op = f", in {first['op']}" if first["op"] else ""
         lines.append(
-            f"first in {name}{op}: sample {first['sample']} in a batch of {first['size']} has "
-            "other bits than alone, from equal inputs."
+            f"first in {name}{op}: from equal inputs, the output of sample {first['sample']} in a "
+            f"batch of {first['size']} differs from that of a batch of one."
         )
     lines.append("")
-    lines += _say_modules(result)
+    lines += _describe_modules(result)
     lines.append("")
     for mode in result["modes"]:
-        verdict = {0: "samples cannot be told apart", 1: "one output for each sample"}.get(
+        verdict = {0: "outputs cannot be assigned to samples", 1: "one output for each sample"}.get(
             mode["outputs"], f"up to {mode['outputs']} outputs for a sample"
         )
         lines.append(
-            f"{mode['mode']}: {verdict}; {short(mode['microseconds'])} µs a sample in full "
-            f"batches, {mode['ratio']} times; alone {mode['ratio_alone']} times"
+            f"{mode['mode']}: {verdict}; {short(mode['microseconds'])} µs per sample in full "
+            f"batches, {mode['ratio']} times; in batches of one {mode['ratio_alone']} times"
         )
     offer = find_offer(result)
     if offer is not None:
@@ -45,20 +45,20 @@ def render_text(result: Mapping[str, Any]) -> str:
 
 
 def find_offer(result: Mapping[str, Any]) -> str | None:
-    """Return the cheapest mode that gives each sample one output, where the plain one does not."""
+    """Return the cheapest mode with one output for each sample, if the plain mode has several."""
     if result["invariant"]:
         return None
     fitting = [m for m in result["modes"][1:] if m["outputs"] == 1 and m["mode"] in _OFFERS]
     if not fitting:
         return (
             "No mode gave one output for each sample: the model is not repeatable, or its outputs "
-            "cannot be told apart by sample."
+            "cannot be assigned to samples."
         )
     best = min(fitting, key=lambda mode: mode["ratio"])
     offer = _OFFERS[best["mode"]].format(size=max(result["sizes"]))
     return (
         f"{offer} It takes {best['ratio']} times as long in full batches, and "
-        f"{best['ratio_alone']} times for a sample that comes alone."
+        f"{best['ratio_alone']} times for a batch of one."
     )
 
 
@@ -87,13 +87,14 @@ def render_markdown(result: Mapping[str, Any]) -> str:
         f"```\n{render_text(result)}\n```",
         markdown_table(("module", "class", "repeatable", "batch", "differs at sizes"), rows),
         markdown_table(
-            ("mode", "most outputs of a sample", "µs a sample", "full batches", "alone"), modes
+            ("mode", "most outputs of a sample", "µs per sample", "full batches", "batches of one"),
+            modes,
         ),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _say_repeatability(result: Mapping[str, Any]) -> str:
+def _describe_repeatability(result: Mapping[str, Any]) -> str:
     if result["repeatable"]:
         return f"repeatable: {result['runs']} evaluations of one batch gave one output."
     return (
@@ -102,20 +103,20 @@ def _say_repeatability(result: Mapping[str, Any]) -> str:
     )
 
 
-def _say_invariance(result: Mapping[str, Any]) -> str:
+def _describe_invariance(result: Mapping[str, Any]) -> str:
     plain = result["modes"][0]
     if plain["outputs"] == 0:
-        return "batch: unknown, for the outputs cannot be told apart by sample."
+        return "batch: unknown, because the outputs cannot be assigned to samples."
     if result["invariant"]:
-        return "batch-invariant: each sample gave one output, whatever shared its batch."
+        return "batch-invariant: each sample gave one output in every batch."
     sizes = ", ".join(f"{count} at {size}" for size, count in plain["differing"].items() if count)
     return (
-        f"not batch-invariant: a sample gave up to {plain['outputs']} outputs; of "
-        f"{result['samples']} samples, those that differ from alone, by batch size: {sizes}."
+        f"not batch-invariant: a sample gave up to {plain['outputs']} outputs; samples of "
+        f"{result['samples']} that differ from their batch of one, by batch size: {sizes}."
     )
 
 
-def _say_modules(result: Mapping[str, Any]) -> list[str]:
+def _describe_modules(result: Mapping[str, Any]) -> list[str]:
     lines, quiet = [], 0
     for entry in result["modules"]:
         if entry["repeatability"] == "repeatable" and entry["invariance"] == "invariant":

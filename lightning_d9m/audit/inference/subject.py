@@ -1,4 +1,4 @@
-"""The model and the samples of ``d9m audit inference``: found by name, and called as it is used."""
+"""The model and the samples of ``d9m audit inference``."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from lightning_d9m.errors import CommandError, SettingError
 
 
 class Subject:
-    """A model in evaluation mode, and samples that it can be called on in any batch.
+    """A model in evaluation mode, and its samples.
 
     Args:
         module: The model.
         samples: The samples, of one shape: each a tensor, or a tuple or mapping of the arguments of
-            the model's ``forward`` (of ``predict_step``'s batch, where a LightningModule has one).
-        device: Where the model computes.
+            the model's ``forward`` (of the batch of a LightningModule's ``predict_step``).
+        device: The device of the model.
     """
 
     def __init__(self, module: nn.Module, samples: Sequence[Any], device: str) -> None:
@@ -30,7 +30,7 @@ class Subject:
         self.samples = samples
         self._device = device
         step = getattr(type(module), "predict_step", None)
-        # Lightning's own calls `forward` with the whole batch, labels and all.
+        # Lightning's default calls `forward` with the whole batch, labels included.
         self._predicts = step is not None and not step.__module__.startswith(
             ("lightning.", "pytorch_lightning.")
         )
@@ -39,7 +39,7 @@ class Subject:
         """Return a batch of these samples, on the device.
 
         Raises:
-            CommandError: When they do not fit into one batch.
+            CommandError: They do not fit into one batch.
         """
         try:
             batch = default_collate([self.samples[index] for index in indices])
@@ -53,12 +53,12 @@ class Subject:
         )
 
     def call(self, batch: Any) -> Any:
-        """Evaluate a batch, always with the same draws: they are no rounding."""
+        """Evaluate a batch with a fixed seed, so that random draws cause no differences."""
         torch.manual_seed(0)
         return self.call_unseeded(batch)
 
     def call_unseeded(self, batch: Any) -> Any:
-        """Evaluate a batch as it is done outside an audit."""
+        """Evaluate a batch without setting the seed."""
         with torch.no_grad():
             if self._predicts:
                 return self.module.predict_step(batch, 0)  # type: ignore[operator]
@@ -70,15 +70,15 @@ class Subject:
 
 
 def load_subject(target: str, device: str, most: int) -> Subject:
-    """Find the function that ``target`` names, call it, and take what it returns.
+    """Call the function that ``target`` names, and return its model and samples.
 
     Args:
         target: ``module:function`` or ``path/to/script.py:function``.
-        device: Where the model is to compute.
-        most: Number of samples that are taken.
+        device: The device of the model.
+        most: Maximum number of samples.
 
     Raises:
-        SettingError: When the target names nothing, or the function returns something else.
+        SettingError: The target does not exist, or the function returns something else.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -103,7 +103,7 @@ def load_subject(target: str, device: str, most: int) -> Subject:
         )
     module, dataset = returned
     samples = [dataset[index] for index in range(min(len(dataset), most))]
-    if len(samples) < 2:  # noqa: PLR2004 - one has no company
+    if len(samples) < 2:  # noqa: PLR2004 - one sample makes no batch
         raise SettingError(f"{target} returned {len(samples)} samples; at least 2 are needed.")
     return Subject(module, samples, device)
 
@@ -116,8 +116,8 @@ def _load(place: str) -> Any:
             return import_module(place)
         except ModuleNotFoundError as error:
             raise SettingError(
-                f"The module {place} cannot be imported: {error}. Name one that can be from this "
-                "folder, or a script by its path."
+                f"The module {place} cannot be imported: {error}. Give a module that can be "
+                "imported from this folder, or the path of a script."
             ) from error
     spec = spec_from_file_location(Path(place).stem, place)
     if spec is None or spec.loader is None or not Path(place).exists():

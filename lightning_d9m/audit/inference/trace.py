@@ -1,7 +1,7 @@
-"""What each module, and each op in it, gave for each sample of a batch, as digests.
+"""Digests of the output of each module, and of each op in it, for each sample of a batch.
 
-A tensor's batch dimension is the one that is longer than in the same place of a single sample's
-evaluation. Where heads or steps are folded into it, both ways of folding are tried.
+A tensor's batch dimension is the one that is longer than in the same value of a single sample's
+evaluation. If heads or steps are folded into it, both ways of folding are tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ class ModuleValue(NamedTuple):
     Attributes:
         kind: ``"input"`` or ``"output"``.
         name: The module's name; ``""`` is the model.
-        call: How often it was called before, in this evaluation.
-        leaf: Which tensor of the value.
+        call: Number of its earlier calls in this evaluation.
+        leaf: Index of the tensor in the value.
     """
 
     kind: str
@@ -35,13 +35,13 @@ class ModuleValue(NamedTuple):
 
 @dataclass
 class ModuleTrace:
-    """What one evaluation gave at each place, in the order in which the values were ready.
+    """The digests of one evaluation, in the order in which the values were computed.
 
     Attributes:
         size: Number of samples.
-        shapes: Shape of each place in the evaluation of one sample; filled by that one.
-        rows: One digest for each sample, or None where the place holds no samples.
-        either: The same for the other way of folding, where there are two.
+        shapes: Shape of each value in the evaluation of one sample, which fills it.
+        rows: One digest for each sample, or None if the value has no batch dimension.
+        either: The same for the second way of folding, if there are two.
     """
 
     size: int
@@ -50,15 +50,15 @@ class ModuleTrace:
     either: dict[ModuleValue, list[str]] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def note(self, kind: str, name: str, value: object) -> None:
+    def record(self, kind: str, name: str, value: object) -> None:
         """Digest a value by sample."""
         call = self._calls.get((kind, name), 0)
         self._calls[kind, name] = call + 1
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         for leaf, tensor in enumerate(tensors):
-            self._note_tensor(ModuleValue(kind, name, call, leaf), tensor.detach())
+            self._record_tensor(ModuleValue(kind, name, call, leaf), tensor.detach())
 
-    def _note_tensor(self, place: ModuleValue, tensor: Tensor) -> None:
+    def _record_tensor(self, place: ModuleValue, tensor: Tensor) -> None:
         if self.size == 1:
             self.shapes[place] = tensor.shape
             self.rows[place] = digest_many([tensor])
@@ -73,7 +73,7 @@ class ModuleTrace:
             self.either[place] = digests[self.size :]
 
     def agrees(self, place: ModuleValue, sample: int, expected: str) -> bool | None:
-        """Say whether a sample has the expected bits at a place; None where it has no part."""
+        """Return whether a sample's part of a value has the expected digest; None without parts."""
         rows = self.rows.get(place)
         if rows is None:
             return None
@@ -85,22 +85,22 @@ class ModuleTrace:
 def split_samples(
     tensor: Tensor, single: torch.Size | None, size: int
 ) -> list[list[Tensor]] | None:
-    """Return each sample's part of a tensor, for each way in which it may be folded.
+    """Return each sample's part of a tensor, for each possible way of folding.
 
     Args:
-        tensor: What a batch of ``size`` samples gave.
-        single: The shape that one sample gives.
+        tensor: The value for a batch of ``size`` samples.
+        single: The shape of the value for one sample.
         size: Number of samples.
 
     Returns:
-        One list for each way of folding, or None when the samples cannot be told apart.
+        One list for each way of folding, or None if the samples cannot be separated.
     """
     if single is None or len(single) != tensor.dim():
         return None
     longer = [
         d for d, (one, all_) in enumerate(zip(single, tensor.shape, strict=True)) if one != all_
     ]
-    if not longer:  # the same for every sample, as a mask is
+    if not longer:  # shared by all samples, such as a mask
         return [[tensor] * size]
     if len(longer) > 1 or tensor.shape[longer[0]] != size * single[longer[0]]:
         return None
@@ -114,7 +114,7 @@ def split_samples(
 
 @contextmanager
 def modules_traced(module: nn.Module, trace: ModuleTrace) -> Iterator[None]:
-    """Note the inputs and outputs of every module within the body."""
+    """Record the inputs and outputs of every module while the body runs."""
     handles = []
     try:
         for name, part in module.named_modules():
@@ -128,14 +128,14 @@ def modules_traced(module: nn.Module, trace: ModuleTrace) -> Iterator[None]:
 
 def _before(trace: ModuleTrace, name: str) -> Any:
     def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-        trace.note("input", name, (args, kwargs))
+        trace.record("input", name, (args, kwargs))
 
     return hook
 
 
 def _after(trace: ModuleTrace, name: str) -> Any:
     def hook(_: nn.Module, __: Any, outputs: Any) -> None:
-        trace.note("output", name, outputs)
+        trace.record("output", name, outputs)
 
     return hook
 
@@ -149,15 +149,15 @@ class _Ops(TorchDispatchMode):
         self, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         outputs = op(*args, **(kwargs or {}))
-        # What an op returns holds its own arithmetic; a view's is that of what it shows.
+        # A view computes nothing.
         if not getattr(op, "is_view", False):
-            self._trace.note("output", str(op), outputs)
+            self._trace.record("output", str(op), outputs)
         return outputs
 
 
 @contextmanager
 def ops_traced(module: nn.Module, trace: ModuleTrace) -> Iterator[None]:
-    """Note the outputs of every op within the forward passes of one module."""
+    """Record the outputs of every op in the forward passes of one module."""
     modes: list[_Ops] = []
 
     def enter(*_: object) -> None:

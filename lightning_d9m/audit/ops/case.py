@@ -1,4 +1,4 @@
-"""One op on one shape: how its inputs are drawn, and which lines of torch's documentation it is."""
+"""A case: one op on one shape, with its inputs and the documentation lines about it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
 class NotHereError(Exception):
-    """A case cannot be run here; the message says why."""
+    """A case cannot run here; the message contains the reason."""
 
 
 class Inputs:
-    """Draws the inputs of a case: the same numbers on every device and in every arm.
+    """Generator of the inputs of a case: the same numbers on every device and in every condition.
 
-    They are drawn on the CPU, rounded to ``drawn`` and converted to ``dtype``, so that the oracle
-    in float64 computes with the very numbers that the others see.
+    They are drawn on the CPU, rounded to ``drawn`` and converted to ``dtype``, so the oracle in
+    float64 computes with the same numbers as the other conditions.
 
     Args:
-        device: Where the tensors are to be.
-        dtype: Of floating-point tensors.
-        drawn: The dtype whose rounding the numbers have; None takes ``dtype``.
+        device: The device of the tensors.
+        dtype: The dtype of floating-point tensors.
+        drawn: The dtype that the numbers are rounded to; None for ``dtype``.
     """
 
     def __init__(self, device: str, dtype: torch.dtype, drawn: torch.dtype | None = None) -> None:
@@ -41,15 +41,15 @@ class Inputs:
         return drawn.to(self._drawn).to(self.dtype).to(self.device)
 
     def leaf(self, *shape: int) -> Tensor:
-        """Draw a tensor that asks for its gradient."""
+        """Draw a tensor that requires its gradient."""
         return self.normal(*shape).requires_grad_()
 
     def whole(self, high: int, *shape: int) -> Tensor:
-        """Draw whole numbers from 0 to ``high`` - 1."""
+        """Draw integers from 0 to ``high`` - 1."""
         return torch.randint(high, shape, generator=self._generator).to(self.device)
 
     def gradient(self, output: Tensor, *leaves: Tensor) -> Call:
-        """Return the backward pass of ``output`` alone; its graph is kept."""
+        """Return a call of the backward pass of ``output``; the graph is kept."""
         given = self.normal(*output.shape)
         return lambda: torch.autograd.grad(output, leaves, given, retain_graph=True)
 
@@ -59,16 +59,16 @@ class Case:
     """One op on one shape.
 
     Attributes:
-        op: The op: its name in the catalog where it has one for itself.
-        entry: Its name in the catalog where it shares that with others; empty where it does not.
-        parameters: What the shape is; enough to tell the op's cases apart.
-        make: Builds the inputs and returns the call that is measured. Run within the arm, because
-            some ops choose their kernel in the forward pass.
-        documented: Lines of torch's documentation that speak of it: the name, and words of the line
-            that tell it from others of the name.
+        op: The op: its name in the catalog if the entry covers this op only.
+        entry: The name of a catalog entry that covers several ops; else empty.
+        parameters: The shape; unique among the op's cases.
+        make: Builds the inputs and returns the measured call. It runs within the condition, because
+            some ops select their kernel in the forward pass.
+        documented: The lines of torch's documentation about it: the name, and words that only this
+            line of that name contains.
         quick: Whether ``--quick`` runs it.
-        dtypes: The dtypes it is defined for, by name.
-        devices: The kinds of device that have it; empty for all.
+        dtypes: Names of the dtypes that it is defined for.
+        devices: The types of device that have it; empty for all.
     """
 
     op: str
@@ -81,6 +81,6 @@ class Case:
     devices: tuple[str, ...] = field(default=())
 
     def key(self, dtype: str) -> str:
-        """Return the name of the case in one dtype; no two cases share it."""
+        """Return the unique name of the case in one dtype."""
         shape = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{self.op}({shape}) {dtype}"

@@ -1,4 +1,4 @@
-"""All cases of ``d9m audit ops``: those of scattering and of space, and here all others."""
+"""All cases of ``d9m audit ops``, and those that are neither scattering nor spatial."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,10 +16,10 @@ from lightning_d9m.audit.ops.cases_spatial import list_spatial_cases
 @cache
 def list_cases() -> tuple[Case, ...]:
     """Return every case, in the order in which they run."""
-    return (*list_scattering_cases(), *list_spatial_cases(), *_list_others())
+    return (*list_scattering_cases(), *list_spatial_cases(), *_list_other_cases())
 
 
-def _list_others() -> Iterator[Case]:
+def _list_other_cases() -> Iterator[Case]:
     for name, call in (("median", "median"), ("nanmedian", "nanmedian"), ("topk", "topk")):
         yield Case(
             op=name,
@@ -132,7 +132,7 @@ def _on_one(function: Callable[..., Tensor], length: int, *more: int) -> Callabl
 
 def _ranked(name: str) -> Callable[[Inputs], Call]:
     def make(inputs: Inputs) -> Call:
-        # Few distinct values: which of the equal ones is named is what may vary.
+        # Few distinct values: the index of an equal element may vary.
         rows = inputs.whole(5, 256, 1024).to(inputs.dtype)
         more = {"topk": (64,), "kthvalue": (500, 1)}.get(name, (1,))
         return lambda: tuple(getattr(torch, name)(rows, *more))

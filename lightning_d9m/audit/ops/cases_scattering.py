@@ -1,4 +1,4 @@
-"""Cases where values meet in places: scatter, index, count, and the gradients of reading."""
+"""Cases in which several values go to one place: scatter, index, count, gradients of reads."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from lightning_d9m.audit.ops.case import FLOATS, Call, Case, Inputs
 
-# Number of values and of the places they go to: few and many duplicates, and one place for all.
+# Numbers of values and of places: few and many duplicates, and one place for all.
 SIZES = ((1_000, 100), (1_000, 1_000), (100_000, 1_000), (100_000, 100_000), (2_000_000, 50))
 ALL_IN_ONE = (100_000, 1)
 _QUICK = (100_000, 1_000)
 
-# A call on (target, places, values); made once, called often, so that it must not change them.
+# A call on (target, places, values). It is called often, so it must not change them.
 Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -47,7 +47,7 @@ def _scattered(
 
 
 def _reduced(reduce: str, words: str | None, op: str | None = None) -> Iterator[Case]:
-    # From 2.15 on one line speaks of any reduction, of CUDA and of Apple's devices.
+    # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
     any_reduction = ("torch.Tensor.scatter_reduce", "CUDA or MPS")
     documented = (("torch.Tensor.scatter_reduce", words), any_reduction) if words else ()
 
@@ -210,7 +210,7 @@ def list_scattering_cases() -> Iterator[Case]:
         (("torch.Tensor.__getitem__", ""),),
         lambda source, index: source[(index,)],
     )
-    # Its gradient is `put_` with accumulate, which the documentation of the flag does not say.
+    # Its gradient is `put_` with accumulate; the documentation of the flag does not mention it.
     yield from _read("take_backward", (), lambda source, index: source.take(index))
     rows = {"rows": 8192, "table": 1000, "features": 64}
     listed = (("torch.nn.Embedding", ""),)

@@ -47,8 +47,8 @@ def _convolved(dims: int, *, transposed: bool) -> Iterator[Case]:
                 image, kernel = inputs.leaf(4, 8, *[side] * dims), inputs.leaf(8, 8, *[3] * dims)
                 if backward:
                     return inputs.gradient(convolve(image, kernel, stride=2), image, kernel)
-                still, weights = image.detach(), kernel.detach()
-                return lambda: convolve(still, weights, stride=2)
+                fixed, weights = image.detach(), kernel.detach()
+                return lambda: convolve(fixed, weights, stride=2)
 
             yield Case(
                 op=f"{name.lower()}{'_backward' if backward else ''}",
@@ -105,7 +105,7 @@ def _pooled() -> Iterator[Case]:
     for dims in (2, 3):
         for kind, label in (("avg", "Avg"), ("max", "Max")):
             pool = getattr(nnf, f"adaptive_{kind}_pool{dims}d")
-            # Windows that overlap meet in one input; adaptive 3-D max pooling is in no list.
+            # Overlapping windows share inputs; torch lists no adaptive 3-D max pooling.
             listed = None if (kind, dims) == ("max", 3) else f"torch.nn.Adaptive{label}Pool{dims}d"
             for output in (5, 32):
                 yield from _differentiated(
@@ -149,7 +149,7 @@ def _resampled() -> Iterator[Case]:
             ) -> Tensor:
                 return nnf.interpolate(image, scale_factor=factor, mode=mode, **more)
 
-            # Of Apple's devices torch does not say which cases it means.
+            # For Apple's devices torch does not specify the cases.
             words = "some cases" if more else f"``{mode}``"
             yield from _differentiated(op, dims, forward, listed, words, factor=factor)
 
@@ -161,7 +161,7 @@ def _resampled() -> Iterator[Case]:
     yield from _differentiated("upsample_lanczos2d_aa_backward", 2, enlarge, factor=2.0)
     for dims in (2, 3):
         for size, side in enumerate(_SIDES[dims]):
-            for crowd in (1.0, 0.05):  # how far the samples spread: few inputs for all, or all
+            for crowd in (1.0, 0.05):  # spread of the samples: over all inputs, or a few
 
                 def make(
                     inputs: Inputs, dims: int = dims, side: int = side, crowd: float = crowd

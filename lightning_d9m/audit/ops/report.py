@@ -1,4 +1,4 @@
-"""What ``d9m audit ops`` says of its rows: for a terminal, as JSON, Markdown and a plot."""
+"""The report of ``d9m audit ops``: for a terminal, as JSON, Markdown and a plot."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,50 +11,51 @@ from lightning_d9m.output.svg_charts import draw_dots
 CONDITION_TITLES = {
     "default": "torch",
     "deterministic": "deterministic",
-    "ours": "ours",
+    "patched": "patched",
     "oracle": "oracle",
 }
+_TIMED = ("deterministic", "patched")
 _INTRODUCTION = """\
-Each case ran {runs} times (fewer where its time was up) in four arms: torch as it is; torch with
-`use_deterministic_algorithms(True)`; ours, which is a session with `patch_ops`; and as oracle one
-thread in float64. *outputs* is the number of distinct outputs; Vs, Vermv and Vc are means over the
-runs against the first run of the same arm; *error* is Vermv against the oracle; *time* is a ratio
-to that of torch as it is."""
+Each case ran {runs} times (fewer if its time was over) in four conditions: torch as it is; torch
+with `use_deterministic_algorithms(True)`; patched, which is a session with `patch_ops`; and the
+oracle, which is one thread in float64. *outputs* is the number of distinct outputs; Vs, Vermv and
+Vc are means over the runs against the first run in the same condition; *error* is Vermv against
+the oracle; *time* is the ratio to torch as it is."""
 
 
-def summarise(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the audit as one JSON object: settings, one entry for each op, and all rows."""
     by_op: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         by_op[row["op"]].append(row)
     ops = []
     for op, cases in by_op.items():
-        arms = {arm: [row["arms"][arm] for row in cases] for arm in CONDITION_TITLES}
+        entries = {name: [row["conditions"][name] for row in cases] for name in CONDITION_TITLES}
         ops.append(
             {
                 "op": op,
                 "entry": cases[0].get("entry", op),
                 "cases": len(cases),
                 "findings": judge_op(cases),
-                "varied": {arm: any(map(varies, entries)) for arm, entries in arms.items()},
-                "ratio": {arm: _median_ratio(arms[arm]) for arm in ("deterministic", "ours")},
+                "varied": {name: any(map(varies, found)) for name, found in entries.items()},
+                "ratio": {name: _median_ratio(entries[name]) for name in _TIMED},
             }
         )
     return {"settings": dict(settings), "ops": ops, "rows": list(rows)}
 
 
-def varies(arm: Mapping[str, Any]) -> bool:
-    """Say whether an arm gave more than one output."""
-    return bool(arm["outcome"] == "ran" and arm["spread"]["distinct"] > 1)
+def varies(entry: Mapping[str, Any]) -> bool:
+    """Return whether a case gave more than one output in a condition."""
+    return bool(entry["outcome"] == "ran" and entry["spread"]["distinct"] > 1)
 
 
 def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the cases in which ours gave more than one output."""
-    return [row["key"] for row in rows if varies(row["arms"]["ours"])]
+    """Return the cases whose patched op gave more than one output."""
+    return [row["key"] for row in rows if varies(row["conditions"]["patched"])]
 
 
 def render_findings(summary: Mapping[str, Any]) -> str:
-    """Return what is to be said of the ops, the most telling first, for a terminal."""
+    """Return the findings for a terminal, the ops that vary first."""
     lines = []
     quiet = 0
     for entry in sorted(summary["ops"], key=lambda entry: not entry["varied"]["default"]):
@@ -82,7 +83,7 @@ def render_markdown(summary: Mapping[str, Any]) -> str:
         _INTRODUCTION.format(runs=settings["runs"]),
         "## Findings",
         markdown_table(
-            ("op", "varies", "with the flag", "ours varies", "finding"),
+            ("op", "varies", "with the flag", "patched varies", "finding"),
             [
                 (
                     f"`{entry['op']}`",
@@ -94,7 +95,7 @@ def render_markdown(summary: Mapping[str, Any]) -> str:
         ),
         "## Cases",
         markdown_table(
-            ("case", "arm", "outputs", "runs", "Vs", "Vermv", "Vc", "error", "µs", "time"),
+            ("case", "condition", "outputs", "runs", "Vs", "Vermv", "Vc", "error", "µs", "time"),
             [line for row in summary["rows"] for line in _lines(row)],
         ),
     ]
@@ -102,28 +103,28 @@ def render_markdown(summary: Mapping[str, Any]) -> str:
 
 
 def render_plot(summary: Mapping[str, Any]) -> str:
-    """Return the plot of each op's time in the deterministic arms over torch's default."""
+    """Return the plot of each op's time in the deterministic conditions over torch's default."""
     rows = [
         (
             entry["op"] + (" *" if entry["varied"]["default"] else ""),
-            {CONDITION_TITLES[arm]: ratio for arm, ratio in entry["ratio"].items() if ratio},
+            {CONDITION_TITLES[name]: ratio for name, ratio in entry["ratio"].items() if ratio},
         )
         for entry in summary["ops"]
     ]
     caption = "time over torch's default (median of the cases); * varied by default"
     title = f"Determinism's cost on {summary['settings']['device']}"
-    return draw_dots(title, caption, rows, ("deterministic", "ours"))
+    return draw_dots(title, caption, rows, _TIMED)
 
 
-def _median_ratio(arms: Sequence[Mapping[str, Any]]) -> float | None:
-    ratios = sorted(arm["ratio"] for arm in arms if arm.get("ratio"))
+def _median_ratio(entries: Sequence[Mapping[str, Any]]) -> float | None:
+    ratios = sorted(entry["ratio"] for entry in entries if entry.get("ratio"))
     return ratios[len(ratios) // 2] if ratios else None
 
 
 def _lines(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     lines = []
-    for arm, name in CONDITION_TITLES.items():
-        entry = row["arms"][arm]
+    for condition, name in CONDITION_TITLES.items():
+        entry = row["conditions"][condition]
         if entry["outcome"] != "ran":
             rest = (f"{entry['outcome']}: {entry['reason']}", *[""] * 7)
         else:
@@ -136,5 +137,5 @@ def _lines(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 short(entry["microseconds"]),
                 short(entry.get("ratio")),
             )
-        lines.append((f"`{row['key']}`" if arm == "default" else "", name, *rest))
+        lines.append((f"`{row['key']}`" if condition == "default" else "", name, *rest))
     return lines

@@ -1,4 +1,4 @@
-"""The file of an audit's rows: appended to as they are measured, and taken up again later."""
+"""The file of an audit's rows, to which each row is appended when it is measured."""
 
 import json
 import os
@@ -8,21 +8,21 @@ from typing import Any
 
 from lightning_d9m.errors import CommandError, SettingError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class RowFile:
     """A file of JSON lines: first the settings, then one row for each case.
 
-    A row that an interruption tore is dropped, and measured again.
+    An incomplete row at the end, left by an interruption, is removed and measured again.
 
     Args:
-        path: The file; made when it is not there.
-        settings: What the rows depend on. A file that is there must have been made with the same.
+        path: The file; created if it does not exist.
+        settings: The settings of the rows. An existing file must have the same.
 
     Raises:
-        SettingError: When the file was made with other settings.
-        CommandError: When it cannot be read or written, or is no file of rows.
+        SettingError: The file has different settings.
+        CommandError: The file cannot be read or written, or is not a file of rows.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -36,14 +36,14 @@ class RowFile:
             self._file = path.open("ab")
         except OSError as error:
             raise CommandError(
-                f"The rows of the audit cannot be kept in {path}: {error.strerror or error}. Give "
-                "another folder with --output."
+                f"The rows of the audit cannot be written to {path}: {error.strerror or error}. "
+                "Give a different folder with --output."
             ) from error
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row; it is in the file when this returns."""
+        """Append a row and flush the file."""
         if not self._file.tell():
-            # Not before: settings with which nothing could be measured must not claim the folder.
+            # Not earlier: settings that measure nothing must not occupy the folder.
             self._write({"schema": SCHEMA, "settings": self._settings})
         self.rows.append(row)
         self._write(row)
@@ -62,12 +62,12 @@ class RowFile:
         try:
             records = [json.loads(line) for line in whole.splitlines()]
             if records:
-                kept = records[0]["settings"]
+                kept = {SCHEMA: records[0]["settings"]}[records[0]["schema"]]
                 self.rows = [record for record in records[1:] if record["key"]]
         except (ValueError, KeyError, TypeError) as error:
             raise CommandError(
-                f"{self.path} is not a file of rows that this command wrote. Give another folder "
-                "with --output, or remove it."
+                f"{self.path} is not a file of rows that this version of the command wrote. Give a "
+                "different folder with --output, or remove the file."
             ) from error
         if len(whole) < len(text):
             os.truncate(self.path, len(whole))
@@ -81,7 +81,7 @@ class RowFile:
                 for name in sorted(differing)
             )
             raise SettingError(
-                f"{self.path} holds rows that were measured with other settings, which cannot be "
-                f"mixed with new ones:{lines}\nGive the same settings to go on with that audit, or "
-                "another folder with --output."
+                f"{self.path} contains rows that were measured with different settings:{lines}\n"
+                "Give the same settings to continue that audit, or a different folder with "
+                "--output."
             )

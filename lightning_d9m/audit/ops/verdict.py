@@ -1,46 +1,49 @@
-"""How what was measured of an op stands to what torch documents of it. Imports no torch."""
+"""Comparison of an op's measured behavior with torch's documentation. It does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Hold what was measured of one op on one device against the documentation.
+    """Compare the measured behavior of one op on one device with the documentation.
 
     Args:
-        rows: The rows of the op; each has ``arms`` and ``documented``, the kinds of its lines.
+        rows: The rows of the op; each has ``conditions``, and in ``documented`` the kinds of its
+            lines.
 
     Returns:
-        Findings, as sentences; the one ``"As documented."`` where there is nothing else to say.
+        Findings, as sentences; ``"As documented."`` alone if there is no difference.
     """
     kinds = {kind for row in rows for kind in row["documented"]}
-    default = [row["arms"]["default"] for row in rows]
-    ran = [arm for arm in default if arm["outcome"] == "ran"]
+    default = [row["conditions"]["default"] for row in rows]
+    ran = [entry for entry in default if entry["outcome"] == "ran"]
     if not ran:
-        reasons = sorted({arm["reason"] for arm in default})
+        reasons = sorted({entry["reason"] for entry in default})
         return [f"Not measured: {'; '.join(reasons)}"]
-    flagged = [row["arms"]["deterministic"] for row in rows]
-    raised = [row for row in rows if row["arms"]["deterministic"]["outcome"] == "raised"]
-    varied = any(_varied(arm) for arm in ran)
+    flagged = [row["conditions"]["deterministic"] for row in rows]
+    raised = [row for row in rows if row["conditions"]["deterministic"]["outcome"] == "raised"]
+    varied = any(map(_varied, ran))
     findings = []
     if varied and not kinds:
         findings.append("Varies, and torch does not document it.")
     if kinds and not varied:
         findings.append("Documented as nondeterministic, and did not vary here.")
-    if any(_varied(arm) for arm in flagged):
-        findings.append("Stays silent: varies although deterministic algorithms are on.")
+    if any(map(_varied, flagged)):
+        findings.append("Varies although deterministic algorithms are on, and does not raise.")
     if raised and "raises" not in kinds:
         findings.append("Raises, and torch does not document it.")
-    if "raises" in kinds and any(arm["outcome"] == "ran" for arm in flagged) and not raised:
+    if "raises" in kinds and any(entry["outcome"] == "ran" for entry in flagged) and not raised:
         findings.append("Documented as raising, and ran.")
-    if any(_is_fixed(row["arms"]["ours"]) for row in raised):
-        findings.append("Raises, though a deterministic version exists: ours gave one output.")
+    if any(_is_fixed(row["conditions"]["patched"]) for row in raised):
+        findings.append(
+            "Raises, although a deterministic version exists: the patched op gave one output."
+        )
     return findings or ["As documented."]
 
 
-def _varied(arm: Mapping[str, Any]) -> bool:
-    return bool(arm["outcome"] == "ran" and arm["spread"]["distinct"] > 1)
+def _varied(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["outcome"] == "ran" and entry["spread"]["distinct"] > 1)
 
 
-def _is_fixed(arm: Mapping[str, Any]) -> bool:
-    return bool(arm["outcome"] == "ran" and arm["spread"]["distinct"] == 1)
+def _is_fixed(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["outcome"] == "ran" and entry["spread"]["distinct"] == 1)

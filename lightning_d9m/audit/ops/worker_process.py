@@ -1,4 +1,4 @@
-"""The worker of ``d9m audit ops``, watched: started again when a case has ended it."""
+"""Supervision of the worker of ``d9m audit ops``, which is restarted after a case crashes it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from lightning_d9m.errors import CommandError, SettingError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_ARMS = ("default", "deterministic", "ours", "oracle")
+_CONDITIONS = ("default", "deterministic", "patched", "oracle")
 _START_SECONDS = 300.0
 _WORKER = [sys.executable, "-m", "lightning_d9m.audit.ops.worker"]
 _MISUSE = 2
@@ -27,51 +27,51 @@ _MISUSE = 2
 def measure_rows(
     rows: RowFile, settings: Mapping[str, Any], timeout: float, log: Path
 ) -> dict[str, Any]:
-    """Measure every case that has no row yet, and return the facts that the worker tells.
+    """Measure every case that has no row yet, and return the facts that the worker reports.
 
     Args:
-        rows: Where the rows go; cases that it holds are not measured again.
-        settings: What the worker is asked for.
+        rows: The file of rows; its cases are not measured again.
+        settings: The settings of the audit.
         timeout: Seconds after which a case counts as hanging.
-        log: File that takes what the worker prints besides its rows.
+        log: File for the worker's standard error.
 
     Raises:
-        SettingError: When the worker cannot do what the settings say.
-        CommandError: When it ends before it has begun a case.
+        SettingError: The worker rejects the settings.
+        CommandError: The worker ends before its first case.
     """
-    watch = _Watch(rows, timeout)
+    supervisor = _Supervisor(rows, timeout)
     while True:
         request = {**settings, "done": [row["key"] for row in rows.rows]}
         with log.open("ab") as errors, _Worker(request, errors) as worker:
-            watch.follow(worker)
-        if watch.finished:
-            watch.say("")
-            return watch.facts
-        if watch.begun is None:
+            supervisor.follow(worker)
+        if supervisor.finished:
+            supervisor.show("")
+            return supervisor.facts
+        if supervisor.begun is None:
             raise CommandError(
-                f"The process that measures ended ({worker.describe_end()}) before it had begun a "
-                f"case. What it printed is in {log}."
+                f"The measuring process ended ({worker.describe_end()}) before its first case. Its "
+                f"output is in {log}."
             )
-        rows.add(_lost_row(watch.begun, watch.loss or worker.describe_end()))
+        rows.add(_make_lost_row(supervisor.begun, supervisor.loss or worker.describe_end()))
 
 
 class _Worker:
-    """A worker process, and its events in a queue; None ends them."""
+    """A worker process, and a queue of its events that ends with None."""
 
     def __init__(self, request: Mapping[str, Any], errors: Any) -> None:
         self.events: Queue[dict[str, Any] | None] = Queue()
         self.process = subprocess.Popen(
             _WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         )
-        assert self.process.stdin is not None, "it was asked for"
+        assert self.process.stdin is not None, "the pipe was requested"
         with suppress(BrokenPipeError), self.process.stdin as stream:
             stream.write(json.dumps(request))
         Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None, "it was asked for"
+        assert self.process.stdout is not None, "the pipe was requested"
         for line in self.process.stdout:
-            with suppress(ValueError):  # a library printed; only our lines are JSON
+            with suppress(ValueError):  # a library printed; only the events are JSON
                 event = json.loads(line)
                 if isinstance(event, dict):
                     self.events.put(event)
@@ -81,7 +81,7 @@ class _Worker:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # an interruption waits for nothing: the case is measured again
+        if kind is None:  # after an interruption the case is measured again
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
         self.process.kill()
@@ -92,14 +92,14 @@ class _Worker:
     def describe_end(self) -> str:
         status = self.process.returncode
         if status == -signal.SIGKILL:
-            return "killed, as the system does when memory is used up"
+            return "killed, as the system does if it runs out of memory"
         if status < 0:
             return f"ended by {signal.Signals(-status).name}"
         return f"ended with exit status {status}"
 
 
-class _Watch:
-    """Follows workers: adds their rows, shows progress, and ends one that hangs."""
+class _Supervisor:
+    """Reads the events of workers: adds their rows, shows progress, and kills one that hangs."""
 
     def __init__(self, rows: RowFile, timeout: float) -> None:
         self.facts: dict[str, Any] = {}
@@ -114,23 +114,23 @@ class _Watch:
     def follow(self, worker: _Worker) -> None:
         self.begun = self.loss = None
         while True:
-            patience = self._patience()
+            timeout = self._time_limit()
             try:
-                event = worker.events.get(timeout=patience)
+                event = worker.events.get(timeout=timeout)
             except Empty:
                 worker.process.kill()
-                self.loss = f"still running after {patience:g} s, and ended"
+                self.loss = f"killed because it was still running after {timeout:g} s"
                 return
             if event is None:
                 worker.process.wait()
                 self.finished = worker.process.returncode == 0
                 return
-            self._take(event["event"], event["value"])
+            self._handle(event["event"], event["value"])
 
-    def _patience(self) -> float:
+    def _time_limit(self) -> float:
         return self._timeout if self.begun else _START_SECONDS
 
-    def _take(self, kind: str, value: Any) -> None:
+    def _handle(self, kind: str, value: Any) -> None:
         if kind == "problem":
             raise SettingError(value)
         if kind == "facts":
@@ -139,13 +139,13 @@ class _Watch:
             self._total = len(value)
         elif kind == "begin":
             self.begun = value
-            self.say(f"[{len(self._rows.rows) + 1} of {self._total}] {value['key']}")
+            self.show(f"[{len(self._rows.rows) + 1} of {self._total}] {value['key']}")
         elif kind == "row":
             self._rows.add(value)
             self.begun = None
 
-    def say(self, text: str) -> None:
-        """Show what is being measured, on one line where a person watches."""
+    def show(self, text: str) -> None:
+        """Print the progress; in a terminal, overwrite one line."""
         if self._live:
             width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
             print(f"\r{text[:width]}\x1b[K", end="", file=sys.stderr, flush=True)
@@ -153,7 +153,7 @@ class _Watch:
             print(text, file=sys.stderr, flush=True)
 
 
-def _lost_row(begun: Mapping[str, Any], reason: str) -> dict[str, Any]:
+def _make_lost_row(begun: Mapping[str, Any], reason: str) -> dict[str, Any]:
     """Return the row of a case that ended its process."""
-    arm = {"outcome": "lost", "reason": f"The process was {reason}."}
-    return {**begun, "arms": dict.fromkeys(_ARMS, arm)}
+    entry = {"outcome": "lost", "reason": f"The process was {reason}."}
+    return {**begun, "conditions": dict.fromkeys(_CONDITIONS, entry)}

@@ -1,4 +1,4 @@
-"""What ``d9m audit model`` says: how far trainings lie apart, by epoch and by layer."""
+"""The report of ``d9m audit model``: the distance between trainings, by epoch and by layer."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,24 @@ from lightning_d9m.output.run_table import RunRow, format_table
 from lightning_d9m.output.svg_charts import draw_lines
 
 _EXPLANATION = """\
-Each run is held against the first one of its arm. Vermv is the mean of |A - B| / |A| over all
-weights, Vc the share of the weights that differ in any bit (Shanmugavelu et al. 2024, arXiv
-2408.05148), ulps the greatest distance in representable numbers. *Without* is the same program,
-seeded as always, with every switch off."""
+Each run is compared with the first one in its condition. Vermv is the mean of |A - B| / |A| over
+all weights, Vc the fraction of the weights that differ in any bit (Shanmugavelu et al. 2024, arXiv
+2408.05148), ulps the greatest distance in representable numbers. *Without* is the same program with
+the same seeds and every determinism setting off."""
 
 
 def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
     """Return all figures."""
     names = list(trainings[CONDITIONS[0]][0].fits)
-    seconds = {arm: [round(run.seconds, 3) for run in trainings[arm]] for arm in CONDITIONS}
+    seconds = {name: [round(run.seconds, 3) for run in trainings[name]] for name in CONDITIONS}
     fits = []
     for name in names:
         entry: dict[str, Any] = {"fit": name}
-        for arm in CONDITIONS:
-            entry[arm] = _summarise(trainings[arm], [run.fits[name] for run in trainings[arm]])
+        for condition in CONDITIONS:
+            runs = trainings[condition]
+            entry[condition] = _summarize(runs, [run.fits[name] for run in runs])
         fits.append(entry)
-    medians = {arm: statistics.median(seconds[arm]) for arm in CONDITIONS}
+    medians = {condition: statistics.median(seconds[condition]) for condition in CONDITIONS}
     return {
         "runs": len(seconds["with"]),
         "seconds": seconds,
@@ -35,7 +36,7 @@ def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
     }
 
 
-def _summarise(runs: Sequence[Training], fits: Sequence[Fit]) -> dict[str, Any]:
+def _summarize(runs: Sequence[Training], fits: Sequence[Fit]) -> dict[str, Any]:
     scalars = sorted(set.intersection(*(set(fit.last.scalars) for fit in fits)))
     values = {name: [fit.last.scalars[name] for fit in fits] for name in scalars}
     losses = [fit.last.loss for fit in fits if fit.last.loss is not None]
@@ -83,7 +84,7 @@ def _spread_of(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _vary(variations: Sequence[Any]) -> dict[str, Any]:
-    """Return the figures of all runs but the first, which they are held against."""
+    """Return the figures of all runs but the first, which is their reference."""
     others = variations[1:]
     return {
         "vermv": statistics.fmean(one.vermv for one in others),
@@ -95,13 +96,15 @@ def _vary(variations: Sequence[Any]) -> dict[str, Any]:
 
 
 def render_plot(entry: Mapping[str, Any]) -> str:
-    """Return the plot of how the spread of one fit grows by epoch, as SVG."""
+    """Return a plot of the spread of one fit by epoch, as SVG."""
     series = {
-        f"{arm}: {name}": [m[key] for m in entry[arm]["moments"] if m["moment"] == "epoch"]
-        for arm in CONDITIONS
+        f"{condition}: {name}": [
+            m[key] for m in entry[condition]["moments"] if m["moment"] == "epoch"
+        ]
+        for condition in CONDITIONS
         for name, key in (("Vermv", "vermv"), ("Vc", "vc"))
     }
-    title = "How far the weights of the runs lie apart"
+    title = "Distance between the weights of the runs"
     return draw_lines(title, ("epoch", "mean over the runs"), series)
 
 
@@ -111,12 +114,14 @@ def render_text(result: Mapping[str, Any]) -> str:
     for fit in result["fits"]:
         if len(result["fits"]) > 1:
             parts.append(fit["fit"])
-        for arm in CONDITIONS:
-            entry = fit[arm]
-            parts.append(f"{arm} the recipe: {entry['distinct']} distinct of {result['runs']}")
+        for condition in CONDITIONS:
+            entry = fit[condition]
+            parts.append(
+                f"{condition} determinism: {entry['distinct']} distinct of {result['runs']}"
+            )
             parts.append(format_table(_rows(entry)))
         names = fit["without"]["scalars"]
-        parts += ["\n".join(_say_scalar(fit, arm, name) for arm in CONDITIONS) for name in names]
+        parts += ["\n".join(_describe_scalar(fit, c, name) for c in CONDITIONS) for name in names]
     parts.append(
         f"time: {statistics.median(result['seconds']['with']):.2f} s with, "
         f"{statistics.median(result['seconds']['without']):.2f} s without (medians of the whole "
@@ -125,14 +130,14 @@ def render_text(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _say_scalar(fit: Mapping[str, Any], arm: str, name: str) -> str:
-    entry = fit[arm]["scalars"].get(name)
+def _describe_scalar(fit: Mapping[str, Any], condition: str, name: str) -> str:
+    entry = fit[condition]["scalars"].get(name)
     if entry is None:
-        return f"{name}, {arm}: not logged in every run"
+        return f"{name}, {condition}: not logged in every run"
     if entry["distinct"] == 1:
-        return f"{name}, {arm}: {entry['least']} in every run"
+        return f"{name}, {condition}: {entry['least']} in every run"
     span = f"{entry['least']} to {entry['greatest']}"
-    return f"{name}, {arm}: {entry['distinct']} values, {span}"
+    return f"{name}, {condition}: {entry['distinct']} values, {span}"
 
 
 def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
@@ -151,21 +156,22 @@ def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
 
 def render_markdown(result: Mapping[str, Any], words: Sequence[str]) -> str:
     """Return the result as a page."""
-    parts = ["# Audit of a training", f"`{' '.join(words)}`, {result['runs']} runs in each arm."]
+    runs = f"`{' '.join(words)}`, {result['runs']} runs in each condition."
+    parts = ["# Audit of a training", runs]
     parts.append(_EXPLANATION)
     for fit in result["fits"]:
         parts.append(f"## {fit['fit']}")
         parts.append(f"![Spread by epoch]({fit['fit']}.svg)")
         parts += [
-            f"### Runs {arm} the recipe\n\n```\n{format_table(_rows(fit[arm]))}\n```"
-            for arm in CONDITIONS
+            f"### Runs {condition} determinism\n\n```\n{format_table(_rows(fit[condition]))}\n```"
+            for condition in CONDITIONS
         ]
         parts.append("### Loss and metrics\n\n" + _scalar_table(fit))
         parts.append("### Weights by epoch\n\n" + _moment_table(fit))
         parts.append("### Weights by layer, at the end\n\n" + _layer_table(fit))
     parts.append(
         "## Time\n\nSeconds of the whole command, imports included: "
-        + "; ".join(f"{arm} {result['seconds'][arm]}" for arm in CONDITIONS)
+        + "; ".join(f"{condition} {result['seconds'][condition]}" for condition in CONDITIONS)
         + f". With over without, medians: {result['ratio']}."
     )
     return "\n\n".join(parts) + "\n"
@@ -174,12 +180,12 @@ def render_markdown(result: Mapping[str, Any], words: Sequence[str]) -> str:
 def _scalar_table(fit: Mapping[str, Any]) -> str:
     rows = []
     for name in fit["without"]["scalars"]:
-        for arm in CONDITIONS:
-            entry = fit[arm]["scalars"].get(name)
+        for condition in CONDITIONS:
+            entry = fit[condition]["scalars"].get(name)
             if entry:
                 span = (entry["least"], entry["greatest"], entry["deviation"])
-                rows.append((name, arm, str(entry["distinct"]), *span))
-    return markdown_table(("", "arm", "distinct", "least", "greatest", "deviation"), rows)
+                rows.append((name, condition, str(entry["distinct"]), *span))
+    return markdown_table(("", "condition", "distinct", "least", "greatest", "deviation"), rows)
 
 
 def _moment_table(fit: Mapping[str, Any]) -> str:
@@ -199,7 +205,8 @@ def _layer_table(fit: Mapping[str, Any]) -> str:
 
 
 def _columns(*first: str) -> list[str]:
-    return [f"{name}, {arm}" for arm in CONDITIONS for name in (*first, "Vermv", "Vc", "ulps")]
+    names = (*first, "Vermv", "Vc", "ulps")
+    return [f"{name}, {condition}" for condition in CONDITIONS for name in names]
 
 
 def _figures(entry: Mapping[str, Any]) -> list[str]:

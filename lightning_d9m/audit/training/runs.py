@@ -1,4 +1,4 @@
-"""One training of ``d9m audit model``: its ledgers, and how far its weights lie from run 1's."""
+"""A training of ``d9m audit model``: its ledgers, and the distance of its weights from run 1's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Fit:
     Attributes:
         moments: Digests of the end of each epoch, then of the end of the fit.
         equal: Whether the whole ledger equals that of the first run.
-        epochs: How far all weights lie from the first run's, for each of ``moments``.
+        epochs: Distance of all weights from the first run's, for each of ``moments``.
         layers: The same by layer, at the end of the fit.
     """
 
@@ -44,12 +44,12 @@ class Training:
     """One run of the command.
 
     Args:
-        folder: Holds its ledgers, and its weights until they have been measured.
-        seconds: How long the command took.
+        folder: Its ledgers, and its weights until they are measured.
+        seconds: Duration of the command.
         ledgers: By name of the fit's folder.
 
     Raises:
-        CommandError: When a fit did not come to its end.
+        CommandError: A fit did not finish.
     """
 
     def __init__(self, folder: Path, seconds: float, ledgers: Mapping[str, Ledger]) -> None:
@@ -64,10 +64,10 @@ class Training:
         return next(iter(self.ledgers.values())).header.seed
 
     def measure(self, first: "Training") -> None:
-        """Hold ledgers and weights against those of the first run of the arm.
+        """Compare ledgers and weights with those of the first run in the condition.
 
         Raises:
-            CommandError: When the runs did not train the same.
+            CommandError: The runs did not fit the same models.
         """
         if list(first.fits) != list(self.fits):
             raise CommandError(
@@ -101,15 +101,15 @@ class Training:
         """Load the weights of one moment.
 
         Raises:
-            CommandError: When they were not kept.
+            CommandError: They were not saved.
         """
         from lightning_d9m.lightning.weight_snapshots import load_weights, weights_path
 
         path = weights_path(self.folder / "weights", name, moment.moment, moment.epoch)
         if not path.exists():
             raise CommandError(
-                f"The run left no weights in {path}: its lightning_d9m is an older one. Install "
-                "this version in the environment of the command."
+                f"The run left no weights in {path}: its lightning_d9m is an older version. "
+                "Install this version in the environment of the command."
             )
         return load_weights(path)
 
@@ -122,7 +122,7 @@ def _moments(ledger: Ledger) -> list[Digests]:
     ]
     if not records or records[-1].moment != "final":
         raise CommandError(
-            f"The training of {ledger.path} did not come to its end, so that there is nothing to "
-            "measure. Its log is beside it, output.log."
+            f"The training of {ledger.path} did not finish, so it cannot be measured. See its log, "
+            "output.log in the same folder."
         )
     return records

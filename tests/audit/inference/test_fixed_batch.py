@@ -55,15 +55,15 @@ def test_what_depends_on_the_size_of_the_batch_no_longer_does():
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
 def test_sizes_that_are_not_allowed(size):
-    with pytest.raises(SettingError, match="a whole number from 1"):
+    with pytest.raises(SettingError, match="an integer from 1"):
         FixedShape(nn.Identity(), size)
 
 
 def test_outputs_that_hold_no_samples():
-    with pytest.raises(SettingError, match="in their first dimension"):
+    with pytest.raises(SettingError, match="whose first dimension is the batch"):
         FixedShape(nn.Flatten(0), 2)(torch.ones(2, 3))
 
 
 def test_arguments_without_a_batch():
-    with pytest.raises(SettingError, match="no batch among the arguments"):
+    with pytest.raises(SettingError, match="No argument is a batch"):
         PerSample(nn.Identity())(torch.tensor(1.0))

@@ -1,4 +1,4 @@
-"""The four arms of ``d9m audit ops``, and the measuring of one case in them."""
+"""The four conditions of ``d9m audit ops``, and the measurement of one case in each."""
 
 import re
 import statistics
@@ -18,7 +18,7 @@ from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.torch_docs import Line, find_lines
 from lightning_d9m.patches.registration import patches_applied
 
-CONDITIONS = ("default", "deterministic", "ours")
+CONDITIONS = ("default", "deterministic", "patched")
 _OFFERED = {op.name for op in OPS if op.status == "offered"}
 _FEWEST_RUNS = 3
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -28,11 +28,11 @@ _REFUSED = "does not have a deterministic implementation"
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one arm of one case may go on.
+    """The limits of one case in one condition.
 
     Attributes:
         runs: Number of runs, from 2.
-        seconds: After so many seconds no further run begins, from the third on.
+        seconds: Time after which no run from the fourth on starts.
     """
 
     runs: int
@@ -40,7 +40,7 @@ class Budget:
 
 
 def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> dict[str, Any]:
-    """Return what is known of a case before it is measured."""
+    """Return the fields of a case's row that are known before the measurement."""
     documented = find_lines(lines, case.documented, torch.device(device).type)
     return {
         "key": case.key(dtype),
@@ -53,41 +53,42 @@ def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> d
 
 
 def measure_case(case: Case, device: str, dtype: str, budget: Budget) -> dict[str, Any]:
-    """Run one case in all arms and return what each gave; whatever goes wrong is part of it."""
+    """Run one case in all conditions and return the result, or the failure, of each."""
     kind = torch.device(device).type
     if case.devices and kind not in case.devices:
-        reason = f"The op is of {' and '.join(case.devices)} only."
-        return {arm: {"outcome": "missing", "reason": reason} for arm in (*CONDITIONS, "oracle")}
-    arms: dict[str, Any] = {}
+        reason = f"The op exists on {' and '.join(case.devices)} only."
+        missing = {"outcome": "missing", "reason": reason}
+        return dict.fromkeys((*CONDITIONS, "oracle"), missing)
+    entries: dict[str, Any] = {}
     measured = getattr(torch, dtype)
     results: dict[str, tuple[Tensor, ...]] = {}
     oracle = Inputs("cpu", torch.float64, measured)
-    arms["oracle"] = _attempt(
+    entries["oracle"] = _attempt(
         lambda: _measure(case.make(oracle), "cpu", Budget(2, 0.0), results, "oracle"), _oracle()
     )
-    for arm in CONDITIONS:
+    for condition in CONDITIONS:
         inputs = Inputs(device, measured)
-        arms[arm] = _attempt(
-            lambda inputs=inputs, arm=arm: _measure(  # type: ignore[misc]
-                case.make(inputs), device, budget, results, arm
+        entries[condition] = _attempt(
+            lambda inputs=inputs, condition=condition: _measure(  # type: ignore[misc]
+                case.make(inputs), device, budget, results, condition
             ),
-            _enter(arm, kind, case.op),
+            _enter(condition, kind, case.op),
         )
-    _relate(arms, results)
-    return arms
+    _add_ratios_and_errors(entries, results)
+    return entries
 
 
 def _attempt(
-    measure: Callable[[], dict[str, Any]], arm: AbstractContextManager[object]
+    measure: Callable[[], dict[str, Any]], context: AbstractContextManager[object]
 ) -> dict[str, Any]:
     try:
-        with arm:
+        with context:
             return {"outcome": "ran", **measure()}
     except (NotHereError, NotImplementedError) as error:
         return _failure("missing", error)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return _failure("out of memory", error)
-    except Exception as error:  # noqa: BLE001 - an op may raise anything; it is what is measured
+    except Exception as error:  # noqa: BLE001 - an op may raise any error; it becomes the result
         text = str(error)
         if _REFUSED in text:
             return _failure("raised", error)
@@ -102,7 +103,7 @@ def _failure(outcome: str, error: Exception) -> dict[str, Any]:
 
 
 def _measure(
-    call: Call, device: str, budget: Budget, results: dict[str, tuple[Tensor, ...]], arm: str
+    call: Call, device: str, budget: Budget, results: dict[str, tuple[Tensor, ...]], condition: str
 ) -> dict[str, Any]:
     meter = SpreadMeter()
     times: list[float] = []
@@ -116,15 +117,15 @@ def _measure(
         _wait(device)
         times.append(time.perf_counter() - start)
         tensors = output if isinstance(output, tuple) else (output,)
-        results.setdefault(arm, tuple(tensor.detach().clone() for tensor in tensors))
+        results.setdefault(condition, tuple(tensor.detach().clone() for tensor in tensors))
         meter.add(tensors)
-    # The first call also loads and chooses kernels: its output counts, its time does not.
+    # The first call also loads and selects kernels: its output counts, its time does not.
     micros = statistics.median(times[1:]) * 1e6
     return {"spread": meter.spread().as_record(), "microseconds": round(micros, 2)}
 
 
 def _disturb(device: str, turn: int) -> None:
-    """Let another stream compete for the device, differently each turn, as other work does."""
+    """Load the device from a second stream, differently each turn, as other work does."""
     if torch.device(device).type == "cuda":
         with torch.cuda.stream(_side_stream(device)):
             noise = torch.ones(512, 512, device=device)
@@ -146,24 +147,27 @@ def _wait(device: str) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _relate(arms: dict[str, dict[str, Any]], results: dict[str, tuple[Tensor, ...]]) -> None:
-    """Add each arm's time over the default's, and its distance from the oracle."""
-    base = arms["default"].get("microseconds")
-    for arm in CONDITIONS:
-        if arms[arm]["outcome"] != "ran":
+def _add_ratios_and_errors(
+    entries: dict[str, dict[str, Any]], results: dict[str, tuple[Tensor, ...]]
+) -> None:
+    """Add the time of each condition over the default's, and its distance from the oracle."""
+    base = entries["default"].get("microseconds")
+    for condition in CONDITIONS:
+        entry = entries[condition]
+        if entry["outcome"] != "ran":
             continue
         if base:
-            arms[arm]["ratio"] = round(arms[arm]["microseconds"] / base, 3)
+            entry["ratio"] = round(entry["microseconds"] / base, 3)
         if "oracle" in results:
-            arms[arm]["error"] = _measure_error(results["oracle"], results[arm])
+            entry["error"] = _measure_error(results["oracle"], results[condition])
 
 
 def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> float | None:
-    """Return Vermv against the rounded oracle; None of an output without floating point."""
+    """Return Vermv against the rounded oracle, or None if no output is floating point."""
     pairs = [
         (wide.to(tensor.dtype), tensor.cpu())
         for wide, tensor in zip(oracle, results, strict=True)
-        if tensor.is_floating_point()  # which of equal elements an index names is no error
+        if tensor.is_floating_point()  # an index of a different equal element is not an error
     ]
     if not pairs:
         return None
@@ -171,16 +175,19 @@ def _measure_error(oracle: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> f
     return measure_variation(exact, actual).vermv
 
 
-def _enter(arm: str, kind: str, op: str) -> AbstractContextManager[object]:
-    if arm == "default":
-        return _plain()
-    return _flagged() if arm == "deterministic" else _ours(kind, op)
+def _enter(condition: str, kind: str, op: str) -> AbstractContextManager[object]:
+    return (
+        _patched(kind, op)
+        if condition == "patched"
+        else _flag_set(mode=condition == "deterministic")
+    )
 
 
 @contextmanager
-def _plain() -> Iterator[None]:
+def _flag_set(*, mode: bool) -> Iterator[None]:
+    """Set torch's flag, and nothing else."""
     before = capture_flags()
-    torch.use_deterministic_algorithms(mode=False)
+    torch.use_deterministic_algorithms(mode=mode)
     try:
         yield
     finally:
@@ -188,19 +195,8 @@ def _plain() -> Iterator[None]:
 
 
 @contextmanager
-def _flagged() -> Iterator[None]:
-    """Do what torch's documentation says, and no more."""
-    before = capture_flags()
-    torch.use_deterministic_algorithms(mode=True)
-    try:
-        yield
-    finally:
-        restore_flags(before)
-
-
-@contextmanager
-def _ours(kind: str, op: str) -> Iterator[None]:
-    """Do what a session does that patches the ops; what is only offered is taken."""
+def _patched(kind: str, op: str) -> Iterator[None]:
+    """Apply the flag and patches of a session, and the patch of the op if it is only offered."""
     include = [op] if op in _OFFERED else []
     with (
         algorithms_switched(fill_uninitialized_memory=True),
@@ -214,7 +210,7 @@ def _oracle() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _plain():
+        with _flag_set(mode=False):
             yield
     finally:
         torch.set_num_threads(threads)
