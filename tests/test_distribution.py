@@ -60,7 +60,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_d9m"}
     assert "lightning_d9m/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "lightning_d9m").rglob("*.py")}
+    files = [path for path in (ROOT / "lightning_d9m").rglob("*.*") if path.suffix != ".pyc"]
+    expected = {str(path.relative_to(ROOT)) for path in files if path.is_file()}
+    assert "lightning_d9m/output/templates/report.html.j2" in expected
     assert expected <= set(names)
 
 

@@ -17,6 +17,8 @@ HEAVY = (
     "numpy",
     "horovod",
     "triton",
+    "rich",
+    "jinja2",
 )
 
 LIGHT = {
@@ -26,7 +28,7 @@ LIGHT = {
     "help": "from lightning_d9m.cli.main import build_parser; build_parser().format_help()",
     **{
         command: f"from lightning_d9m.cli.main import build_parser; build_parser({command!r})"
-        for command in ("repeat", "compare", "doctor", "ops", "audit", "install-horovod")
+        for command in ("repeat", "compare", "report", "doctor", "ops", "audit", "install-horovod")
     },
     "ledger": "import lightning_d9m.ledger.folder, lightning_d9m.comparison.ledgers",
 }

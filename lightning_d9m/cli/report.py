@@ -1,9 +1,10 @@
-"""``d9m report``: how two runs compare, as one HTML file that needs no network."""
+"""``d9m report``: write the comparison of two runs as one HTML file that needs no network."""
 
 import argparse
 import json
 from pathlib import Path
 
+from lightning_d9m.cli.arguments import add_ledger_arguments
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
@@ -16,27 +17,25 @@ from lightning_d9m.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m report``."""
-    where = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
-    parser.add_argument("expected", type=Path, help=f"ledger of the earlier run: {where}")
-    parser.add_argument("actual", type=Path, help="ledger of the later run, likewise")
+    """Add the arguments of ``d9m report``."""
+    add_ledger_arguments(parser)
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         default=Path("report.html"),
-        help="file that is written (report.html); an earlier report there is replaced",
+        help="file to write (default: report.html); replaces an earlier report",
     )
     parser.add_argument(
-        "--force", action="store_true", help="replace the file even if it is no report"
+        "--force", action="store_true", help="replace the file even if it is not a report"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the facts as JSON and write no file"
+        "--json", action="store_true", help="print the facts as JSON instead of writing a file"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, write the page, and return 0 when the runs are equal, else 1."""
+    """Compare two ledgers, write the page, and return 0 if they are equal, else 1."""
     if not arguments.json:
         _check_output(arguments.output, force=arguments.force)
     course = Timeline()
@@ -44,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=course.watch)
     if arguments.json:
-        print(json.dumps(_facts(comparison, course), indent=2))
+        print(json.dumps(_collect_facts(comparison, course), indent=2))
     else:
         _write(arguments.output, render_page(comparison, course))
         print(f"{comparison.verdict}: the report is {printable(str(arguments.output))}")
     return 0 if comparison.equal else 1
 
 
-def _facts(comparison: Comparison, course: Timeline) -> dict[str, object]:
+def _collect_facts(comparison: Comparison, course: Timeline) -> dict[str, object]:
     growth = {
         name: [[s.first, s.last, s.compared, s.differing] for s in found.ordered()]
         for name, found in (("places", course.places), ("weights", course.weights))
@@ -76,7 +75,7 @@ def _facts(comparison: Comparison, course: Timeline) -> dict[str, object]:
 
 
 def _check_output(path: Path, *, force: bool) -> None:
-    """Refuse, before the work, what cannot be written or is not ours to replace."""
+    """Raise before the work if the file cannot be written or is not a report."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise LedgerError(f"The report {path} {what}; name a file in a folder that exists (-o).")
@@ -89,8 +88,8 @@ def _check_output(path: Path, *, force: bool) -> None:
         raise LedgerError(f"{path} cannot be read: {explain(error)}") from error
     if not ours:
         raise LedgerError(
-            f"{path} exists and is no report of lightning_d9m; it was left as it is. Name another "
-            "file with -o, or replace it with --force."
+            f"{path} exists and is not a report of lightning_d9m, so it was left unchanged. Name "
+            "another file with -o, or replace it with --force."
         )
 
 

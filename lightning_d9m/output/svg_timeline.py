@@ -1,73 +1,75 @@
-"""The drawings of the page that ``d9m report`` writes; they hold numbers alone, and no name."""
+"""Drawings of the page that ``d9m report`` writes; they hold numbers and no names of a ledger."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
+from lightning_d9m.output.svg import Scale, element, line, round_up, text
 
 _WIDTH, _HEIGHT = 720, 200
-_LEFT, _RIGHT, _BOTTOM = 64, 12, 28
-_ROW, _NARROWEST = 20, 4
-_LABELS, _DOTS = 8, 200
+_LEFT, _RIGHT, _BOTTOM, _TOP = 64, 708, 172, 14
+_ROW, _MIN_MARK = 20, 4
+_MAX_LABELS, _HALF_LABEL, _MAX_DOTS = 8, 30, 200
+_INSETS = {"equal": 5, "alone": 3, "different": 0}  # the last is drawn on top of the others
 
 
-class _Axis:
-    """The steps, from left to right, with the epochs that begin among them."""
+def _scale_steps(steps: Sequence[TimelineStep]) -> Scale:
+    low, high = steps[0].first, max(step.last for step in steps)
+    return Scale(low, max(high, low + 1), _LEFT, _RIGHT)
 
-    def __init__(self, low: int, high: int, epochs: Mapping[int, int]) -> None:
-        self.low, self.high = low, max(high, low + 1)
-        self._epochs = [
-            (epoch, step) for epoch, step in sorted(epochs.items()) if low <= step < high
+
+def _draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
+    """Draw the axis of steps, with its first and last step and as many epochs as fit.
+
+    The name of an epoch stands below its steps, between the ticks where it begins and ends: a
+    record at the end of epoch 2 is at the tick between epochs 2 and 3.
+    """
+    starts = sorted((step, epoch) for epoch, step in epochs.items())
+    ends = [step for step, _ in starts[1:]] + [scale.high]
+    shown = [
+        (max(start, scale.low), min(end, scale.high), epoch)
+        for (start, epoch), end in zip(starts, ends, strict=False)
+        if start < scale.high and end > scale.low
+    ]
+    parts = [line(_LEFT, base, _RIGHT, base, class_="axis")]
+    for start, end, epoch in shown[:: -(-len(shown) // _MAX_LABELS) or 1]:
+        x = max(scale.at((start + end) / 2), _LEFT + _HALF_LABEL)
+        parts += [
+            line(scale.at(at), base, scale.at(at), base + 6, class_="axis") for at in (start, end)
         ]
+        parts.append(text(min(x, _RIGHT - _HALF_LABEL), base + 19, f"epoch {epoch:,}", "middle"))
+    parts.append(text(_LEFT, base + 36, f"step {scale.low:,}"))
+    parts.append(text(_RIGHT, base + 36, f"{scale.high:,}", "end"))
+    return "".join(parts)
 
-    def at(self, step: float) -> float:
-        """Return how far to the right a step is."""
-        width = _WIDTH - _LEFT - _RIGHT
-        return round(_LEFT + (step - self.low) / (self.high - self.low) * width, 1)
 
-    def draw(self, base: int) -> str:
-        """Draw the line at the bottom, the first and the last step, and epochs as room allows."""
-        every = -(-len(self._epochs) // _LABELS)
-        ticks = "".join(
-            f'<line class="axis" x1="{self.at(step)}" x2="{self.at(step)}" y1="{base}" '
-            f'y2="{base + 5}"/><text x="{self.at(step)}" y="{base + 19}" text-anchor="'
-            f'{"start" if number == 0 else "middle"}">epoch {epoch:,}</text>'
-            for number, (epoch, step) in enumerate(self._epochs[:: every or 1])
-        )
-        return (
-            f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>'
-            f'{ticks}<text x="{_LEFT}" y="{base + 36}">step {self.low:,}</text>'
-            f'<text x="{_WIDTH - _RIGHT}" y="{base + 36}" text-anchor="end">{self.high:,}</text>'
-        )
+def _frame(label: str, height: int, parts: Sequence[str]) -> str:
+    return element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
 
 
 def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int]) -> str:
-    """Draw a line for each rank: at which steps its records agree, differ, or have no counterpart.
+    """Draw a line for each rank: the steps at which its records agree, differ, or are unmatched.
 
-    What differs is taller as well as of another colour.
+    Differences have another color and are also taller.
     """
-    lines = {rank: growth.ordered() for rank, growth in ranks.items()}
-    found = [step for steps in lines.values() for step in steps]
-    axis = _Axis(min(s.first for s in found), max(s.last for s in found), epochs)
-    rows = []
+    lines = {rank: histogram.ordered() for rank, histogram in ranks.items()}
+    scale = _scale_steps(sorted(chain.from_iterable(lines.values()), key=lambda step: step.first))
+    parts = []
     for number, (rank, steps) in enumerate(lines.items()):
         top = number * _ROW + 4
-        rows.append(
-            f'<text x="{_LEFT - 6}" y="{top + 13}" text-anchor="end">rank {rank}</text>'
-            + "".join(_draw_marks(axis, steps, top))
-        )
+        parts.append(text(_LEFT - 6, top + 13, f"rank {rank}", "end"))
+        parts += _draw_marks(scale, steps, top)
     base = len(lines) * _ROW + 8
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {base + 42}" role="img" aria-label="Timeline: the records of '
-        f'each rank by step">{"".join(rows)}{axis.draw(base)}</svg>'
-    )
+    parts.append(_draw_axis(scale, epochs, base))
+    return _frame("Timeline: the records of each rank by step", base + 42, parts)
 
 
 def _status(step: TimelineStep) -> str:
     return "different" if step.differing else "alone" if step.alone else "equal"
 
 
-def _draw_marks(axis: _Axis, steps: Sequence[TimelineStep], top: int) -> list[str]:
-    """Draw one mark for neighbours of one status; those that differ last, on top of the others."""
+def _draw_marks(scale: Scale, steps: Sequence[TimelineStep], top: int) -> list[str]:
+    """Draw one mark for successive steps of one status."""
     marks: list[tuple[str, int, int]] = []
     for step in steps:
         status = _status(step)
@@ -75,51 +77,71 @@ def _draw_marks(axis: _Axis, steps: Sequence[TimelineStep], top: int) -> list[st
             marks[-1] = (status, marks[-1][1], step.last)
         else:
             marks.append((status, step.first, step.last))
-    order = ("equal", "alone", "different")
     drawn = []
-    for status, first, last in sorted(marks, key=lambda mark: order.index(mark[0])):
-        left = min(axis.at(first), _WIDTH - _RIGHT - _NARROWEST)
-        width = max(_NARROWEST, round(min(axis.at(last + 1), _WIDTH - _RIGHT) - left, 1))
-        inset = {"equal": 5, "alone": 3, "different": 0}[status]
+    for status, first, last in sorted(marks, key=lambda mark: list(_INSETS).index(mark[0])):
+        left = min(scale.at(first), _RIGHT - _MIN_MARK)
+        inset = _INSETS[status]
         words = {"alone": "in one run only"}.get(status, status)
-        where = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        steps_named = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
         drawn.append(
-            f'<rect class="{status}" x="{left}" y="{top + inset}" width="{width}" '
-            f'height="{_ROW - 4 - 2 * inset}"><title>{where}: {words}</title></rect>'
+            element(
+                "rect",
+                element("title", f"{steps_named}: {words}"),
+                class_=status,
+                x=left,
+                y=top + inset,
+                width=max(_MIN_MARK, min(scale.at(last + 1), _RIGHT) - left),
+                height=_ROW - 4 - 2 * inset,
+            )
         )
     return drawn
 
 
 def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) -> str:
-    """Draw the share that differs, by step; it does in one at least."""
+    """Draw the share that differs, by step; at least one step must differ.
+
+    A line connects successive steps only: nothing is drawn where no record is.
+    """
     steps = [step for step in growth.ordered() if step.compared]
-    axis = _Axis(steps[0].first, steps[-1].last, epochs)
-    top = max(step.differing / step.compared for step in steps)
-    base = _HEIGHT - _BOTTOM
-
-    def up(share: float) -> float:
-        return round(base - share / top * (base - 14), 1)
-
-    points = [
-        (axis.at((step.first + step.last) / 2), up(step.differing / step.compared))
-        for step in steps
+    shares = [step.differing / step.compared for step in steps]
+    limit = round_up(max(shares))
+    across, up = _scale_steps(steps), Scale(0.0, limit, _BOTTOM, _TOP)
+    start = next(step.first for step in steps if step.differing)
+    x = across.at(start)
+    anchor, gap = ("end", -6) if x > 3 * _LEFT else ("start", 6)
+    parts = [
+        line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis"),
+        line(x, _TOP - 6, x, _BOTTOM, class_="mark"),
+        text(x + gap, _TOP + 4, f"from step {start:,}", anchor),
     ]
-    line = " ".join(f"{x},{y}" for x, y in points)
-    few = points if len(points) <= _DOTS else ()
-    dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in few)
-    first = next(step.first for step in steps if step.differing)
-    at = axis.at(first)
-    side = "end" if at > 3 * _LEFT else "start"  # before it, the line is at the bottom
-    mark = (
-        f'<line class="mark" x1="{at}" x2="{at}" y1="8" y2="{base}"/><text x="'
-        f'{at + (6 if side == "start" else -6)}" y="18" text-anchor="{side}">from step '
-        f"{first:,}</text>"
-    )
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" role="img" aria-label="{title}">'
-        f'<line class="axis" x1="{_LEFT}" x2="{_LEFT}" y1="8" y2="{base}"/>{mark}'
-        f'<polyline points="{line}"/>{dots}'
-        f'<text x="{_LEFT - 6}" y="{up(top) + 4}" text-anchor="end">{100 * top:.3g}%</text>'
-        f'<text x="{_LEFT - 6}" y="{base + 4}" text-anchor="end">0</text>'
-        f"{axis.draw(base)}</svg>"
-    )
+    for share in (0.0, limit / 2, limit):
+        y = up.at(share)
+        parts.append(line(_LEFT - 4, y, _LEFT, y, class_="axis"))
+        parts.append(text(_LEFT - 7, y + 4, f"{100 * share:.3g}%", "end"))
+    parts.append(_draw_axis(across, epochs, _BOTTOM))
+    parts += _draw_curve(steps, shares, across, up)
+    return _frame(title, _HEIGHT + 14, parts)
+
+
+def _draw_curve(
+    steps: Sequence[TimelineStep], shares: Sequence[float], across: Scale, up: Scale
+) -> list[str]:
+    """Draw a line through each series of successive steps, and a dot at each step if they fit."""
+    lines: list[list[tuple[float, float]]] = []
+    dots = []
+    last = None
+    for step, share in zip(steps, shares, strict=True):
+        y = up.at(share)
+        if last is None or step.first > last + 1:
+            lines.append([])
+        # Merged steps are one level: their own shares are not known.
+        lines[-1] += [(across.at(number), y) for number in dict.fromkeys((step.first, step.last))]
+        last = step.last
+        if len(steps) <= _MAX_DOTS or step.first == last:
+            title = element("title", f"step {step.first:,}: {100 * share:.3g}%")
+            dots.append(element("circle", title, cx=across.at(step.first), cy=y, r=2.5))
+    return [
+        element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
+        for points in lines
+        if points[1:]
+    ] + dots

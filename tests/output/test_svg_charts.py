@@ -1,11 +1,12 @@
-"""The plots are well-formed SVG, and put values where they belong."""
+"""The plots are well-formed SVG and put values where they belong."""
 
 import re
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from lightning_d9m.output.svg_charts import draw_dots, draw_lines, fit_axis
+from lightning_d9m.output.svg import LogScale, find_powers, round_up
+from lightning_d9m.output.svg_charts import draw_dots, draw_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,13 +21,30 @@ def circles(text, colour):
 
 
 def test_the_axis_holds_all_values_between_powers_of_ten():
-    axis = fit_axis([0.03, 20.0, 0.0])
-    assert (axis.low, axis.high) == (-2, 2)
-    assert axis.place(0.01) == 0
-    assert axis.place(1.0) == pytest.approx(0.5)
-    assert axis.place(1000.0) == 1
-    assert axis.place(0.0) == 0
-    assert fit_axis([]).high > fit_axis([]).low
+    assert find_powers([0.03, 20.0, 0.0]) == (-2, 2)
+    scale = LogScale(-2, 2, start=0, end=1)
+    assert scale.at(0.01) == 0
+    assert scale.at(1.0) == pytest.approx(0.5)
+    assert scale.at(1000.0) == 1
+    assert scale.at(0.0) == 0
+    low, high = find_powers([])
+    assert high > low
+
+
+@pytest.mark.parametrize("value", [1e-9, 0.0013, 0.2, 0.5, 0.51, 1.0, 3.0, 7e5])
+def test_an_axis_ends_at_a_round_number(value):
+    end = round_up(value)
+    assert value <= end <= 2.5 * value
+    assert f"{end:.0e}"[0] in "125"
+    assert float(f"{end:.0e}") == pytest.approx(end)
+
+
+def test_epochs_are_counted_from_0_unless_said_otherwise():
+    series = {"grows": [0.1, 0.2, 0.3]}
+    for options, expected in (({}, ["0", "1", "2"]), ({"first": 1}, ["1", "2", "3"])):
+        root = ET.fromstring(draw_lines("t", ("x", "y"), series, **options))  # noqa: S314 - our own
+        labels = [node.text for node in root.iter(f"{SVG}text")]
+        assert [label for label in labels if label.isdecimal()] == expected
 
 
 def test_dots_lie_by_their_values_one_line_below_the_other():
