@@ -1,7 +1,10 @@
 """Environment variables that libraries read once, when they start.
 
-They must be set before CUDA and NCCL start, which under Lightning is before ``Callback.setup``.
-What a library has read stays in force after the variable is restored, so that is remembered.
+They must be set before CUDA and NCCL start. Under Lightning both may start before
+``Callback.setup``: in the constructor of the Trainer, and when its strategy sets up the process
+group. Therefore the constructors of the callback and of a session already change ``os.environ``.
+A library keeps the value that it has read after the variable is restored, so this module remembers
+that value.
 """
 
 import os
@@ -22,22 +25,22 @@ CUBLAS_ALLOWED = (":4096:8", ":16:8")
 # NVLS reduces inside the switch, in an order that differs between calls (nccl issue 1497).
 NCCL = "NCCL_ALGO"
 NCCL_DEFAULT = "^NVLS,NVLSTree"
-# The compiler chooses kernels by timing them otherwise. Read when its configuration is imported;
-# `algorithms` sets the configuration itself if that has happened.
+# Otherwise the compiler chooses kernels by timing them. It reads the variable when its
+# configuration is imported; after that, `torch_flags` sets the configuration itself.
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
-# Attention of the flash-attn package adds with atomics in its backward kernel, and torch's flag
-# does not reach it; transformers and others pass this on to it.
+# The backward kernel of the flash-attn package adds with atomics and does not read torch's flag;
+# transformers and other packages pass this variable on to it.
 FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 # Transformer Engine chooses nondeterministic attention kernels unless this is 0.
 TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-# Ours, set by `d9m audit model`: "off" seeds and records as always, and switches nothing, so that
-# what determinism changes and costs can be measured with the program as it is.
+# Set by `d9m audit model`. With "off" a session seeds and records, and does not switch anything, so
+# that the effect and the cost of determinism can be measured with the unchanged program.
 CONTROL = "LIGHTNING_D9M_CONTROL"
 _SWITCHES = {INDUCTOR: "1", FLASH_ATTENTION: "1", TRANSFORMER_ENGINE: "0"}
 
 
 def control_is_on() -> bool:
-    """Return whether a session is to switch anything.
+    """Return whether sessions may switch flags and variables.
 
     Raises:
         SettingError: When the variable has a value that is not allowed.
@@ -49,7 +52,7 @@ def control_is_on() -> bool:
 
 
 def cuda_started() -> bool:
-    """Return whether this process has initialised CUDA."""
+    """Return whether this process has initialized CUDA."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -58,7 +61,7 @@ def nccl_started() -> bool:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False
-    # Not `get_backend`: that of a group which was given no name is "undefined".
+    # `get_backend` returns "undefined" for a group without a named backend.
     return "nccl" in str(distributed.get_backend_config())
 
 
@@ -79,11 +82,11 @@ def allows_nvls(algorithms: str) -> bool:
 
 @dataclass
 class _VariableState:
-    """What this process's holders have set; one for the process, as the environment is."""
+    """The variables that this process has set, and their previous values."""
 
     holders: int = 0
     previous: dict[str, str | None] | None = None
-    # Values under which a library started, for later sessions in this process.
+    # Values that a library read when it started, for later sessions in this process.
     in_force: dict[str, str] | None = None
 
 
@@ -93,20 +96,20 @@ _lock = threading.RLock()
 
 
 class EarlyVariables:
-    """Holds the variables set; the first holder sets them and the last restores them.
+    """A holder of the variables: the first holder sets them, and the last one restores them.
 
-    A holder that is forgotten (a callback that was built and never used) restores them too.
+    A holder that is garbage-collected (a callback that was built and never used) gives up its hold.
     """
 
     def __init__(self) -> None:
         self._hold: weakref.finalize[[], EarlyVariables] | None = None
 
     def __getstate__(self) -> dict[str, None]:
-        # A process that is spawned inherits the variables, and restores nothing.
+        # A spawned process inherits the variables and must not restore them.
         return {"_hold": None}
 
     def set(self) -> None:
-        """Set what is not set well already. A second call does nothing.
+        """Set the variables that have no valid value yet. A second call does nothing.
 
         Raises:
             SettingError: When the user's value of a variable allows nondeterminism.
@@ -122,14 +125,14 @@ class EarlyVariables:
         self._hold.atexit = False  # the environment ends with the process
 
     def restore(self) -> None:
-        """Give up holding; the last holder restores what was there. A second call does nothing."""
+        """Give up the hold; the last holder restores the variables. A second call does nothing."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold()
 
 
-def users_value(name: str) -> str | None:
-    """Return the user's value of a variable, whether or not it is set to another one now."""
+def read_user_value(name: str) -> str | None:
+    """Return the user's value of a variable, also while a session has changed it."""
     return (os.environ if _state.previous is None else _state.previous).get(name)
 
 
@@ -174,7 +177,7 @@ def _choose_cublas() -> str:
         return CUBLAS_ALLOWED[0]
     if found not in CUBLAS_ALLOWED:
         raise SettingError(
-            f"The variable {CUBLAS} is {found!r}; deterministic products need one of "
+            f"The variable {CUBLAS} is {found!r}; deterministic matrix products need one of "
             f"{', '.join(CUBLAS_ALLOWED)}. Unset it, or set one of these."
         )
     return found
@@ -201,7 +204,7 @@ def _choose_switch(name: str, wanted: str) -> str:
     found = os.environ.get(name)
     if found not in (None, "", wanted):
         raise SettingError(
-            f"The variable {name} is {found!r}, which asks for nondeterministic kernels. Unset it, "
+            f"The variable {name} is {found!r}, which allows nondeterministic kernels. Unset it, "
             f"or set {name}={wanted}."
         )
     return wanted
@@ -210,7 +213,7 @@ def _choose_switch(name: str, wanted: str) -> str:
 def _too_late(library: str, name: str, value: str | None, wanted: str) -> TooLateError:
     found = "not set" if value is None else repr(value)
     return TooLateError(
-        f"{library} started in this process while {name} was {found}, and reads it only then. Call "
-        "lightning_d9m.enable() at the top of the program, before anything uses the GPU, or start "
-        f"the program with {name}={wanted}."
+        f"{library} started in this process while {name} was {found}, and reads it only at its "
+        "start. Call lightning_d9m.enable() at the top of the program, before anything uses the "
+        f"GPU, or start the program with {name}={wanted}."
     )

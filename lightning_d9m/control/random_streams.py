@@ -1,4 +1,4 @@
-"""The random streams of a loader, by name."""
+"""The random streams of a loader."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from lightning_d9m.control.seeding import derive_seed
 
 @dataclass
 class Stream:
-    """Which random streams a loader draws from. A worker gets a copy of its own when it starts.
+    """The seeds of a loader's random streams. Each worker gets a copy when it starts.
 
     Attributes:
         seed: The base seed.
@@ -17,10 +17,10 @@ class Stream:
         rank: The data-parallel rank.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         number: Ordinal of the loader in its stage.
-        epoch: The epoch that this process is in.
-        workers: What torch draws for the workers of the epoch's first iteration.
-        shared: The epoch that the main process is in, int64 of shape (1,), in shared memory: seen
-            by workers that live for several epochs. None where none do.
+        epoch: The current epoch of this process.
+        workers: The base seed that torch draws for the workers of the epoch's first iteration.
+        shared: The current epoch of the main process, int64 of shape (1,), in shared memory for
+            persistent workers; None without such workers.
     """
 
     seed: int
@@ -33,17 +33,17 @@ class Stream:
     shared: torch.Tensor | None = None
 
     def start_epoch(self, epoch: int) -> None:
-        """Enter an epoch, in the main process."""
+        """Enter an epoch in the main process."""
         self.epoch = epoch
         if self.shared is not None:
             self.shared.fill_(epoch)
 
     def at_epoch(self) -> "Stream":
-        """Return a copy that stays in this epoch."""
+        """Return a copy that stays in the current epoch."""
         return replace(self, shared=None)
 
     def follow(self) -> bool:
-        """Enter the main process's epoch; return whether it is another one."""
+        """Enter the main process's epoch; return whether the epoch changed."""
         before = self.epoch
         if self.shared is not None:
             self.epoch = int(self.shared)
@@ -52,7 +52,7 @@ class Stream:
     def derive(
         self, purpose: str, *, worker: int = 0, index: int | str = 0, shared: bool = False
     ) -> int:
-        """Return a seed of this stream in its epoch; ``shared`` by all ranks."""
+        """Return a seed for the current epoch; with ``shared``, the same on all ranks."""
         return derive_seed(
             self.seed,
             f"{self.stage} {self.number} {purpose}",

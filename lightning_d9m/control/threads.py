@@ -1,6 +1,6 @@
-"""The number of intra-op CPU threads: results differ between numbers of threads.
+"""The number of intra-op CPU threads, which changes results.
 
-A sum over many elements is cut into one part for each thread, and each cut is another rounding.
+torch splits a sum over many elements into one part per thread, and each split rounds differently.
 """
 
 import os
@@ -11,8 +11,8 @@ import torch
 
 from lightning_d9m.errors import SettingError
 
-# With it OpenMP gives an operation fewer threads while the machine is busy, also of a pinned
-# number; it is read when OpenMP starts, which is when torch is imported.
+# With it OpenMP gives an operation fewer threads while the machine is busy, even if the number is
+# pinned. OpenMP reads it when it starts, which is when torch is imported.
 DYNAMIC = "OMP_DYNAMIC"
 
 
@@ -20,11 +20,11 @@ DYNAMIC = "OMP_DYNAMIC"
 def threads_pinned(number: int | None) -> Iterator[None]:
     """Compute with ``number`` intra-op threads, and restore the number that was set.
 
-    None changes nothing. The number of inter-op threads runs independent operations side by side
-    and changes no result.
+    With None nothing changes. The number of inter-op threads does not matter: they run independent
+    operations side by side.
 
     Raises:
-        SettingError: When OpenMP was asked to vary the number by itself.
+        SettingError: If OpenMP may vary the number.
     """
     if threads_vary():
         raise SettingError(
@@ -43,7 +43,7 @@ def threads_pinned(number: int | None) -> Iterator[None]:
 
 
 def verify_threads(number: int | None) -> None:
-    """Raise if somebody has changed the number since it was pinned.
+    """Raise if the number has changed since it was pinned.
 
     Raises:
         SettingError: With both numbers.
@@ -58,5 +58,5 @@ def verify_threads(number: int | None) -> None:
 
 
 def threads_vary() -> bool:
-    """Return whether OpenMP was asked to choose the number of threads at every operation."""
+    """Return whether OpenMP may choose the number of threads for every operation."""
     return os.environ.get(DYNAMIC, "").strip().lower() in ("true", "1")

@@ -1,4 +1,4 @@
-"""torch's own switches: each with the mechanism that makes it necessary."""
+"""torch's flags for determinism, each with the mechanism that makes it necessary."""
 
 import sys
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from torch.backends import cudnn as cudnn_backend
 from torch.backends import mkldnn as _mkldnn
 from torch.utils import deterministic as _memory
 
-from lightning_d9m.control.environment import INDUCTOR, users_value
+from lightning_d9m.control.environment import INDUCTOR, read_user_value
 from lightning_d9m.errors import SettingError
 
-# torch makes these attributes by other means than those that a type checker follows.
+# torch creates these attributes dynamically, so type checkers do not see them.
 mkldnn_backend: Any = _mkldnn
 memory: Any = _memory
 
@@ -46,28 +46,28 @@ def restore_flags(flags: Flags) -> None:
     cudnn_backend.benchmark = flags["cudnn.benchmark"]
     cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
     mkldnn_backend.deterministic = flags["mkldnn.deterministic"]
-    # `use_deterministic_algorithms` has loaded this, and has set it to the same as its own mode.
+    # `use_deterministic_algorithms` has imported this module and set it to its own mode.
     sys.modules[_INDUCTOR].deterministic = flags["inductor.deterministic"]  # type: ignore[attr-defined]
 
 
 def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
     """Return the flags of a deterministic session."""
     return {
-        # Picks deterministic kernels, and raises where an operation has none.
+        # Chooses deterministic kernels, and raises if an operation has none.
         "torch.deterministic_algorithms": True,
-        # With warnings only, attention keeps its nondeterministic backward kernels.
+        # With warn_only, attention keeps its nondeterministic backward kernels.
         "torch.deterministic_warn_only": False,
-        # A program that reads what it never wrote reads the same each time.
+        # A program that reads memory it never wrote reads the same values in each run.
         "torch.fill_uninitialized_memory": fill_uninitialized_memory,
         # cuDNN's fastest convolutions add with atomics.
         "cudnn.deterministic": True,
-        # The benchmark picks kernels by timing them.
+        # The benchmark chooses kernels by timing them.
         "cudnn.benchmark": False,
-        # cuDNN's attention takes no word from torch about determinism.
+        # cuDNN's attention does not read torch's flag.
         "sdpa.cudnn": False,
-        # oneDNN picks the fastest kernel for a device unless it is told.
+        # Without it oneDNN chooses the fastest kernel for a device.
         "mkldnn.deterministic": True,
-        # Autotuning picks kernels by timing them.
+        # Autotuning chooses kernels by timing them.
         "inductor.deterministic": True,
     }
 
@@ -84,16 +84,16 @@ def algorithms_switched(*, fill_uninitialized_memory: bool) -> Iterator[None]:
 
 
 def verify_flags(*, fill_uninitialized_memory: bool) -> None:
-    """Raise if somebody has changed a flag since.
+    """Raise if a flag has changed since the session set it.
 
     Raises:
-        SettingError: With the first flag that is not as it was set.
+        SettingError: With the first flag that has changed.
     """
     wanted = wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory)
     for name, value in capture_flags().items():
         if value != wanted[name]:
             raise SettingError(
-                f"The flag {name} is {value} and was set to {wanted[name]}: something switched it "
+                f"The flag {name} is {value} and was set to {wanted[name]}: something changed it "
                 "during the run, so the run is not deterministic. Look for "
                 "torch.use_deterministic_algorithms, torch.backends.cudnn or "
                 "Trainer(deterministic=...) in the program, and remove it."
@@ -101,8 +101,8 @@ def verify_flags(*, fill_uninitialized_memory: bool) -> None:
 
 
 def _inductor_deterministic() -> bool:
-    """Return the compiler's flag, or how it will start where it is not loaded; loading is slow."""
+    """Return the compiler's flag, or its initial value before the (slow) import of its module."""
     config: Any = sys.modules.get(_INDUCTOR)
     if config is None:
-        return users_value(INDUCTOR) == "1"
+        return read_user_value(INDUCTOR) == "1"
     return bool(config.deterministic)

@@ -197,6 +197,13 @@ RULES: dict[str, Rule] = {
             "Give the first reset(seed=...) one that is fixed and recorded.",
         ),
         Rule(
+            "D9M212",
+            "clock-in-learning-rate",
+            "error",
+            "The learning rate depends on the clock, which differs in each run.",
+            "Compute it from the step or the epoch.",
+        ),
+        Rule(
             "D9M301",
             "set-order",
             "error",
@@ -232,6 +239,22 @@ RULES: dict[str, Rule] = {
             "error",
             "Results come in the order in which they are finished, which varies.",
             "Take them in the order in which they were asked for.",
+        ),
+        Rule(
+            "D9M306",
+            "order-of-modification-time",
+            "warning",
+            "The order of modification times differs after a copy or a download, and for files "
+            "that several processes write.",
+            "Sort by name.",
+        ),
+        Rule(
+            "D9M307",
+            "parameters-written-by-thread",
+            "error",
+            "A thread writes to parameters at a time that differs in each run.",
+            "Write to them in the training loop or in a hook, or join the thread before training "
+            "continues.",
         ),
         Rule(
             "D9M401",

@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lightning_d9m.lint.checks.clock import (
+    check_learning_rate,
+    check_learning_rate_call,
+    check_modification_time,
+)
 from lightning_d9m.lint.checks.kernels import check_atomic, check_autotuning
 from lightning_d9m.lint.checks.loaders import check_dataset, check_ranks, check_worker_seed
 from lightning_d9m.lint.checks.memory import check_empty
@@ -22,6 +27,7 @@ from lightning_d9m.lint.checks.order import (
 )
 from lightning_d9m.lint.checks.seeds import check_seed
 from lightning_d9m.lint.checks.settings import TURNED_ON, check_setting, check_setting_call
+from lightning_d9m.lint.checks.threads import check_thread
 from lightning_d9m.lint.checks.training import check_environment, check_training
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.finding import Finding
@@ -61,10 +67,14 @@ _CALLS: tuple[Check, ...] = (
     check_dataset,
     check_training,
     check_environment,
+    check_modification_time,
+    check_learning_rate_call,
+    check_thread,
 )
 _CHECKS: Mapping[type[ast.AST], Sequence[Check]] = {
     ast.Call: (*_CALLS, check_set),
-    ast.Assign: (check_setting, check_hash_seed),
+    ast.Assign: (check_setting, check_hash_seed, check_learning_rate),
+    ast.AugAssign: (check_learning_rate,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (check_set,)),
 }
 

@@ -17,7 +17,7 @@ _TORCH_CALLS = frozenset(
         *["empty", "empty_like", "empty_strided", "new_empty", "Tensor", "FloatTensor"],
         *["DoubleTensor", "HalfTensor", "IntTensor", "LongTensor", "autotune"],
         *(f"atomic_{kind}" for kind in ("add", "xchg", "cas", "max", "min", "and", "or", "xor")),
-        *["Trainer", "Generator", "HorovodDeterministicStrategy"],
+        *["Trainer", "Generator", "Thread", "Timer", "HorovodDeterministicStrategy"],
     )
 )
 # Everyday names that count only in a text that also has another word.
@@ -55,8 +55,14 @@ _PLAIN = {
         (b"seed", rb"seed\s*=(?!=)"),
         (b"PYTHONHASHSEED", rb"PYTHONHASHSEED"),
         (b"hash", rb"key\s*=\s*hash\b"),
+        *((name, rb"\b(?:get|st_)[mca]time") for name in (b"mtime", b"ctime", b"atime")),
     )
 }
+# Learning rates, in a text that reads a clock.
+_RATE = re.compile(
+    rb"[\"']lr[\"']\s*\]|\b(?:lr|learning_rate)\s*=(?!=)|(?:Lambda|Multiplicative)LR\b"
+)
+_CLOCK = re.compile(rb"\bimport time\b|\bfrom time import|datetime")
 _NO_WORD = re.compile(rb"\W")
 _WORD = re.compile(rb"[A-Za-z_]\w*")
 _PARTIAL = re.compile(rb"partial\s*\(\s*(?:\w+\.)*(\w+)")
@@ -98,9 +104,9 @@ def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
     offsets += [match.start() for match in _CALL.finditer(text) if match[1] in wanted]
     if b"partial" in text:
         offsets += [match.start() for match in _PARTIAL.finditer(text) if match[1] in wanted]
-    for part, pattern in _PLAIN.items():
-        if part in text:
-            offsets += [match.start() for match in pattern.finditer(text)]
+    patterns = [pattern for part, pattern in _PLAIN.items() if part in text]
+    patterns += [_RATE] if _CLOCK.search(text) else []
+    offsets += [match.start() for pattern in patterns for match in pattern.finditer(text)]
     if sets:
         offsets += [
             match.start()

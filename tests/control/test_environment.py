@@ -18,7 +18,7 @@ from lightning_d9m.control.environment import (
     EarlyVariables,
     allows_nvls,
     nccl_started,
-    users_value,
+    read_user_value,
 )
 
 NAMES = (CUBLAS, NCCL, INDUCTOR, FLASH_ATTENTION, TRANSFORMER_ENGINE)
@@ -189,7 +189,7 @@ def test_the_users_value_is_known_while_another_is_set(monkeypatch):
     monkeypatch.setenv(INDUCTOR, "1")
     early = EarlyVariables()
     early.set()
-    assert (users_value(INDUCTOR), users_value(FLASH_ATTENTION)) == ("1", None)
+    assert (read_user_value(INDUCTOR), read_user_value(FLASH_ATTENTION)) == ("1", None)
     early.restore()
 
 

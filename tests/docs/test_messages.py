@@ -322,7 +322,7 @@ CASES = [
     ("cli.scan", asks("run", rules=False, paths=["x"], jobs=0), "allowed: 1 or more."),
     ("cli.scan", lambda g: g.module.choose_version("new"), "is no version of torch."),
     ("cli.scan", lambda g: g.module._expand(["D9X"]), "names no rule."),
-    ("control.torch_flags", forget_the_flags, "something switched it during the run"),
+    ("control.torch_flags", forget_the_flags, "something changed it during the run"),
     (
         "audit.inference.fixed_batch",
         lambda g: g.module.FixedShape(torch.nn.Identity(), 0),
@@ -332,7 +332,7 @@ CASES = [
     (
         "control.environment",
         set_variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "_choose_cublas"),
-        "deterministic products need one of",
+        "deterministic matrix products need one of",
     ),
     (
         "control.environment",
@@ -342,7 +342,7 @@ CASES = [
     (
         "control.environment",
         set_variable(FLASH, "0", "_choose_switch", FLASH, "1"),
-        "which asks for nondeterministic kernels.",
+        "which allows nondeterministic kernels.",
     ),
     (
         "probes.dumps",

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.values import Arguments, read_constant
 from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
@@ -36,12 +37,13 @@ def check_empty(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
         yield ReportFinding("D9M107", node)
     elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
         area = place.scope.node
-        if (
-            len(parent.targets) == 1
-            and not isinstance(area, (ast.Module, ast.ClassDef))
-            and _is_only_read(area, parent.targets[0].id)
-        ):
+        if len(parent.targets) != 1 or isinstance(area, (ast.Module, ast.ClassDef)):
+            return
+        if _is_only_read(area, parent.targets[0].id):
             yield ReportFinding("D9M107", node)
+        elif certainty := _is_partly_written(area, parent.targets[0].id, place):
+            reason = "Only a part of the memory is written; the rest is whatever was in memory."
+            yield ReportFinding("D9M107", node, certainty, reason)
 
 
 def _is_uninitialised(node: ast.Call, place: NodeContext) -> bool:
@@ -70,6 +72,68 @@ def _reads(parent: ast.AST, parents: list[ast.AST]) -> bool:
         or parent.attr.endswith("_")
         or parent.attr.startswith(("new_", "is_", "_", "register_", "fill"))
     )
+
+
+def _is_partly_written(area: ast.AST, name: str, place: NodeContext) -> Certainty | None:
+    """Say whether a local tensor is read as a whole after one assignment to a part of it.
+
+    Returns:
+        "depends" if it is only returned: the caller may write the rest. None if anything else may
+        write to it.
+    """
+    parts: list[ast.AST] = []
+    certainty: Certainty | None = None
+    stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
+    while stack:
+        node, parents = stack.pop()
+        if isinstance(node, ast.Name) and node.id == name:
+            parent = parents[-1]
+            if isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store):
+                parts.append(parent.slice)
+            elif isinstance(parent, ast.Assign) and isinstance(node.ctx, ast.Store):
+                parts += [] if _makes_memory(parent.value) else [node]
+            elif (
+                isinstance(parent, _ARITHMETIC)
+                or _reads(parent, parents)
+                or (isinstance(parent, ast.Call) and _reads_argument(parent, node, place))
+            ):
+                certainty = "certain"
+            elif isinstance(parent, ast.Return):
+                certainty = certainty or "depends"
+            elif not (isinstance(parent, ast.Attribute) and parent.attr in _SHAPE_ONLY):
+                return None
+        inner = [*parents, node]
+        stack.extend((child, inner) for child in ast.iter_child_nodes(node))
+    return certainty if len(parts) == 1 and _leaves_rest(parts[0]) else None
+
+
+def _makes_memory(value: ast.AST) -> bool:
+    return isinstance(value, ast.Call) and "empty" in ast.unparse(value.func)
+
+
+def _reads_argument(call: ast.Call, node: ast.AST, place: NodeContext) -> bool:
+    """Say whether a function of torch reads an argument and returns something else."""
+    name = place.resolve(call.func) or ""
+    writes = name.endswith("_") or any(word.arg == "out" for word in call.keywords)
+    return name.startswith("torch.") and node in call.args and not writes
+
+
+def _leaves_rest(part: ast.AST) -> bool:
+    """Say whether an index never covers a whole dimension: ``1:``, ``:-1`` or ``::2``."""
+    if isinstance(part, ast.Tuple):
+        return any(map(_leaves_rest, part.elts))
+    if not isinstance(part, ast.Slice):
+        return False
+    lower, upper, step = map(_read_integer, (part.lower, part.upper, part.step))
+    return lower > 0 or upper < 0 or step > 1
+
+
+def _read_integer(node: ast.AST | None) -> int:
+    """Return a constant integer; 0 for anything else."""
+    sign = -1 if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else 1
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    value = node.value if isinstance(node, ast.Constant) else 0
+    return sign * value if isinstance(value, int) else 0
 
 
 def _is_only_read(area: ast.AST, name: str) -> bool:

@@ -35,6 +35,36 @@ def is_order_used(node: ast.AST, place: NodeContext) -> bool:
     return _is_used(node, list(place.parents), place, numbered=False)
 
 
+def is_list_order_used(target: ast.AST, place: NodeContext) -> bool:
+    """Say whether the order of a list can be seen in more than a choice of single items.
+
+    Args:
+        target: ``name`` or ``self.name``.
+        place: The context of the call that sorts the list.
+    """
+    if isinstance(target, ast.Name):
+        area: ast.AST | None = place.scope.node
+        key = target.id
+    elif isinstance(target, ast.Attribute):
+        enclosing = place.scope.enclosing_class
+        area, key = (enclosing.node if enclosing else None), target.attr
+    else:
+        return False
+    return area is not None and any(
+        not isinstance(parents[-1], ast.Attribute)
+        and not is_choice(parents[-1])
+        and (isinstance(parents[-1], ast.Assign) or _is_used(use, parents, place, numbered=False))
+        for parents, use in _find_uses(area, key, place.parents[-1])
+    )
+
+
+def is_choice(node: ast.AST) -> bool:
+    """Say whether an expression takes items at fixed positions: ``files[-1]``, ``files[:-3]``."""
+    if not isinstance(node, ast.Subscript):
+        return False
+    return not any(isinstance(part, ast.Name) for part in ast.walk(node.slice))
+
+
 def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
     node: ast.AST, parents: Sequence[ast.AST], place: NodeContext, *, numbered: bool
 ) -> bool:

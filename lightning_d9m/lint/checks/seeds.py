@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
-from lightning_d9m.lint.values import Arguments, find_value
+from lightning_d9m.lint.values import Arguments, find_value, list_values
 from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 GENERATORS = {
@@ -57,7 +57,7 @@ def check_seed(  # noqa: C901 - one case for each way to seed
     name = place.resolve(node.func)
     arguments = Arguments(node, place.scope)
     seed = arguments.get(0, "seed", "x", "a", "entropy")
-    if name in _ALWAYS_FROM_SYSTEM:
+    if name in _ALWAYS_FROM_SYSTEM or (name is None and _reseeds_generator(node, place)):
         yield ReportFinding("D9M204", node)
     elif name in _SYSTEM_DRAWS:
         if not _is_in_seed(place):
@@ -99,7 +99,7 @@ def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[ReportFindin
 
 def _find_entropy(node: ast.AST, scope: Scope) -> str:
     """Return the name of what differs in each run and goes into an expression; or nothing."""
-    for part in _list_parts(node, scope, _DEPTH):
+    for part in list_parts(node, scope, _DEPTH):
         if isinstance(part, ast.Call):
             name = resolve(part.func, scope) or ""
             if _ENTROPY.match(name):
@@ -107,7 +107,7 @@ def _find_entropy(node: ast.AST, scope: Scope) -> str:
     return ""
 
 
-def _list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
+def list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
     """Yield the nodes of an expression, and of those that its names stand for."""
     for part in ast.walk(node):
         yield part
@@ -115,7 +115,7 @@ def _list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
             found, where = scope.find(part.id)
             for binding in found:
                 if binding.kind == "assign" and isinstance(binding.node, ast.expr):
-                    yield from _list_parts(binding.node, where, depth - 1)
+                    yield from list_parts(binding.node, where, depth - 1)
 
 
 def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
@@ -152,6 +152,17 @@ def _is_number(node: ast.AST, scope: Scope) -> bool:
         return str(node.slice.value).upper() in {"RANK", "LOCAL_RANK"}
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
     return bool(_NUMBERED.search(name.lower()))
+
+
+def _reseeds_generator(node: ast.Call, place: NodeContext) -> bool:
+    """Say whether a call is ``seed()`` of a ``torch.Generator``, which takes no argument."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "seed":
+        return False
+    values, _ = list_values(node.func.value, place.scope)
+    return not node.args and any(
+        isinstance(value, ast.Call) and resolve(value.func, place.scope) == "torch.Generator"
+        for value in values
+    )
 
 
 def _is_method(node: ast.Call, method: str, name: str | None) -> bool:
