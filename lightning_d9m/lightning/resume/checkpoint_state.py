@@ -181,10 +181,11 @@ class CheckpointState:
         load()
 
     def _settle_and_reset(self, trainer: Any, reset: Callable[[], None]) -> None:
-        if _has_loaded(trainer):
-            restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
-            self._at_end = finish_pending_work(trainer, self._place(trainer))
-        reset()
+        if not _has_loaded(trainer):
+            reset()
+            return
+        restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
+        self._at_end = finish_pending_work(trainer, self._place(trainer), reset)
 
     def _restore_and_start(self, trainer: Any, start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset what they have measured.

@@ -5,13 +5,16 @@ Lightning saves at moments after which something is left to do: the validation t
 the end of the epoch. Of its own it leaves that out when it resumes; see ``settle``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
 LoopPhase = Literal["epoch", "batch", "validation", "within"]
+
+
+_COUNTERS = ("ready", "started", "processed", "completed")
 
 
 @dataclass(frozen=True)
@@ -53,39 +56,38 @@ def _validated(loop: Any) -> bool:
     return bool(progress.is_last_batch and progress.current.completed == progress.current.ready)
 
 
-def finish_pending_work(trainer: Any, place: LoopPosition) -> bool:
-    """Let a fit that has loaded a checkpoint do what was left to do when that was saved.
-
-    Called when the loaders are known, before Lightning looks at what it has loaded.
+def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], None]) -> bool:
+    """Let a fit that has loaded a checkpoint finish what was pending when that was saved.
 
     Args:
         trainer: The Trainer.
         place: Where the checkpoint was saved.
+        reset: The fit loop's ``reset``, in which Lightning reads the progress that it has loaded.
 
     Returns:
-        Whether nothing is left of the epoch but its end: then call ``skip_remaining_batches``
+        Whether nothing remains of the epoch but its end: then call ``skip_remaining_batches``
         when the loop over its batches is about to start.
     """
     fit = trainer.fit_loop
-    if place.moment == "epoch":
-        _begin_epoch(fit)
-        return False
     loop = fit.epoch_loop
     progress = loop.batch_progress
-    if place.moment == "within":
-        return False
-    saved_in_hook = progress.current.completed < progress.current.processed
-    due = loop._should_check_val_fx(fit._data_fetcher)
-    if place.moment == "validation" or (saved_in_hook and due):
-        # As if the validation had been interrupted in its first batch: it is run as a whole.
-        _complete(progress)
-        _begin_validation(loop.val_loop.batch_progress)
-    elif saved_in_hook and progress.is_last_batch:
-        _complete(progress)
-        if not loop._should_accumulate():
-            loop._batches_that_stepped += 1
-        return True
-    return False
+    at_end = False
+    if place.moment == "epoch":
+        _begin_epoch(fit)
+    elif place.moment != "within":
+        saved_in_hook = progress.current.completed < progress.current.processed
+        due = loop._should_check_val_fx(fit._data_fetcher)
+        if place.moment == "validation" or (saved_in_hook and due):
+            _complete(progress)
+            _reset_before_validation(loop.val_loop.batch_progress, place.moment, reset)
+            return False
+        if saved_in_hook and progress.is_last_batch:
+            _complete(progress)
+            if not loop._should_accumulate():
+                loop._batches_that_stepped += 1
+            at_end = True
+    reset()
+    return at_end
 
 
 def skip_remaining_batches(trainer: Any) -> None:
@@ -162,6 +164,18 @@ def _complete(progress: Any) -> None:
         part.completed = part.processed
 
 
-def _begin_validation(progress: Any) -> None:
+def _reset_before_validation(progress: Any, moment: LoopPhase, reset: Callable[[], None]) -> None:
+    """Let Lightning run a validation as a whole, as if it had been interrupted in its first batch.
+
+    Afterwards the total counts the earlier validations of the epoch, and a batch that failed.
+    """
+    total = {name: getattr(progress.total, name) for name in _COUNTERS}
+    if moment == "validation":
+        current = progress.current
+        for name in _COUNTERS:
+            total[name] -= min(getattr(current, name), current.processed)
     progress.reset()
     progress.total.ready = progress.total.started = 1
+    reset()
+    for name in _COUNTERS:
+        setattr(progress.total, name, total[name])

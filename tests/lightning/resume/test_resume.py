@@ -55,6 +55,18 @@ class TestPlaces:
         agree(straight, fits.resume(**words))
 
 
+@pytest.mark.parametrize("place", list(PLACES)[:-1])
+@pytest.mark.parametrize("interval", [2, 6])
+def test_counts_batches_as_an_uninterrupted_run_does(fits, place, interval):
+    words = {"val_check_interval": interval, "max_epochs": 2}
+    fits.fit(**words)
+    progress = fits.trainer.fit_loop.state_dict()
+    at = {name: value for name, value in PLACES[place].items() if name != "words"}
+    fits.interrupt(at={**at, "epoch": 1}, **words)
+    fits.resume(**words)
+    assert fits.trainer.fit_loop.state_dict() == progress
+
+
 class DrawnBatches:
     """A batch sampler of the user's, which draws as it goes."""
 
