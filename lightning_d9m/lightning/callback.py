@@ -1,21 +1,18 @@
-"""``Trainer(callbacks=[DeterminismCallback()])``: bit-exact training that leaves a ledger.
+"""``Trainer(callbacks=[DeterminismCallback()])``: bit-exact training that writes a ledger.
 
-The hooks are thin: what they do lives in :mod:`lightning_d9m.control` and
-:mod:`lightning_d9m.recording`.
+Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from lightning_d9m.control.environment import EarlyVariables
 from lightning_d9m.control.seeding import describe_hash_seed_problem
-from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.lost_ranks import add_lost_ranks, connect_liveness
@@ -23,7 +20,7 @@ from lightning_d9m.lightning.packages import combined_base, import_packages, ran
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.process_group import close_group_at_exit
 from lightning_d9m.lightning.ranks import ranks_of
-from lightning_d9m.lightning.resolved_settings import inherit_settings, resolve_seed
+from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.strategies import register_strategies
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
@@ -34,6 +31,9 @@ from lightning_d9m.recording.recorder import Policy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import Tensor
+    from torch.optim import Optimizer
 else:
     _Callback = combined_base("callbacks.Callback")
 
@@ -44,35 +44,38 @@ for _package in import_packages():
 class DeterminismCallback(_Callback):
     """Makes a Trainer's runs deterministic, and writes and checks the ledger of each fit.
 
-    It works without arguments. Whatever it switches is restored when the run ends.
+    It works without arguments. Everything that it switches is restored when the run ends.
 
     Args:
-        seed: Base of every seed, from 0 to 4294967295. None takes that of an active
-            ``lightning_d9m.enable``, of an earlier ``seed_everything`` (``PL_GLOBAL_SEED``), or 0.
-        reference: Ledger of an earlier run that this one is held against: the folder of a fit, or a
+        seed: Base of every seed, from 0 to 4294967295. None takes the seed of an active
+            ``lightning_d9m.enable()``, else that of ``seed_everything`` (``PL_GLOBAL_SEED``),
+            else 0.
+        reference: Ledger of an earlier run to compare this run with: the folder of a fit, or a
             folder that holds exactly one.
-        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` says the same in
-            a warning and goes on.
-        on_stack_difference: What to do when driver, versions, devices or variables differ from the
-            reference's: ``"raise"``, ``"warn"``, or ``"ignore"`` (it stays in the ledger).
+        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns and
+            continues.
+        on_stack_difference: What to do if driver, versions, devices or variables differ from the
+            reference's: ``"raise"``, ``"warn"``, or ``"ignore"`` (the ledger still records it).
         ledger_dir: Folder in which each fit makes a new folder for its ledger. None takes ``d9m``
             under the Trainer's log directory. The variable ``LIGHTNING_D9M_LEDGER_DIR``, which
-            ``d9m repeat`` sets, goes before both.
-        per_sample_rng: Seed the random generators for every sample, so that what it draws
-            does not depend on the batch that it is in; else they are seeded for every batch.
-        threads: Number of intra-op CPU threads to pin; None keeps what is set. CPU results differ
-            between numbers of threads.
-        fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
-            memory is exact too. It costs time, and changes no bit of a correct program.
+            ``d9m repeat`` sets, takes precedence over both.
+        per_sample_rng: Seed the random generators for every sample, so that what it draws does
+            not depend on its batch. If False, they are seeded for every batch. None inherits.
+        threads: Number of intra-op CPU threads to pin; CPU results depend on it. None inherits,
+            or keeps the present number.
+        fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialized
+            memory is exact too. It costs time, and does not change the results of a correct
+            program. None inherits; the default is True.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic
-            (``d9m ops`` lists them). Without it, torch raises where it has no deterministic kernel.
-        unpatched_ops: Names of operations to leave to torch all the same.
+            (``d9m ops`` lists them). If False, torch raises where it has no deterministic kernel.
+            None inherits; the default is False.
+        unpatched_ops: Names of operations that ``patch_ops`` does not replace. None inherits.
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged scalars that are not
-            recorded, because they differ by nature: measured times, say.
-        on_inexact_resume: What to do when a fit goes on from a checkpoint and cannot end at the
-            bits of an uninterrupted one: ``"raise"``, or ``"warn"``, and record the break.
-            ``"raise_early"`` also stops a fit that begins anew, if checkpoints that it would save
-            within an epoch could not be resumed exactly.
+            recorded because they always differ, such as measured times.
+        on_inexact_resume: What to do if a fit resumes from a checkpoint and cannot end at the same
+            bits as an uninterrupted run: ``"raise"``, or ``"warn"``, which records the break.
+            ``"raise_early"`` also fails a fresh fit at its start if its mid-epoch checkpoints
+            could not be resumed exactly.
         probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
@@ -81,14 +84,15 @@ class DeterminismCallback(_Callback):
         replay_every: Run the forward and backward pass of every N-th batch a second time and
             compare all values; 0 for never.
 
-    What is left at its default is taken from an active ``lightning_d9m.enable``.
+    Arguments that "inherit" take the value of an active ``lightning_d9m.enable()`` if they are
+    None; any other value takes precedence over it.
 
     Raises:
-        SettingError: When a value is not allowed.
+        SettingError: If a value is not allowed.
     """
 
-    added = False
-    """Whether ``LIGHTNING_D9M=1`` added it, so that it gives way to one of the program's own."""
+    _auto_added = False
+    """True if ``LIGHTNING_D9M=1`` added it; it then yields to a callback of the program."""
 
     def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
@@ -98,11 +102,11 @@ class DeterminismCallback(_Callback):
         on_drift: Literal["raise", "warn"] = "raise",
         on_stack_difference: Literal["raise", "warn", "ignore"] = "raise",
         ledger_dir: str | Path | None = None,
-        per_sample_rng: bool = False,
+        per_sample_rng: bool | None = None,
         threads: int | None = None,
-        fill_uninitialized_memory: bool = True,
-        patch_ops: bool = False,
-        unpatched_ops: Sequence[str] = (),
+        fill_uninitialized_memory: bool | None = None,
+        patch_ops: bool | None = None,
+        unpatched_ops: Sequence[str] | None = None,
         ignored_metrics: Sequence[str] = (),
         on_inexact_resume: Literal["raise", "warn", "raise_early"] = "raise",
         probes: str | Sequence[str] = (),
@@ -112,27 +116,22 @@ class DeterminismCallback(_Callback):
         replay_every: int = 0,
     ) -> None:
         super().__init__()
-        _check_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
-        _check_choice("on_drift", on_drift, ("raise", "warn"))
-        _check_choice("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore"))
-        self._seed = seed
-        self._settings = Settings(
-            seed=0 if seed is None else seed,
+        _validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
+        _validate_choice("on_drift", on_drift, ("raise", "warn"))
+        _validate_choice("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore"))
+        self._given = GivenSettings(
+            seed=seed,
             per_sample_rng=per_sample_rng,
             threads=threads,
             fill_uninitialized_memory=fill_uninitialized_memory,
             patch_ops=patch_ops,
-            unpatched_ops=_listed(unpatched_ops),
+            unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
         )
-        self._policy = policy = Policy(
+        self._policy = Policy(
             reference=None if reference is None else Path(reference),
             on_drift=on_drift,
             on_stack_difference=on_stack_difference,
         )
-        self._testimony = TrainerRecorder(
-            policy, None if ledger_dir is None else Path(ledger_dir), _listed(ignored_metrics)
-        )
-        self._resumption = CheckpointState(on_inexact_resume)
         probe_settings = make_settings(
             probes=probes,
             probe_modules=probe_modules,
@@ -140,164 +139,178 @@ class DeterminismCallback(_Callback):
             probe_ranks=probe_ranks,
             replay_every=replay_every,
         )
-        self._probing = ProbeRecorder(probe_settings, _listed(ignored_metrics))
-        self._takeover: TrainerSession | None = None
+        ignored = _as_tuple(ignored_metrics)
+        self._recorder = TrainerRecorder(self._policy, ledger_dir, ignored)
+        self._checkpoint_state = CheckpointState(on_inexact_resume)
+        self._probe_recorder = ProbeRecorder(probe_settings, ignored)
+        self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
-        # The launcher and NCCL start before `setup` is called: what they read is set here, and
-        # restored when a run ends.
-        self._early = EarlyVariables()
-        self._early.set()
+        # The launcher and NCCL start before `setup` is called and read these variables then.
+        self._early_variables = EarlyVariables()
+        self._early_variables.set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy (in a spawned process, or of the list of callbacks) has no run of its own.
-        return self.__dict__ | {"_takeover": None, "_liveness": None}
+        # A copy (in a spawned process, or of the list of callbacks) has no open session.
+        return self.__dict__ | {"_session": None, "_liveness": None}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the run over, before the model is configured and any loader is made."""
-        if self._takeover is not None:  # another callback's error kept it from being given back
+    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Open the session, before the model is configured and any loader is made."""
+        if self._session is not None:  # the error of another callback skipped our teardown
             self._close("failed", "The run was given up without a call of on_exception.")
         close_group_at_exit()
-        ranks_of(trainer).together(lambda: self._take_over(trainer, stage))
+        ranks_of(trainer).together(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(trainer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give everything back."""
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Restore everything."""
         self._close("finished")
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Say in the ledger that the run failed, and give everything back."""
+    def on_exception(
+        self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
+    ) -> None:
+        """Record in the ledger that the run failed, and restore everything."""
         add_lost_ranks(exception, self._liveness)
-        if self._takeover is not None:
-            with suppress(Exception):  # the error that is being raised is the one to be seen
-                self._probing.flush()
-                self._resumption.keep(trainer, self._run, self._testimony, ended=False)
+        if self._session is not None:
+            with suppress(Exception):  # do not hide the error that is being raised
+                self._probe_recorder.flush()
+                self._checkpoint_state.keep(trainer, self._session, self._recorder, ended=False)
         self._close("failed", f"{type(exception).__name__}: {exception}")
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the switches still stand, open the ledger and record the initial weights."""
-        self._resumption.begin(trainer, self._testimony)
-        self._testimony.further_settings = self._probing.as_record()
-        self._testimony.begin(trainer, pl_module, self._run)
-        self._probing.begin(trainer, pl_module, self._testimony, self._policy.on_drift)
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Verify the switches, open the ledger and record the initial weights."""
+        self._checkpoint_state.begin(trainer, self._recorder)
+        self._recorder.further_settings = self._probe_recorder.as_record()
+        self._recorder.begin(trainer, pl_module, self._open_session)
+        self._probe_recorder.begin(trainer, pl_module, self._recorder, self._policy.on_drift)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Take what the batch starts from."""
-        self._probing.start_batch(trainer, pl_module, batch, batch_idx)
+        """Probe the state that the batch starts from."""
+        self._probe_recorder.start_batch(trainer, pl_module, batch, batch_idx)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Take the loss."""
-        self._probing.take_loss(loss)
+    def on_before_backward(
+        self, trainer: "Trainer", pl_module: "LightningModule", loss: "Tensor"
+    ) -> None:
+        """Probe the loss."""
+        self._probe_recorder.take_loss(loss)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Take the gradients."""
-        self._probing.take_gradients(optimizer)
+    def on_before_optimizer_step(
+        self, trainer: "Trainer", pl_module: "LightningModule", optimizer: "Optimizer"
+    ) -> None:
+        """Probe the gradients."""
+        self._probe_recorder.take_gradients(optimizer)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Seed the epoch."""
-        self._run.start_epoch(trainer.current_epoch)
+        self._open_session.start_epoch(trainer.current_epoch)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: "Trainer",
+        pl_module: "LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
-        """Keep the loss, without waiting for the device."""
-        self._testimony.keep_loss(outputs)
-        self._probing.end_batch(trainer, outputs)
+        """Keep the loss on its device, and write the probes of the batch."""
+        self._recorder.keep_loss(outputs)
+        self._probe_recorder.end_batch(trainer, outputs)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the epoch and hold it against the reference and the other ranks."""
-        self._probing.flush()
-        self._testimony.record(trainer, pl_module, self._run, "epoch")
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Record the epoch; compare it with the reference and across ranks."""
+        self._probe_recorder.flush()
+        self._recorder.record(trainer, pl_module, self._open_session, "epoch")
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the final weights: by now averaging callbacks have rewritten them."""
-        self._probing.end()
-        self._testimony.record(trainer, pl_module, self._run, "final")
-        self._resumption.keep(trainer, self._run, self._testimony, ended=True)
+    def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Record the final weights, after averaging callbacks have rewritten them."""
+        self._probe_recorder.end()
+        self._recorder.record(trainer, pl_module, self._open_session, "final")
+        self._checkpoint_state.keep(trainer, self._open_session, self._recorder, ended=True)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add what an exact resume needs; also when the fit is over."""
-        self._probing.flush()
-        self._resumption.save(trainer, self._takeover, self._testimony, checkpoint)
+    def on_save_checkpoint(
+        self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the state that an exact resume needs, also after the fit has ended."""
+        self._probe_recorder.flush()
+        self._checkpoint_state.save(trainer, self._session, self._recorder, checkpoint)
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take over from the run that saved it."""
-        self._resumption.load(trainer, self._run, checkpoint)
+    def on_load_checkpoint(
+        self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Resume the run that saved the checkpoint; outside a run there is nothing to resume."""
+        if self._session is not None:
+            self._checkpoint_state.load(trainer, self._session, checkpoint)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the RNG aside; within a fit this is done around the whole validation."""
+    def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
         if trainer.state.fn != "fit":
-            self._run.start_evaluation("validate")
-        self._testimony.begin_evaluation(trainer, pl_module, self._run, "validate")
+            self._open_session.start_evaluation("validate")
+        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, "validate")
 
     def on_validation_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: "Trainer",
+        pl_module: "LightningModule",
         outputs: Any,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Digest what the batch returned."""
-        self._testimony.keep_outputs(outputs, batch_idx, dataloader_idx)
+        """Digest the outputs of the batch."""
+        self._recorder.keep_outputs(outputs, batch_idx, dataloader_idx)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the validation, and give the RNG back."""
-        self._testimony.end_evaluation(trainer, pl_module, "validate")
+    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Record the validation and restore the RNG."""
+        self._recorder.end_evaluation(trainer, pl_module, "validate")
         if trainer.state.fn != "fit":
-            self._run.end_evaluation("validate")
+            self._open_session.end_evaluation("validate")
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Seed what the test draws."""
-        self._run.start_evaluation("test")
-        self._testimony.begin_evaluation(trainer, pl_module, self._run, "test")
+    def on_test_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Seed the test."""
+        self._open_session.start_evaluation("test")
+        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, "test")
 
-    # What a batch of a test or of a prediction returned is digested in the same way.
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
 
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the test, and give the RNG back."""
-        self._testimony.end_evaluation(trainer, pl_module, "test")
-        self._run.end_evaluation("test")
+    def on_test_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Record the test and restore the RNG."""
+        self._recorder.end_evaluation(trainer, pl_module, "test")
+        self._open_session.end_evaluation("test")
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Seed what the prediction draws."""
-        self._run.start_evaluation("predict")
-        self._testimony.begin_evaluation(trainer, pl_module, self._run, "predict")
+    def on_predict_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Seed the prediction."""
+        self._open_session.start_evaluation("predict")
+        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, "predict")
 
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the prediction, and give the RNG back."""
-        self._testimony.end_evaluation(trainer, pl_module, "predict")
-        self._run.end_evaluation("predict")
+    def on_predict_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Record the prediction and restore the RNG."""
+        self._recorder.end_evaluation(trainer, pl_module, "predict")
+        self._open_session.end_evaluation("predict")
 
     @property
-    def _run(self) -> TrainerSession:
-        assert self._takeover is not None, "Lightning calls `setup` before any other hook"
-        return self._takeover
+    def _open_session(self) -> TrainerSession:
+        assert self._session is not None, "Lightning calls `setup` before any other hook"
+        return self._session
 
-    def _take_over(self, trainer: Any, stage: str) -> None:
-        self._check_trainer(trainer)
-        self._early.set()
-        settings = inherit_settings(replace(self._settings, seed=resolve_seed(self._seed)))
-        self._takeover = TrainerSession(trainer, settings, stage)
-        self._resumption.attach(trainer, self._takeover)
+    def _open(self, trainer: "Trainer", stage: str) -> None:
+        self._validate_trainer(trainer)
+        self._early_variables.set()
+        self._session = TrainerSession(trainer, self._given.resolve(), stage)
+        self._checkpoint_state.attach(trainer, self._session)
         apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:
             _report_hash_seed()
         if stage == "fit":
-            self._probing.read_variables()
-            self._testimony.check_reference()
+            self._probe_recorder.read_variables()
+            self._recorder.check_reference()
 
-    def _check_trainer(self, trainer: Any) -> None:
-        callbacks = [
-            c for c in trainer.callbacks if isinstance(c, DeterminismCallback) and not c.added
-        ]
-        if len(callbacks) > 1:
+    def _validate_trainer(self, trainer: "Trainer") -> None:
+        count = len(list_program_callbacks(trainer))
+        if count > 1:
             raise SettingError(
-                f"This Trainer has {len(callbacks)} DeterminismCallbacks; a run has one seed and "
+                f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
                 "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
             )
         if torch.backends.cudnn.benchmark:
@@ -309,29 +322,35 @@ class DeterminismCallback(_Callback):
 
     def _close(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
         try:
-            self._probing.end()
-            self._testimony.end(status, error)
+            self._probe_recorder.end()
+            self._recorder.end(status, error)
         finally:
-            takeover, self._takeover = self._takeover, None
-            if takeover is not None:
-                takeover.close()
-            self._early.restore()
+            session, self._session = self._session, None
+            if session is not None:
+                session.close()
+            self._early_variables.restore()
+
+
+def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:
+    """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
+    callbacks = [c for c in cast(Any, trainer).callbacks if isinstance(c, DeterminismCallback)]
+    return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
 
 
 @cache
 def _report_hash_seed() -> None:
-    """Say once in a process what cannot be mended once it runs."""
+    """Log once per process that the hash seed is not fixed; it cannot be set any more."""
     problem = describe_hash_seed_problem()
     if problem is not None:
         rank_zero().rank_zero_info(problem)
 
 
-def _listed(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names as a tuple; a single one need not be in a list."""
+def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names as a tuple; a single name need not be in a list."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _validate_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         choices = " or ".join(repr(choice) for choice in allowed)
         raise SettingError(f"{name} is {value!r}; allowed: {choices}.")

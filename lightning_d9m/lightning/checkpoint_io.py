@@ -1,4 +1,4 @@
-"""Checkpoints as files: damage is found when one is read, before anything of it is used."""
+"""Checkpoint files: damage is detected when a file is loaded, before its content is used."""
 
 import zipfile
 import zlib
@@ -11,18 +11,11 @@ import torch
 
 from lightning_d9m.errors import CheckpointError, CommandError
 from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.text import describe_names, escape
 
 KEY = "lightning_d9m"
-
-# Under these each rank writes files of its own, in forms of theirs.
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 _CHUNK = 2**20
-
-
-def is_sharded(strategy: object) -> bool:
-    """Return whether a strategy saves the parts of a model one by one."""
-    return any(base.__name__ in _SHARDING for base in type(strategy).__mro__)
 
 
 @contextmanager
@@ -30,7 +23,7 @@ def loads_checked(strategy: Any) -> Iterator[None]:
     """Check every checkpoint that the strategy loads in the body.
 
     Raises:
-        CheckpointError: From the load, when the checkpoint is damaged.
+        CheckpointError: From the load, if the checkpoint is damaged.
     """
     original: Callable[..., Any] = strategy.load_checkpoint
 
@@ -49,7 +42,7 @@ def loads_checked(strategy: Any) -> Iterator[None]:
 
 
 def save_with_manifest(trainer: Any) -> None:
-    """Seal the checkpoint when it is written: until then others may change it."""
+    """Add a manifest of digests as the checkpoint is written, after all callbacks' changes."""
     strategy = trainer.strategy
     if is_sharded(strategy) or "save_checkpoint" in vars(strategy):
         return
@@ -66,15 +59,15 @@ def save_with_manifest(trainer: Any) -> None:
 
 
 def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:
-    """Read a checkpoint on the CPU.
+    """Read a checkpoint to the CPU.
 
     Args:
         path: The file.
         allow_objects: Whether to unpickle Python objects, which can run code from the file.
 
     Raises:
-        CheckpointError: When it cannot be read, or is not a checkpoint.
-        CommandError: When it holds objects that may not be loaded, or that cannot be.
+        CheckpointError: If it cannot be read, or is not a checkpoint.
+        CommandError: If it holds objects that may not be loaded, or that cannot be.
     """
     try:
         with damage_explained(path):
@@ -97,7 +90,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
             ) from error
         raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path} is no checkpoint of a Trainer: it holds no dict.")
+        raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
     return checkpoint
 
 
@@ -111,10 +104,9 @@ def _find_objects(path: Path) -> list[str]:
 
 @contextmanager
 def damage_explained(path: Any) -> Iterator[None]:
-    """Raise a ``CheckpointError`` for an error of the body if it is the file that is damaged.
+    """Raise a ``CheckpointError`` instead of the body's error if the file is damaged.
 
-    torch reads a file without looking at its check sums, and fails with whatever its bytes then
-    lead to.
+    torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors.
     """
     try:
         yield
@@ -129,13 +121,13 @@ def damage_explained(path: Any) -> Iterator[None]:
 
 
 def check_checkpoint(checkpoint: object, path: Any) -> bool:
-    """Hold a checkpoint against the seal in it.
+    """Compare a checkpoint with the manifest in it.
 
     Returns:
-        Whether there is one.
+        True if it has a manifest.
 
     Raises:
-        CheckpointError: When it holds other bytes than were saved.
+        CheckpointError: If its content differs from what was saved.
     """
     state = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
     if not isinstance(checkpoint, Mapping) or not isinstance(state, Mapping):
@@ -146,32 +138,32 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     damage = check_manifest({**checkpoint, KEY: rest}, state["seal"])
     if damage:
         raise CheckpointError(
-            f"The checkpoint {path} is damaged: {_describe(damage)}. Take another copy of it, or "
-            "an earlier checkpoint.",
+            f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
+            "copy of it, or an earlier checkpoint.",
             names=damage.changed,
         )
     return True
 
 
-def _describe(damage: Damage) -> str:
+def _describe_damage(damage: Damage) -> str:
     parts = []
     if damage.changed:
         count = len(damage.changed)
-        what = "1 tensor holds" if count == 1 else f"{count} tensors hold"
+        what = "1 tensor differs" if count == 1 else f"{count} tensors differ"
         named = describe_names(damage.changed[:8], count)
-        parts.append(f"{what} other bytes than were saved: {named}")
+        parts.append(f"{what} from what was saved: {named}")
     if damage.missing:
-        parts.append(f"{damage.missing} of the tensors that were saved are gone")
+        parts.append(f"{damage.missing} of the saved tensors are missing")
     if damage.added:
         named = describe_names(damage.added[:8], len(damage.added))
         parts.append(f"it holds tensors that were not saved: {named}")
     if damage.values:
-        parts.append("numbers or texts in it are not those that were saved")
+        parts.append("numbers or strings in it differ from those that were saved")
     return "; ".join(parts)
 
 
 def _find_damage(path: Any) -> str | None:
-    """Return what is wrong with a file of torch's, which is a zip archive, or None."""
+    """Return the damage of a file that torch saved, a zip archive; None if there is none."""
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -179,7 +171,7 @@ def _find_damage(path: Any) -> str | None:
                     while stream.read(_CHUNK):
                         pass
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        return f"it is cut short, or bytes of it have changed ({error})"
+        return f"it is truncated, or some of its bytes have changed ({error})"
     except (OSError, ValueError, TypeError, RuntimeError):
-        return None  # not there, or not a local file: the error says why
+        return None  # missing, or not a local file: the original error says so
     return None

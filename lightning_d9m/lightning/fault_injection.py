@@ -1,13 +1,13 @@
-"""A fit that is steered by variables: surveyed, killed at a place after a checkpoint, or resumed.
+"""Fault injection by environment variables: survey a fit, kill it at a point, or resume it.
 
-``d9m repeat --interrupt`` sets the variables. They steer the first fit of a process, so that the
-user's program is not changed:
+``d9m repeat --interrupt`` sets the variables. They apply to the first fit of a process, so that the
+user's program needs no change:
 
 - ``LIGHTNING_D9M_INTERRUPT``: ``survey``, or a point such as ``batch:1:7``; see
   :class:`InterruptionPoint`;
-- ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder that then receives the survey, or the checkpoint and
-  a mark that the place was reached;
-- ``LIGHTNING_D9M_RESUME``: a checkpoint that the fit goes on from, as ``fit(ckpt_path=...)`` does.
+- ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for the checkpoint and a file that
+  marks that the point was reached;
+- ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from, as ``fit(ckpt_path=...)`` does.
 """
 
 import json
@@ -16,7 +16,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.interruption_points import (
@@ -35,7 +35,7 @@ from lightning_d9m.lightning.packages import combined_base
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint as _Checkpoint
 else:
     _Callback = combined_base("callbacks.Callback")
@@ -43,18 +43,18 @@ else:
 
 
 class _FaultState:
-    """How many fits this process has begun."""
+    """The number of fits that this process has begun."""
 
     fits = 0
 
 
 def apply_interrupt_variables(
-    trainer: Any, stage: str, environment: Mapping[str, str] = os.environ
+    trainer: "Trainer", stage: str, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Let the variables steer a run that begins; called in ``setup``.
+    """Apply the variables to a run that begins; called in ``setup``.
 
     Raises:
-        SettingError: When a variable has a value that is not allowed.
+        SettingError: If a variable has a value that is not allowed.
     """
     if stage != "fit":
         return
@@ -67,9 +67,9 @@ def apply_interrupt_variables(
         if not (folder := environment.get(FOLDER)):
             raise SettingError(
                 f"The variable {INTERRUPT} is {request!r} and {FOLDER} is not set. Set it to a "
-                "folder that receives the checkpoint."
+                "folder for the checkpoint."
             )
-        trainer.callbacks.append(
+        cast(Any, trainer).callbacks.append(
             EpochShapeCallback(Path(folder))
             if request == SURVEY
             else CheckpointAndKill(Path(folder), parse_point(request))
@@ -79,15 +79,15 @@ def apply_interrupt_variables(
 def _resume(trainer: "Trainer", path: Path) -> None:
     """Let the fit that is being set up resume from a checkpoint."""
     if not path.exists():
-        raise SettingError(f"The variable {RESUME} is '{path}', which is not there.")
+        raise SettingError(f"The variable {RESUME} is '{path}', which does not exist.")
     resume_next_fit(trainer, path)
 
 
 class EpochShapeCallback(_Callback):
-    """Notes where a fit can be interrupted, and changes nothing.
+    """Records at which points a fit can be interrupted; changes nothing.
 
     Args:
-        folder: Receives what was found when the training ends.
+        folder: The folder for the record, which is written when the training ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,24 +95,24 @@ class EpochShapeCallback(_Callback):
         self._epochs: list[EpochShape] = []
         self._validation = 0
 
-    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Count it."""
+    def on_validation_batch_end(self, trainer: "Trainer", *_: Any, **__: Any) -> None:
+        """Count the batch."""
         self._validation += not trainer.sanity_checking
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the epoch consisted of."""
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Record the numbers of batches in the epoch."""
         self._epochs.append(
             EpochShape(
                 epoch=trainer.current_epoch,
-                batches=trainer.fit_loop.epoch_loop.batch_progress.current.processed,
+                batches=cast(Any, trainer.fit_loop.epoch_loop.batch_progress.current).processed,
                 accumulated=trainer.accumulate_grad_batches,
                 validation=self._validation,
             )
         )
         self._validation = 0
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write it down."""
+    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Write the record."""
         if trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
             epochs = [asdict(epoch) for epoch in self._epochs]
@@ -120,66 +120,71 @@ class EpochShapeCallback(_Callback):
 
 
 class CheckpointAndKill(_Checkpoint):
-    """Saves a checkpoint at a place, and kills its process there.
+    """Saves a checkpoint at a point, and kills its process there.
 
-    It saves where a ModelCheckpoint would, after all other callbacks; at the end of an epoch after
-    the module too, which is what its base class brings about.
+    It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
+    after the module's hooks at the end of an epoch, too.
 
     Args:
-        folder: Receives the checkpoint and the mark that the place was reached.
-        place: The place.
+        folder: The folder for the checkpoint and for the file that marks the reached point.
+        point: Where to save and kill.
     """
 
-    def __init__(self, folder: Path, place: InterruptionPoint) -> None:
+    def __init__(self, folder: Path, point: InterruptionPoint) -> None:
         self._folder = folder
-        self._place = place
+        self._point = point
         self._validation = 0
-        self._left: int | None = None
+        self._remaining: int | None = None
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count validations by epoch."""
+    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Count the validation batches of each epoch."""
         self._validation = 0
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: "Trainer",
+        pl_module: "LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
-        """See whether it is the place, or far enough from it."""
-        if self._left is not None:
-            self._left -= 1
-            if self._left == 0:
-                self._die(trainer)
-        self._pass(trainer, "batch", batch_idx + 1)
+        """Kill the process some batches after the point, or act if this is the point."""
+        if self._remaining is not None:
+            self._remaining -= 1
+            if self._remaining == 0:
+                self._kill(trainer)
+        self._act_at(trainer, "batch", batch_idx + 1)
 
-    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """See whether it is the place."""
+    def on_validation_batch_end(self, trainer: "Trainer", *_: Any, **__: Any) -> None:
+        """Act if this is the point."""
         if not trainer.sanity_checking:
             self._validation += 1
-            self._pass(trainer, "validation", self._validation)
+            self._act_at(trainer, "validation", self._validation)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """See whether it is the place."""
+    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Act if this is the point."""
         if not trainer.sanity_checking:
-            self._pass(trainer, "validated", 0)
+            self._act_at(trainer, "validated", 0)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """See whether it is the place."""
-        self._pass(trainer, "epoch", 0)
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Act if this is the point."""
+        self._act_at(trainer, "epoch", 0)
 
-    def _pass(self, trainer: Any, kind: str, number: int) -> None:
-        place = self._place
-        if (kind, trainer.current_epoch, number) != (place.kind, place.epoch, place.number):
+    def _act_at(self, trainer: "Trainer", kind: str, number: int) -> None:
+        point = self._point
+        if (kind, trainer.current_epoch, number) != (point.kind, point.epoch, point.number):
             return
-        if self._left is None:
+        if self._remaining is None:
             trainer.save_checkpoint(self._folder / CHECKPOINT)
-            self._left = place.later
-            if self._left == 0:
-                self._die(trainer)
+            self._remaining = point.later
+            if self._remaining == 0:
+                self._kill(trainer)
 
-    def _die(self, trainer: Any) -> None:
-        """End this process as ``kill -9`` does, on every rank."""
-        trainer.strategy.checkpoint_io.teardown()  # waits for one that is still being written
+    def _kill(self, trainer: "Trainer") -> None:
+        """Kill this process with SIGKILL, on every rank."""
+        trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
         if trainer.is_global_zero:
-            (self._folder / MARK).write_text(str(self._place))
-        # A launcher ends all ranks when one has gone: not before the mark is there.
+            (self._folder / MARK).write_text(str(self._point))
+        # A launcher ends all ranks when one has died; that must not happen before the file exists.
         trainer.strategy.barrier("lightning_d9m.interruption")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,22 +1,24 @@
-"""Values of all ranks, brought to the one that writes checkpoints."""
+"""Gather values of all ranks on the rank that writes checkpoints."""
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_d9m.lightning.ranks import ranks_of
 
-# How many bytes of each rank's are gathered at once: they lie on the device, those of all ranks.
-# The first part holds what a rank has to say in almost every training, so that ranks wait for each
-# other once.
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Bytes per rank that one collective gathers, on the device. In almost every training the value fits
+# into the first chunk, so that one collective is enough.
 _FIRST = 64 * 2**10
 _CHUNK = 4 * 2**20
-_HEAD = 8  # bytes of the size that comes first
+_HEAD = 8  # bytes of the length field at the start
 
 
-def gather_values(trainer: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the plain values of all ranks; a rank that does not save gets its own only."""
+def gather_values(trainer: "Trainer", mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the plain values of all ranks; ranks other than 0 get only their own."""
     if ranks_of(trainer).gather is None:
         return [mine]
     strategy = trainer.strategy
@@ -49,8 +51,8 @@ def gather_values(trainer: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _decode(row: bytes) -> dict[str, Any]:
     data = io.BytesIO(row[_HEAD : _HEAD + _size_of(row)])
-    # From a rank of this run, by the way that gradients come. Without pickled objects it would take
-    # more than twice as long.
+    # The bytes come from a rank of this run, over the channel of the gradients. weights_only=True
+    # would take more than twice as long.
     state: dict[str, Any] = torch.load(data, weights_only=False)
     return state
 

@@ -1,4 +1,4 @@
-"""What the user's loggers are told: the weights' digest as text, drift as a scalar."""
+"""Records for the user's loggers: the digest of the weights as text, drift as a scalar."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,10 +8,10 @@ _DRIFT = "d9m/drift"
 
 
 def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
-    """Give each logger the digest of the weights as text, in the way that it has for text.
+    """Log the digest of the weights as text with each logger.
 
-    TensorBoard keeps one for each epoch; MLflow (a tag of the run), W&B (the run's summary) and all
-    others (a hyper-parameter: CSV's hparams.yaml, say) keep the last.
+    TensorBoard keeps one text for each epoch. MLflow (a tag of the run), W&B (the summary of the
+    run) and all others (a hyperparameter, such as CSV's hparams.yaml) keep the last.
     """
     for logger in loggers:
         experiment = logger.experiment
@@ -26,6 +26,6 @@ def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
 
 
 def log_drift(loggers: Iterable[Any], differing: int, step: int) -> None:
-    """Give each logger the number of entries that differ from the reference or across ranks."""
+    """Log the number of entries that differ from the reference or across ranks."""
     for logger in loggers:
         logger.log_metrics({_DRIFT: float(differing)}, step=step)

@@ -1,8 +1,8 @@
-"""Which of Lightning's two packages the user's program uses.
+"""Support for both of Lightning's packages.
 
-``lightning.pytorch`` and ``pytorch_lightning`` hold the same code twice, with base classes that do
-not know each other; a user may have both installed. Importing the one that the program does not use
-would cost seconds, so the packages that are already loaded decide.
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code, with separate base classes, and
+both may be installed. Importing a package that the program does not use would take seconds, so the
+packages that are already loaded are served.
 """
 
 import sys
@@ -14,12 +14,12 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def loaded_packages() -> tuple[str, ...]:
-    """Return those of Lightning's packages that the program has imported."""
+    """Return the Lightning packages that the program has imported."""
     return tuple(name for name in PACKAGES if sys.modules.get(name) is not None)
 
 
 def rank_zero() -> ModuleType:
-    """Return the module with which the program's Lightning informs and warns on rank 0 alone."""
+    """Return the ``rank_zero`` module of the Lightning package that the program uses."""
     return import_module(f"{loaded_packages()[0]}.utilities.rank_zero")
 
 
@@ -27,7 +27,7 @@ def import_packages() -> tuple[str, ...]:
     """Return the packages to serve: those loaded, or else the first that is installed.
 
     Raises:
-        ImportError: When neither is installed.
+        ImportError: If neither is installed.
     """
     names = loaded_packages()
     if names:
@@ -44,10 +44,10 @@ def import_packages() -> tuple[str, ...]:
 
 
 def combined_base(name: str) -> type:
-    """Return a base class that is Lightning's class of this name in every package served.
+    """Return a base class that derives from the class of this name in every package served.
 
     Args:
-        name: Such as ``"callbacks.Callback"``.
+        name: Module and class within the package, such as ``"callbacks.Callback"``.
     """
     module, _, attribute = name.rpartition(".")
     bases = tuple(

@@ -1,36 +1,37 @@
-"""Facts about a run that its ledger records."""
+"""The facts of a run that its ledger records."""
 
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.lightning.lightning_private import list_loaders
+from lightning_d9m.lightning.strategies import shards_every_parameter
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.replicated_state import ReplicatedState, find_replicated_state
 from lightning_d9m.version import __version__
 
-# Under these each rank holds a part of every parameter, so that no two are to be equal.
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy")
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
-def make_header(trainer: Any, run: TrainerSession) -> Header:
-    """Return the ledger header of a run of this rank."""
+def make_header(trainer: "Trainer", session: TrainerSession) -> Header:
+    """Return the ledger header of this rank."""
     return Header(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
-        fit=run.fit,
-        seed=run.settings.seed,
+        fit=session.fit,
+        seed=session.settings.seed,
         created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        settings=run.settings.as_record() | ({} if control_is_on() else {"control": "off"}),
-        stack=capture_stack(_layout(trainer)),
+        settings=session.settings.as_record() | ({} if control_is_on() else {"control": "off"}),
+        stack=capture_stack(_describe_layout(trainer)),
         package=__version__,
     )
 
 
-def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
+def _describe_layout(trainer: "Trainer") -> dict[str, str | int | bool | None]:
     return {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,
@@ -40,13 +41,13 @@ def _layout(trainer: Any) -> dict[str, str | int | bool | None]:
     }
 
 
-def describe_run(trainer: Any, module: Any) -> RunFacts:
+def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:
     """Return the model, data and Trainer settings that two comparable runs must share."""
     model, parameters = describe_model(module)
     return RunFacts(
         model=model,
         parameters=parameters,
-        train=[_facts_of_loader(loader) for loader in list_loaders(trainer.fit_loop)],
+        train=[_describe_loader(loader) for loader in list_loaders(trainer.fit_loop)],
         trainer={
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -56,9 +57,9 @@ def describe_run(trainer: Any, module: Any) -> RunFacts:
     )
 
 
-def _facts_of_loader(loader: object) -> LoaderFacts:
+def _describe_loader(loader: object) -> LoaderFacts:
     batch_size = getattr(loader, "batch_size", None)
-    if batch_size is None:  # a batch sampler of the user's, or no automatic batching
+    if batch_size is None:  # a custom batch sampler, or no automatic batching
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return LoaderFacts(
         samples=_length(getattr(loader, "dataset", None)),
@@ -68,15 +69,15 @@ def _facts_of_loader(loader: object) -> LoaderFacts:
 
 
 def _length(sized: object) -> int | None:
-    """Return a length, or None for what has none: an iterable dataset, say."""
+    """Return a length, or None if there is none, as for an iterable dataset."""
     try:
         return len(sized)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
 
 
-def find_replicated(trainer: Any, module: Any) -> ReplicatedState:
+def find_replicated(trainer: "Trainer", module: "LightningModule") -> ReplicatedState:
     """Return the state that must be equal on all ranks."""
-    sharded = any(base.__name__ in _SHARDING for base in type(trainer.strategy).__mro__)
+    sharded = shards_every_parameter(trainer.strategy)
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return find_replicated_state(module, trainer.optimizers, schedulers, sharded=sharded)

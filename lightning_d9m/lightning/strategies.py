@@ -1,4 +1,4 @@
-"""Register our strategies with Lightning by name; each class is loaded when it is first used."""
+"""Strategies: which of Lightning's shard the model, and the registration of ours by name."""
 
 from functools import partial
 from importlib import import_module
@@ -13,8 +13,30 @@ _STRATEGIES = {
 }
 
 
+# Each rank holds a part of every parameter, and the parameters do not say which.
+_SHARD_EVERY_PARAMETER = ("FSDPStrategy", "DeepSpeedStrategy")
+# Each rank holds parts of parameters, and saves its own files. ModelParallelStrategy has DTensors,
+# which say how they are placed.
+_SHARDED = (*_SHARD_EVERY_PARAMETER, "ModelParallelStrategy")
+
+
+def is_sharded(strategy: object) -> bool:
+    """Return whether a strategy divides the model among the ranks."""
+    return _is_any_of(strategy, _SHARDED)
+
+
+def shards_every_parameter(strategy: object) -> bool:
+    """Return whether no parameter is the same on two ranks under a strategy."""
+    return _is_any_of(strategy, _SHARD_EVERY_PARAMETER)
+
+
+def _is_any_of(strategy: object, names: tuple[str, ...]) -> bool:
+    # By name: importing the classes would load both of Lightning's packages.
+    return any(base.__name__ in names for base in type(strategy).__mro__)
+
+
 def register_strategies(package: str) -> None:
-    """Add our strategies to the registry of one of Lightning's packages.
+    """Add our strategies to the registry of one Lightning package; a class loads on first use.
 
     Args:
         package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.

@@ -1,9 +1,9 @@
-"""A Trainer's run under control: session, seeds by epoch, loaders, and validation set apart."""
+"""A Trainer's run under control: switches, seeds by epoch, loaders, and isolated validation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.loaders import LoaderControl
@@ -21,24 +21,27 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.lightning.checkpoint_io import loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 
-# Lightning's stage -> ours: sanity-check batches are validation batches.
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Lightning's stage -> ours. Batches of the sanity check are validation batches.
 _STAGES = {"sanity_check": "validate"}
 
 
 class TrainerSession:
-    """Everything that is switched, seeded and wrapped from ``setup`` to ``teardown``.
+    """The switches, seeds and wrapped methods of a run, from ``setup`` to ``teardown``.
 
     Args:
         trainer: The Trainer whose run begins.
-        settings: What to switch; its seed is the base of all others.
+        settings: The switches, and the base of all seeds.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
     Raises:
-        SettingError: When the Trainer asks for the opposite.
-        TooLateError: When a switch can no longer take effect.
+        SettingError: If a setting of the program contradicts these.
+        TooLateError: If a switch can no longer take effect.
     """
 
-    def __init__(self, trainer: Any, settings: Settings, stage: str) -> None:
+    def __init__(self, trainer: "Trainer", settings: Settings, stage: str) -> None:
         self.settings = settings
         self.stage = stage
         self.fit = next_fit() if stage == "fit" else 0
@@ -47,7 +50,7 @@ class TrainerSession:
         self._evaluations = 0
         self._training_rng: RngState | None = None
         self._loaded_epochs: Mapping[str, int | None] = {}
-        self._place_loaders: Callable[[object], None] = _do_nothing
+        self._resume_loader: Callable[[object], None] = _do_nothing
         with ExitStack() as stack:
             self._session = stack.enter_context(deterministic(settings))
             self._loaders = LoaderControl(
@@ -58,13 +61,13 @@ class TrainerSession:
             )
             stack.callback(self._loaders.release)
             stack.enter_context(loads_checked(trainer.strategy))
-            replacements = AttributePatches()
-            stack.callback(replacements.undo)
-            self._wrap_process_dataloader(replacements)
+            patches = AttributePatches()
+            stack.callback(patches.undo)
+            self._wrap_process_dataloader(patches)
             if stage == "fit":
                 self._seed_loader_hooks(stack)
-                self._set_validation_apart(replacements)
-            # The same on every rank, so that weights made in `configure_model` agree.
+                self._isolate_validation(patches)
+            # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
 
@@ -73,22 +76,24 @@ class TrainerSession:
         self._stack.close()
 
     def resume(
-        self, resumed: AbstractContextManager[object], place: Callable[[object], None]
+        self,
+        loops_wrapped: AbstractContextManager[object],
+        resume_loader: Callable[[object], None],
     ) -> None:
-        """Let a fit be resumed.
+        """Prepare a fit that may resume from a checkpoint.
 
         Args:
-            resumed: What is wrapped for it, until the run is closed.
-            place: Called with each loader of the training before it is started.
+            loops_wrapped: Context that is entered now and left when the run is closed.
+            resume_loader: Called with each training loader before it is started.
         """
-        self._place_loaders = place
-        self._stack.enter_context(resumed)
+        self._resume_loader = resume_loader
+        self._stack.enter_context(loops_wrapped)
 
     def resume_fit(self, fit: int, loaded_epochs: Mapping[str, int | None]) -> None:
-        """Draw what another process's fit would have drawn.
+        """Draw the numbers of the fit with this ordinal, which another process began.
 
         Args:
-            fit: Its ordinal.
+            fit: The ordinal.
             loaded_epochs: The epoch for which it loaded the loaders of a stage, by stage.
         """
         self.fit = fit
@@ -102,30 +107,30 @@ class TrainerSession:
         cycled: Callable[[], bool],
         samplers: Mapping[str, Any],
     ) -> None:
-        """Let the loaders of the training go on within an epoch, after some batches of it."""
+        """Continue the training loaders within an epoch, after ``batches`` batches of it."""
         self._loaders.resume_epoch(
             "train", epoch, batches=batches, cycled=cycled, samplers=samplers
         )
 
     def capture_samplers(self, *, within: bool) -> dict[str, Any]:
-        """Return the generators of the user's samplers, for ``resume_loaders``."""
+        """Return the generator states of the user's samplers, for ``resume_loaders``."""
         return self._loaders.capture_samplers("train", within=within)
 
     def verify(self) -> None:
-        """Raise if somebody has switched off since what was switched on."""
+        """Raise a ``SettingError`` if a switch has been changed since the run began."""
         self._session.verify()
 
     def start_epoch(self, epoch: int) -> None:
-        """Seed what training draws in ``epoch``, whatever was drawn before it."""
+        """Seed the training of ``epoch``, independently of what was drawn before it."""
         self._loaders.start_epoch("train", epoch)
         seed_all(self._seed("train", epoch))
 
     def restart_epoch(self, epoch: int) -> None:
-        """Let the loaders of training start their epoch anew, before they are iterated again."""
+        """Restart the training loaders' epoch before they are iterated again."""
         self._loaders.restart_epoch("train", epoch)
 
     def start_evaluation(self, stage: str) -> None:
-        """Set aside the RNG of training and seed that of an evaluation."""
+        """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
             self._loaders.restart(stage)
@@ -133,11 +138,11 @@ class TrainerSession:
         seed_all(self._seed(stage, self._evaluation))
 
     def capture_rng(self) -> RngState:
-        """Return the generators of training, also while an evaluation has set them aside."""
+        """Return the RNG state of training, also during an evaluation."""
         return self._training_rng or capture_rng()
 
     def end_evaluation(self, stage: str) -> None:
-        """Give training its RNG back, as if there had been no evaluation."""
+        """Restore the RNG state of training, as if there had been no evaluation."""
         self._evaluations += 1
         if self.stage != "fit":
             self._loaders.start_epoch(stage, self._evaluation)
@@ -147,10 +152,10 @@ class TrainerSession:
 
     @property
     def _evaluation(self) -> int:
-        """What tells one evaluation from another.
+        """The number that seeds an evaluation.
 
-        Within a fit it is the number of batches that were trained: the same with and without a
-        sanity check before, and in a run that was resumed in between.
+        Within a fit it is the number of batches trained so far, which does not depend on a sanity
+        check before it, nor on whether the run was resumed in between.
         """
         if self.stage != "fit":
             return self._evaluations
@@ -159,11 +164,11 @@ class TrainerSession:
     def _seed(self, purpose: str, epoch: int) -> int:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
 
-    def _set_validation_apart(self, replacements: AttributePatches) -> None:
-        """Let the validation of a fit draw from a stream of its own, from first to last.
+    def _isolate_validation(self, patches: AttributePatches) -> None:
+        """Give the whole validation of a fit its own random stream.
 
-        Lightning makes its iterators, which may draw, before ``on_validation_start``, and the hooks
-        of the module and of other callbacks may draw after our ``on_validation_end``.
+        Lightning makes the iterators, which may draw, before ``on_validation_start``, and hooks of
+        the module and of other callbacks may draw after our ``on_validation_end``.
         """
         loop = self._trainer.fit_loop.epoch_loop.val_loop
         original: Callable[[], object] = loop.run
@@ -175,7 +180,7 @@ class TrainerSession:
             finally:
                 self.end_evaluation("validate")
 
-        replacements.replace(loop, "run", run)
+        patches.replace(loop, "run", run)
 
     def _seed_loader_hooks(self, stack: ExitStack) -> None:
         """Seed ``train_dataloader`` and ``val_dataloader`` alike, whenever Lightning calls them.
@@ -200,44 +205,45 @@ class TrainerSession:
         every = trainer.reload_dataloaders_every_n_epochs
         if not every:
             return 0
-        # Not `current_epoch`: of a run that is resumed between epochs it is the one before.
-        train = stage == "train"
-        epoch = (
-            trainer.fit_loop.epoch_progress.current.processed if train else trainer.current_epoch
-        )
+        # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
+        epoch = _count_processed_epochs(trainer) if stage == "train" else trainer.current_epoch
         loaded = self._loaded_epochs.get(stage)
         return int(epoch) if loaded is None or epoch - loaded >= every else loaded
 
-    def _wrap_process_dataloader(self, replacements: AttributePatches) -> None:
-        """Take each loader over after Lightning has put its sampler in, before it is iterated."""
+    def _wrap_process_dataloader(self, patches: AttributePatches) -> None:
+        """Control each loader after Lightning has set its sampler and before it is iterated."""
         strategy = self._trainer.strategy
         original: Callable[[object], object] = strategy.process_dataloader
 
         def process_dataloader(loader: object) -> object:
             processed = original(loader)
-            name = self._trainer.state.stage.value
+            name = str(cast(Any, self._trainer.state.stage).value)
             stage = _STAGES.get(name, name)
-            taken = self._loaders.wrap_loader(processed, stage)
+            controlled = self._loaders.wrap_loader(processed, stage)
             if stage != "train":
                 self._loaders.start_epoch(stage, self._evaluation)
-                return taken
-            self._place_loaders(taken)
-            # Not `current_epoch`: of a run that is resumed between epochs it is the one before.
-            epoch = self._trainer.fit_loop.epoch_progress.current.processed
+                return controlled
+            self._resume_loader(controlled)
+            # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
+            epoch = _count_processed_epochs(self._trainer)
             self._loaders.start_epoch(stage, epoch)
             # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
-            # is seeded; without this all ranks would draw alike for it.
+            # is seeded; without this, all ranks would draw the same numbers for it.
             seed_all(self._seed("first batch", epoch))
-            return taken
+            return controlled
 
-        replacements.replace(strategy, "process_dataloader", process_dataloader)
+        patches.replace(strategy, "process_dataloader", process_dataloader)
 
 
 def _do_nothing(loader: object) -> None:
-    """Stand for what only a resumed fit does."""
+    """Do nothing: this run does not resume."""
 
 
-def _data_rank(trainer: Any) -> int:
-    """Return the rank among those that see different data (tensor-parallel peers share one)."""
+def _count_processed_epochs(trainer: "Trainer") -> int:
+    return int(cast(Any, trainer.fit_loop.epoch_progress.current).processed)
+
+
+def _data_rank(trainer: "Trainer") -> int:
+    """Return the data-parallel rank; tensor-parallel peers share one."""
     kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(kwargs.get("rank", 0))

@@ -1,21 +1,26 @@
-"""Weights of every epoch, kept in files for ``d9m audit model``, which sets the variable."""
+"""Snapshots of the weights of every epoch, for ``d9m audit model``, which sets the variable."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_d9m.hashing.model_tensors import plain_name
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
 WEIGHTS_VARIABLE = "LIGHTNING_D9M_KEEP_WEIGHTS"
 
 
-def keep_weights(trainer: Any, module: Any, fit: str, moment: str, epoch: int) -> None:
+def save_weight_snapshot(
+    trainer: "Trainer", module: "LightningModule", fit: str, moment: str, epoch: int
+) -> None:
     """Save all parameters as ``<fit>-<moment>-<epoch>.pt``, if the variable names a folder.
 
-    Rank 0 saves; of a sharded parameter its own shard.
+    Only rank 0 saves; of a sharded parameter it saves its own shard.
 
     Args:
         trainer: The Trainer.
@@ -29,21 +34,21 @@ def keep_weights(trainer: Any, module: Any, fit: str, moment: str, epoch: int) -
         return
     folder = Path(chosen)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {plain_name(name): _local(value) for name, value in module.named_parameters()}
-    torch.save(weights, weights_path(folder, fit, moment, epoch))
+    weights = {plain_name(name): _to_local(value) for name, value in module.named_parameters()}
+    torch.save(weights, weight_snapshot_path(folder, fit, moment, epoch))
 
 
-def weights_path(folder: Path, fit: str, moment: str, epoch: int) -> Path:
-    """Return the file that holds the weights of one moment."""
+def weight_snapshot_path(folder: Path, fit: str, moment: str, epoch: int) -> Path:
+    """Return the file of one snapshot."""
     return folder / f"{fit}-{moment}-{epoch:06d}.pt"
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Read weights that were kept; nothing but tensors is loaded."""
+def load_weight_snapshot(path: Path) -> dict[str, Tensor]:
+    """Read a snapshot, with ``weights_only=True``."""
     weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     return weights
 
 
-def _local(parameter: Any) -> Tensor:
+def _to_local(parameter: Any) -> Tensor:
     tensor: Tensor = parameter.detach()
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).cpu()

@@ -83,7 +83,7 @@ class Recorder:
         return self._reference is not None or self._agreement is not None
 
     @property
-    def standing(self) -> dict[str, str] | None:
+    def ledger_position(self) -> dict[str, str] | None:
         """The folder, and the check of the last record that was written; None once it is closed."""
         if self._writer is None:
             return None

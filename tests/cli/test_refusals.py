@@ -55,5 +55,5 @@ def test_a_variable_that_was_set_after_torch_was_imported(asked):
 
 def test_a_problem_of_the_start_stops_the_trainer(asked, monkeypatch):
     monkeypatch.setattr(entry_points._AutoloadState, "problem", ValueError())
-    with pytest.raises(SettingError, match=r"cannot be obeyed: ValueError: no reason is given\."):
+    with pytest.raises(SettingError, match=r"is not possible: ValueError: no reason is given\."):
         asked()

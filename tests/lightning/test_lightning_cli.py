@@ -57,7 +57,7 @@ def callback_of(cli):
 def test_from_yaml(command_line, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(folder=tmp_path / "ledgers"))
     cli = command_line("fit", "--config", "config.yaml")
-    assert callback_of(cli)._testimony._policy.on_drift == "warn"
+    assert callback_of(cli)._recorder._policy.on_drift == "warn"
     header = (tmp_path / "ledgers/fit-000/rank-0.jsonl").read_text().splitlines()[0]
     assert '"seed":9' in header
 
@@ -68,7 +68,7 @@ def test_from_the_command_line(command_line, tmp_path):
     words += ["enable_checkpointing=false", "enable_progress_bar=false", "accelerator=cpu"]
     words += ["callbacks+=lightning_d9m.DeterminismCallback", f"callbacks.ledger_dir={tmp_path}"]
     cli = command_line("fit", "--seed_everything=9", *[f"--trainer.{word}" for word in words])
-    assert callback_of(cli)._testimony._policy.on_drift == "raise"
+    assert callback_of(cli)._recorder._policy.on_drift == "raise"
     assert (tmp_path / "fit-000").is_dir()
 
 
@@ -84,9 +84,9 @@ def test_a_bad_word_is_one_clear_error(command_line, capsys):
 def test_survives_pickling_as_spawned_processes_need_it():
     callback = DeterminismCallback(seed=3, per_sample_rng=True)
     again = pickle.loads(pickle.dumps(callback))  # noqa: S301 - our own
-    assert again._settings == callback._settings
-    callback._early.restore()
-    again._early.restore()
+    assert again._given == callback._given
+    callback._early_variables.restore()
+    again._early_variables.restore()
 
 
 def test_both_packages_accept_the_callback():
@@ -128,4 +128,4 @@ def test_without_lightning_the_error_says_what_to_install():
 def test_nothing_is_left_when_a_callback_was_built_and_never_used():
     callback = DeterminismCallback()
     assert not torch.are_deterministic_algorithms_enabled()
-    callback._early.restore()
+    callback._early_variables.restore()

@@ -8,7 +8,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import DeterminismCallback, SettingError
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.weight_snapshots import load_weights, weights_path
+from lightning_d9m.lightning.weight_snapshots import load_weight_snapshot, weight_snapshot_path
 
 pytestmark = [
     pytest.mark.usefixtures("unseeded", "new_process"),
@@ -40,7 +40,7 @@ def test_weights_of_every_moment_are_kept(tmp_path, monkeypatch):
         "fit-000-final-000001.pt",
         "fit-000-initial-000000.pt",
     ]
-    kept = load_weights(weights_path(tmp_path / "weights", "fit-000", "final", 1))
+    kept = load_weight_snapshot(weight_snapshot_path(tmp_path / "weights", "fit-000", "final", 1))
     assert digest_value(kept) == digest_value(dict(model.named_parameters()))
 
 

@@ -103,15 +103,18 @@ class Training:
         Raises:
             CommandError: They were not saved.
         """
-        from lightning_d9m.lightning.weight_snapshots import load_weights, weights_path
+        from lightning_d9m.lightning.weight_snapshots import (
+            load_weight_snapshot,
+            weight_snapshot_path,
+        )
 
-        path = weights_path(self.folder / "weights", name, moment.moment, moment.epoch)
+        path = weight_snapshot_path(self.folder / "weights", name, moment.moment, moment.epoch)
         if not path.exists():
             raise CommandError(
                 f"The run left no weights in {path}: its lightning_d9m is an older version. "
                 "Install this version in the environment of the command."
             )
-        return load_weights(path)
+        return load_weight_snapshot(path)
 
 
 def _moments(ledger: Ledger) -> list[Digests]:

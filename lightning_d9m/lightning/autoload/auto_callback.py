@@ -1,9 +1,9 @@
-"""The callback that ``LIGHTNING_D9M=1`` adds to each Trainer, and that stands down for another."""
+"""The callback that ``LIGHTNING_D9M=1`` adds to each Trainer."""
 
 import os
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
@@ -13,30 +13,35 @@ from lightning_d9m.lightning.autoload.env_settings import (
     read_settings,
     variable_of,
 )
-from lightning_d9m.lightning.callback import DeterminismCallback
+from lightning_d9m.lightning.callback import DeterminismCallback, list_program_callbacks
 from lightning_d9m.lightning.packages import loaded_packages, rank_zero
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class AddedCallback(DeterminismCallback):
-    """A DeterminismCallback that nobody wrote into the program.
+    """A DeterminismCallback that the program itself has not passed.
 
-    It gives way to one that somebody did. A list of callbacks that is given to two Trainers holds
-    that of the first when the second adds its own: then the first serves both.
+    It yields to one that the program passes. If the program passes one list of callbacks to two
+    Trainers, the second Trainer adds its own callback to a list that holds the first's; the first
+    callback then serves both Trainers.
     """
 
-    added = True
+    _auto_added = True
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the run over, unless another callback does."""
-        callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
-        written = [c for c in callbacks if not c.added]
-        if not written and callbacks[0] is self:
+    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Open the session, unless another callback does."""
+        callbacks: list[Callback] = cast(Any, trainer).callbacks
+        in_program = list_program_callbacks(trainer)
+        first = next(c for c in callbacks if isinstance(c, DeterminismCallback))
+        if not in_program and first is self:
             super().setup(trainer, pl_module, stage)
             return
-        # Another list: Lightning is iterating over this one, and the program may hold it too.
-        trainer.callbacks = [c for c in trainer.callbacks if c is not self]
-        self._early.restore()
-        if written:
+        # A new list: Lightning iterates over the old one, and the program may hold it too.
+        cast(Any, trainer).callbacks = [c for c in callbacks if c is not self]
+        self._early_variables.restore()
+        if in_program:
             _report_unused()
 
 
@@ -44,11 +49,11 @@ def make_callback(package: str) -> AddedCallback:
     """Return a callback with the settings that variables give.
 
     Args:
-        package: The package of Lightning's whose Trainer is being built.
+        package: The Lightning package whose Trainer is being built.
 
     Raises:
-        SettingError: When a variable is unknown or has a value that is not allowed, or the class
-            was made for Lightning's other package.
+        SettingError: If a variable is unknown or has a value that is not allowed, or the class was
+            made for Lightning's other package.
     """
     if not issubclass(AddedCallback, import_module(package).Callback):
         raise SettingError(
@@ -63,17 +68,17 @@ def make_callback(package: str) -> AddedCallback:
         if not settings:
             raise
         names = ", ".join(variable_of(name) for name in settings)
-        raise SettingError(f"{error} (The settings are those of {names}.)") from error
+        raise SettingError(f"{error} (The settings come from {names}.)") from error
 
 
 @cache
 def _report_unused() -> None:
-    """Say once which variables have no effect on a callback that the program has built itself."""
+    """Warn once of variables that have no effect on a callback of the program."""
     given = [variable_of(name) for name in read_settings(DeterminismCallback, os.environ)]
     applied = {*CONTROL_VARIABLES, *(variable_of(name) for name in Settings.__dataclass_fields__)}
     unused = [name for name in given if name not in applied]
     if unused:
         rank_zero().rank_zero_warn(
-            "The program's own DeterminismCallback is used. Without effect are therefore: "
-            f"{', '.join(unused)}. Unset what is listed, or remove that callback."
+            "Your program passes its own DeterminismCallback, so these variables are ignored: "
+            f"{', '.join(unused)}. Unset them, or remove the callback."
         )

@@ -1,16 +1,16 @@
-"""``LIGHTNING_D9M=1 python train.py``: determinism with no change to the program.
+"""Entry points for ``LIGHTNING_D9M=1 python train.py``, which needs no change to the program.
 
-Two doors, declared as entry points in pyproject.toml:
+pyproject.toml declares two:
 
 - ``torch.backends``: torch calls :func:`load` at the end of its own import, before the program can
   build a model. It opens a session, as ``lightning_d9m.enable()`` at the top of the program would,
-  and has ``strategy="horovod_d9m"`` registered as soon as Lightning's registry exists.
-- ``*.callbacks_factory``: Lightning asks for callbacks when a Trainer is built. This is Lightning's
-  own, documented door, where a wrapped ``Trainer.__init__`` would be a copy of its inner workings;
-  and it is the one that stays shut when the other did not open: what was asked for and cannot be
-  had is an error there, never an unseeded training.
+  and registers ``strategy="horovod_d9m"`` as soon as Lightning's registry exists.
+- ``*.callbacks_factory``: Lightning calls it when a Trainer is built and adds the callbacks that it
+  returns. Lightning documents this entry point; wrapping ``Trainer.__init__`` would depend on
+  Lightning's internals. If the session could not be opened at import, this entry point raises, so
+  the run never trains unseeded.
 
-This module is loaded into every program that imports torch: it imports next to nothing itself.
+Every program that imports torch loads this module, so it imports almost nothing itself.
 """
 
 import os
@@ -27,7 +27,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class _AutoloadState:
-    """What became of the request in this process."""
+    """The session of this process, or the error that prevented it."""
 
     started = False
     session: "Session | None" = None
@@ -35,31 +35,31 @@ class _AutoloadState:
 
 
 def load() -> None:
-    """Obey ``LIGHTNING_D9M``; called by torch at the end of its import, and never raises."""
+    """Open a session if ``LIGHTNING_D9M`` is on; torch calls this, and it never raises."""
     if os.environ.get("LIGHTNING_D9M", "") not in _OFF:
         _attempt(_start)
 
 
 def make_lightning_callbacks() -> list[Any]:
-    """Return what is added to each ``lightning.pytorch.Trainer``; called when one is built."""
+    """Return the callbacks to add to a ``lightning.pytorch.Trainer``."""
     return _make_callbacks("lightning.pytorch")
 
 
 def make_pytorch_lightning_callbacks() -> list[Any]:
-    """Return what is added to each ``pytorch_lightning.Trainer``; called when one is built."""
+    """Return the callbacks to add to a ``pytorch_lightning.Trainer``."""
     return _make_callbacks("pytorch_lightning")
 
 
-def _attempt(act: Callable[[], None]) -> None:
-    """Act; on an error say so once and stand aside, so that no import of the program's fails."""
+def _attempt(func: Callable[[], None]) -> None:
+    """Call a function; print and keep its error, so that the program's imports do not fail."""
     try:
-        act()
+        func()
     except Exception as error:  # noqa: BLE001 - raised when a Trainer is built
         if _AutoloadState.problem is None:
             print(
-                f"lightning_d9m: LIGHTNING_D9M={os.environ.get('LIGHTNING_D9M')} cannot be obeyed: "
-                f"{_describe(error)} This process goes on without it, and a Trainer will refuse "
-                "to be built.",
+                f"lightning_d9m: LIGHTNING_D9M={os.environ.get('LIGHTNING_D9M')} has no effect: "
+                f"{_describe_error(error)} This process continues without it, and building a "
+                "Trainer will fail.",
                 file=sys.stderr,
             )
         _AutoloadState.problem = error
@@ -72,17 +72,17 @@ def _start() -> None:
     if not read_switch(os.environ):
         return
     for package in _PACKAGES:
-        serve = partial(_attempt, partial(_serve, package))
-        call_after_import(f"{package}.strategies", serve)
+        register = partial(_attempt, partial(_register, package))
+        call_after_import(f"{package}.strategies", register)
     if not _is_half_loaded():
         _open_session()
 
 
 def _is_half_loaded() -> bool:
-    """Return whether a module of this package is what imports torch.
+    """Return whether a module of this package is importing torch.
 
-    It cannot be imported from before it is done. The session is then opened when Lightning is
-    imported, which is still before a LightningModule can be built.
+    Nothing can be imported from that module before it is complete. The session is then opened when
+    Lightning is imported, which is still before a LightningModule can be built.
     """
     return any(
         name.startswith("lightning_d9m")
@@ -97,14 +97,14 @@ def _open_session() -> None:
     from lightning_d9m.lightning.autoload.env_settings import read_settings
 
     settings = read_settings(Settings, os.environ)
-    if active_session() is None:  # or else the program has called `enable` itself
+    if active_session() is None:  # else the program has called `enable` itself
         _AutoloadState.session = enable(Settings(**settings))
         _AutoloadState.session.seed_is_default = "seed" not in settings
     _AutoloadState.started = True
 
 
-def _serve(package: str) -> None:
-    """Make the strategy known to a package of Lightning's; its class is loaded when it is used."""
+def _register(package: str) -> None:
+    """Register our strategies with a Lightning package."""
     if not _AutoloadState.started and _AutoloadState.problem is None:
         _open_session()
     from lightning_d9m.lightning.strategies import register_strategies
@@ -140,13 +140,13 @@ def _make_callbacks(package: str) -> list[Any]:
         except Exception as error:  # noqa: BLE001 - raised below, with what was asked
             problem = error
     raise SettingError(
-        f"LIGHTNING_D9M={value} asks for a deterministic run, and cannot be obeyed: "
-        f"{_describe(problem)} Correct this, or unset LIGHTNING_D9M to train without."
+        f"LIGHTNING_D9M={value} asks for a deterministic run, which is not possible: "
+        f"{_describe_error(problem)} Correct this, or unset LIGHTNING_D9M to train without it."
     ) from problem
 
 
-def _describe(error: Exception) -> str:
-    """Return an error's sentences; of another library's, its kind too."""
+def _describe_error(error: Exception) -> str:
+    """Return an error's message, with its type if another library raised it."""
     text = str(error) or "no reason is given"
     # By name: a broken installation may lack the module that defines ours.
     own = type(error).__module__ == "lightning_d9m.errors"

@@ -1,4 +1,4 @@
-"""Do something right after a module has been imported for the first time, whoever imports it."""
+"""An import hook: call a function right after a module is imported for the first time."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,25 +8,25 @@ from importlib.util import find_spec
 from types import ModuleType
 
 
-def call_after_import(name: str, act: Callable[[], None]) -> None:
-    """Call ``act`` once, at once when the module ``name`` is imported already.
+def call_after_import(name: str, func: Callable[[], None]) -> None:
+    """Call ``func`` once, immediately if the module ``name`` has been imported.
 
     Args:
         name: The module's full name.
-        act: Must not raise: the error would be that of the program's `import`.
+        func: Must not raise: its error would come out of the program's ``import``.
     """
     if name in sys.modules:
-        act()
+        func()
     else:
-        sys.meta_path.insert(0, _Finder(name, act))
+        sys.meta_path.insert(0, _Finder(name, func))
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, by asking the finders after it; knows no other module."""
+    """Finds one module, once, with the finders after it in ``sys.meta_path``."""
 
-    def __init__(self, name: str, act: Callable[[], None]) -> None:
+    def __init__(self, name: str, func: Callable[[], None]) -> None:
         self._name = name
-        self._act = act
+        self._func = func
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -36,24 +36,24 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._act)
+            spec.loader = _Loader(spec.loader, self._func)
         return spec
 
 
 class _Loader(Loader):
-    """Lets the module's own loader do its work, and acts when it is done."""
+    """Loads a module with its own loader, then calls the function."""
 
-    def __init__(self, original: Loader, act: Callable[[], None]) -> None:
+    def __init__(self, original: Loader, func: Callable[[], None]) -> None:
         self._original = original
-        self._act = act
+        self._func = func
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._original.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module never sees this loader: `inspect` and others ask a loader for more.
+        # The module must not see this loader: `inspect` and others use more of a loader's methods.
         module.__loader__ = self._original
         if module.__spec__ is not None:
             module.__spec__.loader = self._original
         self._original.exec_module(module)
-        self._act()
+        self._func()

@@ -23,12 +23,11 @@ from lightning_d9m.ledger.records import Json
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
 from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
-# Each rank holds a part of every weight, which is gathered and freed within a step.
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 Silence = Callable[[], AbstractContextManager[None]]
@@ -258,12 +257,11 @@ def _check_repeatable(trainer: Any, module: Any) -> None:
             "False): its training_step changes the weights, so that it cannot be run twice. Set "
             "replay_every=0; probes work there."
         )
-    kinds = [base.__name__ for base in type(trainer.strategy).__mro__]
-    if any(kind in _SHARDING for kind in kinds):
+    if is_sharded(trainer.strategy):
         raise SettingError(
-            f"replay_every is on and the strategy is {kinds[0]}, which divides the weights among "
-            "the ranks within a step, so that it cannot be run twice. Set replay_every=0, or use "
-            "a strategy that keeps the whole model on each rank."
+            f"replay_every is on and the strategy is {type(trainer.strategy).__name__}, "
+            "which divides the weights among the ranks within a step, so that it cannot be run "
+            "twice. Set replay_every=0, or use a strategy that keeps the whole model on each rank."
         )
 
 

@@ -313,7 +313,7 @@ class CheckpointState:
             **run_state.capture(trainer, run.capture_rng(), drawn),
             "samplers": run.capture_samplers(within=place.moment != "epoch"),
             "lacks": find_missing_state(trainer, place, drawn.measured),
-            "ledger": testimony.standing,
+            "ledger": testimony.ledger_position,
             "testimony": testimony.pending,
         }
 

@@ -53,7 +53,7 @@ def test_the_programs_own_callback_wins(tmp_path):
 def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, tmp_path):
     asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
     asked.setenv("LIGHTNING_D9M_THREADS", "1")
-    with pytest.warns(UserWarning, match="Without effect are therefore: LIGHTNING_D9M_ON_DRIFT"):
+    with pytest.warns(UserWarning, match="these variables are ignored: LIGHTNING_D9M_ON_DRIFT"):
         train("lightning.pytorch", [DeterminismCallback()], tmp_path)
 
 
@@ -61,16 +61,16 @@ def test_variables_reach_the_callback(asked):
     asked.setenv("LIGHTNING_D9M_SEED", "11")
     asked.setenv("LIGHTNING_D9M_ON_DRIFT", "warn")
     callback = make_callback("lightning.pytorch")
-    assert callback._settings.seed == 11
-    assert callback._testimony._policy.on_drift == "warn"
-    callback._early.restore()
+    assert callback._given.seed == 11
+    assert callback._recorder._policy.on_drift == "warn"
+    callback._early_variables.restore()
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
         ("LIGHTNING_D9M", "maybe", "The variable LIGHTNING_D9M is 'maybe'; allowed: 1 or 0."),
-        ("LIGHTNING_D9M_SEED", "-1", r"seed is -1; .*settings are those of LIGHTNING_D9M_SEED\.\)"),
+        ("LIGHTNING_D9M_SEED", "-1", r"seed is -1; .*settings come from LIGHTNING_D9M_SEED\.\)"),
         ("LIGHTNING_D9M_ON_DRIFT", "shrug", "is 'shrug'; allowed: raise or warn"),
         ("LIGHTNING_D9M_SEDE", "1", "Did you mean LIGHTNING_D9M_SEED?"),
     ],

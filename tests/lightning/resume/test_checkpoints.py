@@ -159,7 +159,9 @@ class TestDamage:
     def test_a_flipped_bit_in_a_weight(self, fits, checkpoint):
         weight = torch.load(checkpoint, weights_only=True)["state_dict"]["layers.4.weight"]
         flip(checkpoint, checkpoint.read_bytes().index(weight.numpy().tobytes()) + 10)
-        error = self.refuse(fits, r"1 tensor holds other bytes .*state_dict\.layers\.4\.weight")
+        error = self.refuse(
+            fits, r"1 tensor differs from what was saved.*state_dict\.layers\.4\.weight"
+        )
         assert error.names == ("state_dict.layers.4.weight",)
 
     def test_a_flipped_bit_in_the_state_of_an_optimizer(self, fits, checkpoint):
@@ -175,7 +177,7 @@ class TestDamage:
     def test_a_file_that_is_cut_short(self, fits, checkpoint, kept):
         data = checkpoint.read_bytes()
         checkpoint.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
-        self.refuse(fits, "is damaged: it is cut short")
+        self.refuse(fits, "is damaged: it is truncated")
 
     def test_swapped_weights_and_other_numbers(self, fits, checkpoint):
         content = torch.load(checkpoint, weights_only=True)
@@ -183,7 +185,7 @@ class TestDamage:
         norm = "layers.1.weight", "layers.1.bias"
         weights[norm[0]], weights[norm[1]] = (weights[name] for name in norm[::-1])
         torch.save(content, checkpoint)
-        error = self.refuse(fits, "2 tensors hold other bytes")
+        error = self.refuse(fits, "2 tensors differ from what was saved")
         assert error.names == tuple(f"state_dict.{name}" for name in norm)
 
     def test_the_weights_of_another_checkpoint(self, fits, checkpoint):
@@ -191,14 +193,16 @@ class TestDamage:
         fits.interrupt(at={"batch": 3})
         other = torch.load(checkpoint, weights_only=True)["state_dict"]
         torch.save({**content, "state_dict": other}, checkpoint)
-        error = self.refuse(fits, r"tensors hold other bytes .*state_dict\.layers\.0\.weight")
+        error = self.refuse(
+            fits, r"tensors differ from what was saved.*state_dict\.layers\.0\.weight"
+        )
         assert all(name.startswith("state_dict.") for name in error.names)
 
     def test_another_number(self, fits, checkpoint):
         content = torch.load(checkpoint, weights_only=True)
         content["optimizer_states"][0]["param_groups"][0]["lr"] *= 2
         torch.save(content, checkpoint)
-        self.refuse(fits, "numbers or texts in it are not those that were saved")
+        self.refuse(fits, "numbers or strings in it differ from those that were saved")
 
     def test_a_test_refuses_it_too(self, fits, checkpoint):
         flip(checkpoint, len(checkpoint.read_bytes()) // 2)

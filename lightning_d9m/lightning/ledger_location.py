@@ -1,0 +1,91 @@
+"""The folder in which a Trainer's run writes its ledger."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.lightning.packages import rank_zero
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_NAME = "d9m"
+
+
+def make_ledger_folder(trainer: "Trainer", ledger_dir: str | Path | None, kind: str) -> Path:
+    """Make the folder of a ledger on rank 0, and return its path on all ranks.
+
+    Args:
+        trainer: The Trainer.
+        ledger_dir: The callback's argument.
+        kind: First part of the folder's name, such as ``"fit"``.
+
+    Raises:
+        LedgerError: On all ranks, if no folder can be made.
+    """
+    log_dir = trainer.log_dir  # a collective: every rank calls it
+    made: tuple[str, str | None] = ("", None)
+    if trainer.is_global_zero:
+        try:
+            parent = _choose_parent(trainer, log_dir, ledger_dir)
+            made = (str(create_ledger_folder(parent, kind)), None)
+        except LedgerError as error:
+            advice = (
+                f"Set ledger_dir, or the variable {LEDGER_VARIABLE}, to a local folder that this "
+                "process may write to."
+            )
+            made = ("", f"{error} {advice}")
+    folder, problem = trainer.strategy.broadcast(made)
+    if problem is not None:
+        raise LedgerError(problem)
+    # Nodes need not share a file system: each keeps the ledgers of its own ranks. If this fails,
+    # creating the file in it fails too, with a message that says why.
+    with suppress(OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+def _choose_parent(trainer: "Trainer", log_dir: str | None, ledger_dir: str | Path | None) -> Path:
+    chosen = os.environ.get(LEDGER_VARIABLE) or ledger_dir
+    if chosen:
+        if not _is_local(chosen):
+            raise LedgerError(
+                f"No ledger can be made in {chosen}: a ledger is a local file that each record is "
+                "appended to."
+            )
+        return _local_path(chosen)
+    preferred = log_dir or trainer.default_root_dir
+    # Programs list the folder of their checkpoints, and expect nothing else there.
+    occupied = {
+        _local_path(folder).absolute()
+        for callback in trainer.checkpoint_callbacks
+        if (folder := getattr(callback, "dirpath", None)) and _is_local(folder)
+    }
+    for folder in (preferred, trainer.default_root_dir, Path.cwd()):
+        if _is_local(folder) and _local_path(folder).absolute() not in occupied:
+            parent = _local_path(folder) / _NAME
+            break
+    else:
+        parent = Path.cwd() / "lightning_logs" / _NAME
+    if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
+        rank_zero().rank_zero_info(
+            f"The ledger is written to {parent}, because {preferred} is the folder of the "
+            f"checkpoints or not a local folder. Set {LEDGER_VARIABLE} to choose another folder."
+        )
+    return parent
+
+
+def _is_local(folder: str | Path) -> bool:
+    return "://" not in str(folder) or get_protocol(str(folder)) in ("file", "local")
+
+
+def _local_path(folder: str | Path) -> Path:
+    """Return a path, also for a URL such as ``file:///logs``."""
+    return Path(strip_protocol(str(folder)) if "://" in str(folder) else folder)
