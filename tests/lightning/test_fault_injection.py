@@ -109,7 +109,7 @@ def test_an_evaluation_is_not_steered(steered, fit, monkeypatch):
 
 
 def test_misuse_is_named(steered, monkeypatch):
-    with pytest.raises(SettingError, match="LIGHTNING_D9M_RESUME is 'no-such-file', which is not"):
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_RESUME is 'no-such-file', which does"):
         steered(resume="no-such-file")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_INTERRUPT is 'soon'; allowed"):
         steered(interrupt="soon")
