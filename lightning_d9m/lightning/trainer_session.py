@@ -202,7 +202,7 @@ class TrainerSession:
     def _loader_epoch(self, stage: str) -> int:
         """Return the epoch for which loaders are loaded; 0 if they are loaded once."""
         trainer = self._trainer
-        every = trainer.reload_dataloaders_every_n_epochs
+        every = cast(Any, trainer).reload_dataloaders_every_n_epochs
         if not every:
             return 0
         # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
