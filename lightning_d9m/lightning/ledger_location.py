@@ -57,8 +57,8 @@ def _choose_parent(trainer: "Trainer", log_dir: str | None, ledger_dir: str | Pa
     if chosen:
         if not _is_local(chosen):
             raise LedgerError(
-                f"No ledger can be made in {chosen}: a ledger is a local file that each record is "
-                "appended to."
+                f"The folder for ledgers is {str(chosen)!r}; allowed: a local folder, because a "
+                "ledger is a file that grows by one record at a time."
             )
         return _local_path(chosen)
     preferred = log_dir or trainer.default_root_dir

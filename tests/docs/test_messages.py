@@ -268,7 +268,7 @@ CASES = [
     ),
     (
         "lightning.callback",
-        lambda g: g.module._check_choice("on_drift", "ignore", ("raise", "warn")),
+        lambda g: g.module._validate_choice("on_drift", "ignore", ("raise", "warn")),
         "; allowed:",
     ),
     (

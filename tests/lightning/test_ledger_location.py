@@ -1,0 +1,82 @@
+"""The folder of a run's ledger: never remote, and not among the checkpoints."""
+
+import logging
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, LedgerError
+
+LEDGER = "fit-000/rank-0.jsonl"
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Return a function that trains one batch in the folder ``cwd``."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.delenv("LIGHTNING_D9M_LEDGER_DIR", raising=False)
+
+    def run(*, ledger_dir=None, checkpoints=None, **options):
+        callbacks = [DeterminismCallback(ledger_dir=ledger_dir)]
+        if checkpoints is not None:
+            callbacks.append(ModelCheckpoint(dirpath=checkpoints))
+            options["enable_checkpointing"] = True
+        options = QUIET | {"max_epochs": 1, "limit_train_batches": 1} | options
+        pl.Trainer(callbacks=callbacks, **options).fit(
+            make_model(validation_step=lambda *_: None),
+            make_loader(),
+            make_loader(shuffle=False),
+        )
+
+    run.root = tmp_path
+    return run
+
+
+def test_the_default_is_the_root_folder(train):
+    train(default_root_dir=train.root / "root", checkpoints=train.root / "root/checkpoints")
+    assert (train.root / "root/d9m" / LEDGER).exists()
+
+
+def test_the_folder_of_the_checkpoints_holds_no_ledger(train, caplog):
+    with caplog.at_level(logging.INFO):
+        train(default_root_dir=train.root / "root", checkpoints=train.root / "root")
+    assert [path.suffix for path in (train.root / "root").iterdir()] == [".ckpt"]
+    assert (train.root / "cwd/d9m" / LEDGER).exists()
+    assert "because" in caplog.text
+    assert "LIGHTNING_D9M_LEDGER_DIR" in caplog.text
+
+
+def test_if_the_checkpoints_are_in_the_working_folder_too_the_ledger_is_among_the_logs(train):
+    train(checkpoints=".")
+    assert (train.root / "cwd/lightning_logs/d9m" / LEDGER).exists()
+    assert not (train.root / "cwd/d9m").exists()
+
+
+def test_a_remote_root_makes_no_local_folder_of_its_name(train):
+    train(default_root_dir="memory://runs/one")
+    assert [path.name for path in (train.root / "cwd").iterdir()] == ["d9m"]
+    assert (train.root / "cwd/d9m" / LEDGER).exists()
+
+
+def test_a_url_of_a_local_folder_is_that_folder(train):
+    train(ledger_dir=f"file://{train.root}/ledgers")
+    assert (train.root / "ledgers" / LEDGER).exists()
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_a_remote_ledger_is_refused(train, monkeypatch, by_variable):
+    if by_variable:
+        monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", "s3://bucket/runs")
+    with pytest.raises(LedgerError, match="'s3://bucket/runs'; allowed: a local folder") as caught:
+        train(ledger_dir=None if by_variable else "s3://bucket/runs")
+    assert "Set ledger_dir, or the variable LIGHTNING_D9M_LEDGER_DIR" in str(caught.value)
+    assert list((train.root / "cwd").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_names_the_variable(train):
+    (train.root / "file").touch()
+    with pytest.raises(LedgerError, match="No ledger can be made in .* LIGHTNING_D9M_LEDGER_DIR"):
+        train(default_root_dir=train.root / "file")
