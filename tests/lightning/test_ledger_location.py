@@ -78,5 +78,5 @@ def test_a_remote_ledger_is_refused(train, monkeypatch, by_variable):
 
 def test_a_folder_that_cannot_be_made_names_the_variable(train):
     (train.root / "file").touch()
-    with pytest.raises(LedgerError, match="No ledger can be made in .* LIGHTNING_D9M_LEDGER_DIR"):
+    with pytest.raises(LedgerError, match=r"No ledger can be made in .* LIGHTNING_D9M_LEDGER_DIR"):
         train(default_root_dir=train.root / "file")
