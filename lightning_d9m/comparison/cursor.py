@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_d9m.ledger.encoding import PROBES_HEAD
+from lightning_d9m.ledger.encoding import PROBES_HEAD, estimate_memory
 from lightning_d9m.ledger.keys import Item, Key, LedgerPosition, record_key, record_place
 from lightning_d9m.ledger.probe_batch import MOST_PLACES, Batch
 from lightning_d9m.ledger.reader import RankReader
@@ -63,7 +63,7 @@ class LedgerCursor:
             return None
         if self.entry is None:
             item: Item = self.reader.parse(self.body)
-            size = len(self.body)
+            size = estimate_memory(self.body)
             if isinstance(item, ProbesRecord):
                 item = self._collect(item)
                 size = 32 * item.size

@@ -147,7 +147,9 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
-    return table | _flatten(facts.extra)
+    unknown = {f"train.{number}": loader.extra for number, loader in enumerate(facts.train)}
+    unknown = {name: extra for name, extra in unknown.items() if extra}
+    return table | _flatten({**unknown, **facts.extra})
 
 
 def record_difference(expected: Record, actual: Record) -> RecordDifference | None:
@@ -187,7 +189,7 @@ def list_entries(expected: Record, actual: Record) -> Iterator[PlaceDifference]:
         (group, *entry) for group, _, named in _differing(expected, actual) for entry in named
     )
     for number, (group, name, *values) in enumerate(differing):
-        one, other = (None if value == MISSING else str(value) for value in values)
+        one, other = (None if value is MISSING else str(value) for value in values)
         yield PlaceDifference(number, group, name, 0, one, other)
 
 

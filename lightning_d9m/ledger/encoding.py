@@ -6,6 +6,7 @@ See :mod:`lightning_d9m.ledger.schema` for what a record may hold.
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 
 from lightning_d9m.ledger.records import Json, ProbesRecord, Record
 from lightning_d9m.ledger.schema import MAX_WHOLE, FieldError, holds_digests, parse_record
@@ -16,11 +17,32 @@ MAX_ITEMS = 1_000_000
 _CONTAINERS = frozenset({dict, list})
 
 
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_TO_PARENTHESES = bytes.maketrans(b"[{]}", b"(())")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+# Bytes of memory that an empty container and a number take, beside their text.
+_CONTAINER_BYTES, _NUMBER_BYTES = 64, 32
+
+
+def estimate_memory(body: bytes) -> int:
+    """Return about how many bytes a record takes when it is parsed."""
+    containers = body.count(b"[") + body.count(b"{")
+    return len(body) + _CONTAINER_BYTES * containers + _NUMBER_BYTES * body.count(b",")
+
+
 def _check_depth(body: bytes, fields: object) -> None:
-    """Raise if a record nests too deeply; most have too few brackets for that."""
+    """Raise if a record nests too deeply; most have too few brackets for that.
+
+    Works on the text: a call for each container takes seconds for a record of millions of them.
+    """
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    for name, value in fields.items() if isinstance(fields, dict) else ():
+    brackets = _STRING.sub(b"", body).translate(_TO_PARENTHESES, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH + 1):
+        brackets = brackets.replace(b"()", b"")  # the innermost level
+    if not brackets:
+        return
+    for name, value in fields.items() if isinstance(fields, Mapping) else ():
         if not _nests_within(value, MAX_DEPTH):
             raise FieldError(name, f"nests deeper than {MAX_DEPTH} levels")
 
@@ -63,10 +85,15 @@ def _decode(body: bytes) -> Json:
 
 
 def _count_names(value: Json) -> int:
-    inner = value.values() if type(value) is dict else value
-    names = len(value) if type(value) is dict else 0
-    if not _CONTAINERS.isdisjoint(map(type, inner)):  # most hold none: they are asked together
-        names += sum(_count_names(entry) for entry in inner if type(entry) in _CONTAINERS)
+    """Count the names of all objects, one level of nesting at a time."""
+    names = 0
+    level = [value]
+    while level:
+        objects = [entry for entry in level if type(entry) is dict]
+        lists = [entry for entry in level if type(entry) is list]
+        names += sum(map(len, objects))
+        inner = chain(chain.from_iterable(map(dict.values, objects)), chain.from_iterable(lists))
+        level = [entry for entry in inner if entry and type(entry) in _CONTAINERS]
     return names
 
 

@@ -67,15 +67,21 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """One training dataloader; None where the loader cannot tell, as with an iterable dataset."""
+    """The size of a training dataloader; None where it is unknown, as of an iterable dataset."""
 
     samples: int | None
     batch_size: int | None
     batches: int | None
+    extra: Mapping[str, Json] = field(default_factory=dict)
 
-    def as_record(self) -> dict[str, int | None]:
+    def as_record(self) -> dict[str, Json]:
         """Return the entry that is written."""
-        return {"samples": self.samples, "batch_size": self.batch_size, "batches": self.batches}
+        return {
+            "samples": self.samples,
+            "batch_size": self.batch_size,
+            "batches": self.batches,
+            **self.extra,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ them: once each, without the ends and beginnings in between.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,10 +106,12 @@ def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
     """Return the files that are continued, oldest first, each with its end, and the breaks."""
     parts: list[tuple[Path, _Place]] = []
     breaks: list[Break] = []
+    seen: set[tuple[int, int]] = set()
     while (record := _read_resume(path)) is not None:
         found = _find_parent(path, str(record.get("parent", "")))
         place = _Place(str(record.get("parent_check", "")), _number(record, "epoch"))
-        problem = _find_problem(found, place, [path, *(part for part, _ in parts)])
+        seen.add(_file_id(path))
+        problem = _find_problem(found, place, seen)
         breaks.append(
             Break(
                 epoch=place.epoch,
@@ -139,21 +142,27 @@ def _read_resume(path: Path) -> dict[str, Json] | None:
         return reader.parse(body).as_record()
 
 
+def _file_id(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
 def _find_parent(path: Path, parent: str) -> Path | None:
     """Return the file that is continued: as named, from this folder, or beside this folder."""
     folder = path.parent
     for place in (folder / parent, folder.parent / Path(parent).name):
         file = place / path.name
-        if parent and file.is_file():
-            return file.resolve()
+        with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
+            if parent and file.is_file():
+                return file.resolve()
     return None
 
 
-def _find_problem(parent: Path | None, place: _Place, younger: list[Path]) -> str | None:
+def _find_problem(parent: Path | None, place: _Place, younger: set[tuple[int, int]]) -> str | None:
     """Return why a file cannot be read as what is continued, or None."""
     if parent is None:
         return "it is not there"
-    if len(younger) > _MAX_LENGTH or any(parent.samefile(path) for path in younger):
+    if len(younger) > _MAX_LENGTH or _file_id(parent) in younger:
         return "it continues itself"
     try:
         with RankReader(parent) as reader:

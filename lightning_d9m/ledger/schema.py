@@ -179,6 +179,7 @@ def _parse_run(fields: _Fields) -> RunFacts:
                 loader.whole_or_none("samples"),
                 loader.whole_or_none("batch_size"),
                 loader.whole_or_none("batches"),
+                loader.rest,
             )
         )
     return RunFacts(

@@ -1,21 +1,28 @@
 """Differences between two tables of values."""
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from lightning_d9m.ledger.records import (
-    Json,
-)
+from lightning_d9m.ledger.records import Json
 
 # Name, value in the earlier run, value in the later one.
 TableValue: TypeAlias = tuple[str, Json, Json]
-MISSING = "missing"
+
+
+class _Missing(str):
+    """The text ``"missing"`` of a type that no table holds; compare with ``is``."""
+
+    __slots__ = ()
+
+
+MISSING: Final = _Missing("missing")
 
 
 def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) -> list[TableValue]:
-    """Return (name, expected, actual) for each entry that differs, ``"missing"`` if there is none.
+    """Return (name, expected, actual) for each entry that differs; ``MISSING`` where it is absent.
 
-    Values of different types differ: 1 is not True, and 1.0 is not 1.
+    Values of different types differ: 1 is not True, and 1.0 is not 1. Floats are compared by their
+    bits: 0.0 is not -0.0.
 
     >>> table_differences({"a": 1, "b": 2}, {"a": True, "b": 2, "c": None})
     [('a', 1, True), ('c', 'missing', None)]
@@ -23,6 +30,10 @@ def table_differences(expected: Mapping[str, Json], actual: Mapping[str, Json]) 
     differing = []
     for name in expected.keys() | actual.keys():
         one, other = expected.get(name, MISSING), actual.get(name, MISSING)
-        if type(one) is not type(other) or one != other:
+        if type(one) is not type(other) or one != other or _signs_differ(one, other):
             differing.append((name, one, other))
     return sorted(differing, key=lambda entry: entry[0])
+
+
+def _signs_differ(one: Json, other: Json) -> bool:
+    return type(one) is float and one.hex() != other.hex()

@@ -1,5 +1,7 @@
 """Ledgers of resumed runs are read as one run, and say where it was interrupted."""
 
+from pathlib import Path
+
 import pytest
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
@@ -120,6 +122,9 @@ def test_a_parent_that_is_beside_it_is_found(chain):
     [
         ("../gone", "0" * 16, "it is not there"),
         ("", "0" * 16, "it is not there"),
+        ("x" * 300, "0" * 16, "it is not there"),
+        ("../" + "x/" * 2000, "0" * 16, "it is not there"),
+        ("a\0b", "0" * 16, "it is not there"),
         ("../fit-001", "0" * 16, "it does not hold the record at which the checkpoint was saved"),
         (".", "0" * 16, "it continues itself"),
     ],
@@ -160,3 +165,18 @@ def test_a_layout_of_probes_that_is_said_again_is_left_out(tmp_path):
     write(tmp_path / "fit-001", [*second, digests("epoch", 1)])
     kinds = [r.as_record()["kind"] for r in read_ledger(tmp_path / "fit-001").records(0)]
     assert kinds == ["run", "layout", "digests", "digests"]
+
+
+def test_a_long_chain_takes_time_in_proportion(tmp_path, monkeypatch):
+    """Each file is looked up a few times, not once for each later file."""
+    checks = write(tmp_path / "fit-0", [HEADER, FACTS, digests("epoch", 0)])
+    fits = 100
+    for number in range(1, fits):
+        above = resume(f"../fit-{number - 1}", checks[-1], epoch=number)
+        checks = write(tmp_path / f"fit-{number}", [HEADER, above, FACTS, digests("epoch", number)])
+    calls = []
+    original = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    breaks = find_breaks(tmp_path / f"fit-{fits - 1}" / "rank-0.jsonl")
+    assert len(breaks) == fits - 1
+    assert len(calls) < 10 * fits
