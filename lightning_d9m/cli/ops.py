@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import sys
+from collections.abc import Iterable
 
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
-from lightning_d9m.patches.catalog.listing import render_markdown, render_op, render_table
+from lightning_d9m.patches.catalog.listing import render_markdown, render_op
+from lightning_d9m.patches.catalog.op import Op
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +27,18 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.markdown:
         print(render_markdown(ops), end="")
     elif arguments.name is None:
-        print(render_table(ops))
+        print(_format_table(ops))
     else:
         print(render_op(ops[0]))
     return 0
+
+
+def _format_table(ops: Iterable[Op]) -> str:
+    """Return one row for each op; in a pipe, each row is one line."""
+    from lightning_d9m.output.terminal import make_table, measure, render, terminal_width
+
+    table = make_table(
+        ["", "", ""],
+        [(op.name, op.status, op.instead or op.reason) for op in ops],
+    )
+    return render(table, terminal_width(200) if sys.stdout.isatty() else measure(table))

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_d9m.launch.status_line import StatusLine
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
@@ -56,24 +57,27 @@ class RunProgress:
     def __init__(self, title: str, folder: Path) -> None:
         self._title = title
         self._counter = EpochCounter(folder)
-        self._live = sys.stderr.isatty()
+        self._line = StatusLine()
 
     def __enter__(self) -> "Self":
-        self._show("started", end="" if self._live else "\n")
+        self._line.__enter__()
+        if self._line.live:
+            self._line.update(f"{self._title}: started")
+        else:
+            self._print("started")
         return self
 
     def tick(self, seconds: float) -> None:
         """Update the line; called a few times a second."""
-        if self._live:
-            self._show(f"{seconds:.0f} s, {self._epochs()}", end="")
+        if self._line.live:
+            self._line.update(f"{self._title}: {seconds:.0f} s, {self._epochs()}")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        ending = "done" if kind is None else "stopped"
-        self._show(f"{ending}, {self._epochs()}", end="\n")
+        self._line.__exit__()
+        self._print(f"{'done' if kind is None else 'stopped'}, {self._epochs()}")
 
     def _epochs(self) -> str:
         return pluralize(self._counter.count(), "epoch")
 
-    def _show(self, text: str, *, end: str) -> None:
-        start, rest = ("\r", "\x1b[K") if self._live else ("", "")
-        print(f"{start}{self._title}: {text}{rest}", end=end, file=sys.stderr, flush=True)
+    def _print(self, text: str) -> None:
+        print(f"{self._title}: {text}", file=sys.stderr, flush=True)

@@ -1,24 +1,17 @@
-"""A progress line on standard error, shown by rich only on a terminal."""
+"""The progress of a comparison on standard error."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from lightning_d9m.launch.status_line import StatusLine
 
 
 @contextmanager
 def show_progress(what: str) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function that shows how many items are done; None if nobody watches.
-
-    The line is erased at the end.
+    """Yield a function that shows how many items are done; None without a terminal.
 
     Args:
-        what: What is counted, as in ``"records compared"``.
+        what: The items, as in ``"records compared"``.
     """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    with console.status("") as status:
-        yield lambda done: status.update(f"{done:,} {what}")
+    with StatusLine() as line:
+        yield (lambda done: line.update(f"{done:,} {what}")) if line.live else None

@@ -60,13 +60,6 @@ def list_facts(op: Op) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
-def render_table(ops: Iterable[Op]) -> str:
-    """Return one line for each op: its name, its status, and its replacement or reason."""
-    rows = [(op.name, op.status, op.instead or op.reason) for op in ops]
-    width = max(len(name) for name, _, _ in rows)
-    return "\n".join(f"{name:{width}}  {status:8}{text}" for name, status, text in rows)
-
-
 def render_op(op: Op) -> str:
     """Return all facts of one op, wrapped for a terminal."""
     facts = [("name", op.name), ("status", op.status), *list_facts(op)]
