@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from lightning_d9m import deterministic
-from lightning_d9m.comparison.variability import measure_variation
+from lightning_d9m.comparison.numeric_difference import measure_variation
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.svg_charts import draw_lines

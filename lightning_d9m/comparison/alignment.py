@@ -1,4 +1,4 @@
-"""Which record of one run is the counterpart of which record of another."""
+"""Pairs of records: which record of one run is the counterpart of which record of another."""
 
 import re
 from collections import deque
@@ -19,17 +19,17 @@ from lightning_d9m.ledger.schema import KNOWN_KINDS
 
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 
-# A pair of records with equal bytes and of a kind that this version does not know: not parsed.
+# A pair of records with equal bytes whose kind this version does not know; not parsed.
 UNPARSED: RecordPair = (None, None)
 
 _KINDS = tuple(b'{"kind":"%b"' % kind.encode() for kind in KNOWN_KINDS)
 _EQUAL_DIGESTS = re.compile(
     rb'{"kind":"digests","moment":"(initial|epoch|final)","epoch":([0-9]{1,18}),"step":([0-9]{1,18}),'
 )
-# A digest or a number as ``float.hex`` gives it; no name, because a name follows no colon.
+# A digest or a number in ``float.hex()`` form. It follows a colon, which a name does not.
 _VALUE = re.compile(rb':"(?:[0-9a-f]{32}|-?0x[01]\.[0-9a-f]+p[+-][0-9]+)"')
-# Records of one step may come in another order in each run. So many bytes of a step are kept to
-# find their counterparts; beyond that, those that wait count as records of one run only.
+# Records of one step may come in a different order in each run. Most bytes of a step that are kept
+# to find their counterparts; beyond that, waiting records count as records of one run only.
 _KEPT_BYTES = 64 * 2**20
 
 
@@ -42,22 +42,22 @@ def align_records(
 ) -> Iterator[RecordPair]:
     """Pair the records of two runs, as streams: memory is bounded by one step's records.
 
-    The run that is behind (by epoch and step) advances. Within one step, records find each other
-    by their keys in any order. Layouts are not paired: they are part of the probes that name them.
+    The run that is behind (by epoch and step) advances. Within one step, records are paired by
+    their keys, in any order. Layouts are not paired: they are part of the probes that name them.
 
     Args:
         expected: The earlier run's file.
         actual: The later run's.
-        whole: Whether records with equal bytes are parsed in full; without, what they are of is
-            read and nothing else, which takes a tenth of the time.
-        named: Says whether it is still asked in what records differ. As soon as it is not, digests
-            that have the same names in the same order are not parsed either; their text is in
-            ``extra``. Batches come in as many parts as they have records.
+        whole: Whether to parse records with equal bytes in full. Otherwise only their epoch, step
+            and batch are read, which takes a tenth of the time.
+        named: Returns whether the caller still needs the names of what differs. If not, digests
+            with the same names in the same order are not parsed either; their text is in
+            ``extra``. Batches then come in as many parts as they have records.
 
     Yields:
-        (record, its counterpart), twice the same object when their bytes are equal; (record, None)
-        or (None, record) for what one run has alone; ``UNPARSED``. The probes of a batch come as a
-        ``Batch``, or as several where only some of its records are equal.
+        (record, its counterpart), the same object twice if their bytes are equal; (record, None)
+        or (None, record) if only one run has it; ``UNPARSED``. The probes of a batch come as one
+        ``Batch``, or as several if only some of its records are equal.
     """
     one, other = LedgerCursor(expected), LedgerCursor(actual)
     merge = _Merge()
@@ -80,7 +80,7 @@ def align_records(
 
 
 def _read_equal(one: LedgerCursor, other: LedgerCursor, *, whole: bool) -> RecordPair | None:
-    """Return the records that both runs have reached if their bytes mean the same."""
+    """Return the current records of both runs if their bytes mean the same."""
     body = one.body
     if body is None or body != other.body or one.entry or other.entry:
         return None
@@ -99,7 +99,7 @@ def _read_equal(one: LedgerCursor, other: LedgerCursor, *, whole: bool) -> Recor
 
 
 def _read_quickly(one: LedgerCursor, other: LedgerCursor, body: bytes) -> Digests | Batch | None:
-    """Return what equal records are of, and nothing else."""
+    """Return epoch, step and batch of equal records, without parsing the rest."""
     if (head := _EQUAL_DIGESTS.match(body)) is not None:
         return _unparsed(head)
     batch = one.measure(body, other)
@@ -109,10 +109,10 @@ def _read_quickly(one: LedgerCursor, other: LedgerCursor, body: bytes) -> Digest
 
 
 def _read_unlike(one: LedgerCursor, other: LedgerCursor) -> RecordPair | None:
-    """Return the records that both runs have reached if they differ in digests and nothing else.
+    """Return the current records of both runs if they differ only in digests.
 
-    Digests of a moment do where their texts differ in values alone; that the rest is well formed is
-    known from a record with the same rest, which was parsed.
+    Records of digests do if their texts differ only in values. The rest is known to be well formed
+    because a record with the same rest was parsed before.
     """
     if one.body is None or other.body is None or one.entry or other.entry:
         return None
@@ -168,7 +168,7 @@ class _Merge:
     kept: int = 0
 
     def step(self, *sides: LedgerCursor) -> Generator[RecordPair, None, tuple[bool, bool]]:
-        """Take the record of the run that is behind, or both; return which was taken."""
+        """Take the record of the run that is behind, or both; return which ones were taken."""
         one, other = (side.look(self.floor) for side in sides)
         if one and other and one.key == other.key and not self._awaits(one.key):
             yield one.item, other.item
@@ -187,7 +187,7 @@ class _Merge:
         return taken
 
     def flush(self) -> Iterator[RecordPair]:
-        """Give up on the records that wait: no counterpart can come any more."""
+        """Yield the waiting records as records of one run only; no counterpart can follow."""
         for records in self.waiting[0].values():
             yield from ((record, None) for record in records)
         for records in self.waiting[1].values():
@@ -197,7 +197,7 @@ class _Merge:
         self.kept = 0
 
     def _awaits(self, key: Key) -> bool:
-        """Whether an earlier record with this key has yet to find its counterpart."""
+        """Return whether an earlier record with this key still waits for its counterpart."""
         return key in self.waiting[0] or key in self.waiting[1]
 
     def _take(self, side: int, entry: LedgerRecord) -> Iterator[RecordPair]:

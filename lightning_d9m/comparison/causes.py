@@ -1,8 +1,8 @@
-"""From the first place at which two runs disagree to what kind of cause it has.
+"""The kind of cause of a divergence, from the first place at which two runs differ.
 
-Nothing here imports torch. What a batch starts from is probed before what it computes, so the
-first place that differs is the one nearest to the cause; the kinds that are equal before it rule
-the others out.
+The state that a batch starts from is probed before its computations, so the first place that
+differs is the nearest to the cause, and the kinds that are equal before it rule out other causes.
+This module does not import torch.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.ledger.kinds import KINDS, ROOT
 
-# Operations that draw: other outputs for equal inputs are other draws, not another arithmetic.
+# Operations that draw random numbers: different outputs for equal inputs are different draws.
 _DRAWING = (
     *("bernoulli", "dropout", "rand", "normal", "uniform", "multinomial", "poisson"),
     *("exponential", "geometric", "cauchy", "random", "rrelu"),
@@ -20,18 +20,18 @@ _DRAWING = (
 
 @dataclass(frozen=True)
 class Cause:
-    """What kind of cause a divergence has.
+    """A kind of cause.
 
     Attributes:
         kind: ``"stack"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
-            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialised memory"``,
+            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialized memory"``,
             ``"value from outside torch"``, ``"module"``, ``"logged value"``,
             ``"after training"``, ``"rank drift"``, ``"length"``, ``"incomparable"`` or
             ``"unknown"``.
-        text: One sentence: what differs, and what was equal before it.
-        advice: What to do about it.
-        narrows: Whether a narrower look, at modules or operations, can say more.
+        text: One sentence on what differs and what was equal before.
+        advice: Instructions for the user.
+        narrows: Whether a narrower look, at modules or operations, can add to it.
     """
 
     kind: str
@@ -43,138 +43,139 @@ class Cause:
 _CAUSES = {
     "stack": Cause(
         "stack",
-        "The two runs saw different stacks.",
-        "Make the fields that differ equal, and locate again.",
+        "The two runs have different stacks.",
+        "Make the fields above equal, and locate again.",
     ),
     "initial buffers": Cause(
         "buffers",
         "Buffers differ before the first step.",
-        "Look at what writes to them before the training: the model's own code, a hook, or the "
+        "Look for code that writes to them before the training: the model's own, a hook, or the "
         "validation that Lightning runs first.",
     ),
     "initial settings": Cause(
         "optimizer settings",
         "The optimizer's settings differ before the first step.",
-        "Look at what configure_optimizers computes them from.",
+        "Look at the values from which configure_optimizers computes them.",
     ),
     "initial weights": Cause(
         "initial weights",
         "The weights differ before the first step.",
         "Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of "
-        "the program; weights from a private generator, numpy.random.default_rng() say, need a "
-        "seed of their own; weights that are loaded come from another file.",
+        "the program. Weights from a private generator, such as numpy.random.default_rng(), need "
+        "their own seed. Loaded weights come from a different file.",
     ),
     "rng": Cause(
         "random numbers",
-        "A generator stands elsewhere when the batch begins, so numbers were drawn that the other "
-        "run did not draw.",
-        "Look for draws whose number depends on the clock, on the network, or on another thread.",
+        "A random number generator has a different state when the batch begins, so one run drew "
+        "numbers that the other did not draw.",
+        "Look for draws whose number depends on the clock, the network or another thread.",
     ),
     "batch": Cause(
         "data",
         "The batch differs, while the generators and the weights were equal.",
         "Look at the dataset: a private generator without a seed, os.urandom, the clock, the order "
-        "of a set or of the files in a folder. `d9m scan` looks for these in the source.",
+        "of a set or of the files in a folder. `d9m scan` finds these in the source.",
     ),
     "optimizer settings": Cause(
         "optimizer settings",
         "The optimizer's settings differ, while the gradients before were equal.",
-        "Look at what sets the learning rate and the other settings: a schedule by the clock, say.",
+        "Look for code that sets the learning rate or another setting, such as a schedule that "
+        "reads the clock.",
     ),
     "optimizer": Cause(
         "optimizer state",
         "The optimizer's state differs, while the weights and the gradients before were equal.",
-        "Look at the optimizer's own arithmetic, and at what else writes to its state.",
+        "Look at the optimizer's arithmetic, and for other code that writes to its state.",
     ),
     "weight": Cause(
         "weights",
         "Weights differ, while the gradients before were equal, and so were the optimizer's "
         "settings.",
-        "Something else wrote to the weights: another thread, a callback, clipping, or the "
+        "Look for code that writes to the weights: another thread, a callback, clipping, or the "
         "optimizer's own step.",
     ),
     "buffer": Cause(
         "buffers",
-        "Buffers differ, while everything that was recorded before is equal.",
-        "Look at what writes to them: the training step itself, the validation, a callback, or "
+        "Buffers differ, while everything recorded before is equal.",
+        "Look for code that writes to them: the training step, the validation, a callback, or "
         "another thread.",
     ),
     "gradient": Cause(
         "gradients",
-        "Gradients differ when the optimizer uses them, and were equal when the backward pass had "
+        "Gradients differ when the optimizer uses them, but were equal when the backward pass had "
         "computed them.",
-        "Look at what writes to gradients between the two: a hook, a callback, another thread. If "
-        "nothing does, suspect the memory of that machine.",
+        "Look for code that writes to gradients in between: a hook, a callback, another thread. "
+        "If there is none, suspect the memory of that machine.",
     ),
     "all-reduce": Cause(
         "all-reduce",
-        "Gradients differ after the ranks have exchanged them, and were equal before.",
-        "With Horovod use the strategy 'horovod_d9m'; with NCCL keep NCCL_ALGO, and let no "
-        "communication hook of your own reorder the sum.",
+        "Gradients differ after the ranks have exchanged them, but were equal before.",
+        "With Horovod, use the strategy 'horovod_d9m'. With NCCL, keep NCCL_ALGO, and make sure "
+        "that no communication hook of yours reorders the sum.",
     ),
     "scalar": Cause(
         "logged value",
-        "Only a logged value differs; what was computed is equal.",
-        "Leave it out with ignored_metrics if it differs by nature, as measured times do.",
+        "Only a logged value differs; the training itself is equal.",
+        "If it cannot be equal, such as a measured time, exclude it with ignored_metrics.",
     ),
     "monitor": Cause(
         "module",
-        "A monitored value differs, and nothing that was recorded before it.",
-        "Look at the code between the last place that is equal and the monitor.",
+        "A monitored value differs, while everything recorded before it is equal.",
+        "Look at the code between the last equal place and the monitor.",
     ),
     "draw": Cause(
         "random numbers",
-        "An operation that draws gave other numbers for equal inputs, while the generators of "
-        "Python, NumPy and torch were equal when the batch began.",
-        "It draws from a generator of its own, or something drew within the batch: seed it.",
+        "An operation drew different numbers for equal inputs, while the generators of Python, "
+        "NumPy and torch were equal when the batch began.",
+        "It draws from a private generator, or other code drew in the same batch: seed it.",
     ),
     "empty": Cause(
-        "uninitialised memory",
-        "An operation was given other inputs, though no operation had written them, and the runs "
-        "agree when new memory is filled: it reads memory that nothing initialised.",
-        "Write all of a tensor that torch.empty, empty_like or new_empty gives before you read it, "
-        "or take torch.zeros.",
+        "uninitialized memory",
+        "The inputs of an operation differ although no operation wrote them, and the runs are "
+        "equal if new memory is filled: it reads uninitialized memory.",
+        "Write to every element of a tensor from torch.empty, empty_like or new_empty before you "
+        "read it, or use torch.zeros.",
     ),
     "outside": Cause(
         "value from outside torch",
-        "An operation was given other inputs, though no operation had written them, and filled "
-        "memory changes nothing.",
-        "Look at what that line takes from NumPy, the clock, a file, another thread, or a kernel "
-        "that torch does not see.",
+        "The inputs of an operation differ although no operation wrote them, and filling new "
+        "memory does not change that.",
+        "Look at the values that the line gets from NumPy, the clock, a file, another thread, or "
+        "a kernel that torch does not see.",
     ),
     "op": Cause(
         "op",
-        "An operation gave other outputs, and everything recorded before it is equal.",
+        "An operation gave different outputs, while everything recorded before it is equal.",
         "",
         narrows=True,
     ),
     "module": Cause(
         "module",
-        "What a module computes differs, and everything recorded before it is equal.",
+        "A module computes different values, while everything recorded before it is equal.",
         "",
         narrows=True,
     ),
     "after training": Cause(
         "after training",
-        "All epochs agree, and the final state differs.",
-        "Look at what rewrites the weights when the training ends.",
+        "All epochs are equal, but the final state differs.",
+        "Look for code that rewrites the weights when the training ends.",
     ),
     "given": Cause(
         "module",
-        "What is given to a module differs, and everything recorded before it is equal.",
-        "Look at what is done to it before: in training_step, or to the batch in a hook such as "
-        "on_train_batch_start.",
+        "The inputs of a module differ, while everything recorded before them is equal.",
+        "Look at the code that computes them: training_step, or a hook that changes the batch, "
+        "such as on_train_batch_start.",
         narrows=True,
     ),
     "length": Cause(
         "length",
-        "One run goes on where the other ends, and all that both have recorded is equal.",
-        "Look at what ends the training: a limit of time, or a callback that stops it.",
+        "One run continues where the other ends; everything that both recorded is equal.",
+        "Look for what ends the training: a time limit, or a callback that stops it.",
     ),
     "incomparable": Cause(
         "incomparable",
         "The two runs are not the same experiment.",
-        "Make the fields that differ equal; a seed or a size that changes by itself is the cause.",
+        "Make the fields above equal. A seed or a size that changes in each run is the cause.",
     ),
     "unknown": Cause("unknown", "The runs differ.", "", narrows=True),
 }
@@ -191,45 +192,42 @@ _RANK_ADVICE = (
     "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
     "the device or the memory of that rank."
 )
-UNINITIALISED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
-# By the group of the digests that the training starts from.
+UNINITIALIZED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
+# By the group of the initial digests.
 _INITIAL = {
     "weights": "initial weights",
     "buffers": "initial buffers",
     "optimizers": "initial settings",
     "schedulers": "initial settings",
 }
-# The kind of place of a group of the digests that an epoch ends with.
+# Kind of probe by the group of digests at the end of an epoch.
 _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 _KINDS |= {"schedulers": "optimizer settings", "loss": "scalar", "scalars": "scalar"}
-# What a batch starts from.
+# The kinds of state that a batch starts from.
 STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
-def first_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
-    """Return the divergences of the ranks that diverge first.
-
-    Several when they do so at the same moment, in what they compute at the same place.
-    """
+def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
+    """Return the divergences of the ranks that diverge first, all at the same place."""
     found = [rank.divergence for rank in comparison.ranks if rank.divergence is not None]
     first = min((entry.when for entry in found), default=None)
     return tuple(entry for entry in found if entry.when == first)
 
 
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
-    """Say what kind of cause the first divergence of a comparison has.
+    """Return the cause of the first divergence of a comparison.
 
     Args:
-        comparison: How two runs compare.
-        batches_seen: Whether probes saw all batches of the epoch that diverges first. If its end
-            differs all the same, then what came after its last batch's gradients did.
+        comparison: The comparison of two runs.
+        batches_seen: Whether probes saw all batches of the epoch that diverges first. If only its
+            end differs, the cause comes after the last batch's gradients.
     """
     if comparison.refusals:
         return _CAUSES["incomparable"]
     if comparison.stack:
         return _CAUSES["stack"]
-    found = first_divergences(comparison)
+    found = earliest_divergences(comparison)
     if not found:
         alone = [
             side for rank in comparison.ranks for side in (rank.only_expected, rank.only_actual)
@@ -291,21 +289,20 @@ def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -
 
 
 def _is_setting(kind: str, name: str) -> bool:
-    """Whether a place is a setting of a parameter group, such as ``0.group.0:lr``."""
+    """Return whether a place is a setting of a parameter group, such as ``0.group.0:lr``."""
     return kind == "optimizer" and name.partition(".")[2].startswith("group.")
 
 
 def kind_of_place(found: Divergence) -> str | None:
-    """Return the kind of the probes that meet what differs; None where none has values to show."""
+    """Return the kind of probe that can save the values that differ; None if there is none."""
     kind = found.kind if found.moment == "batch" else _KINDS.get(found.kind)
     return kind if kind in KINDS and kind != "rng" else None
 
 
 def name_module(found: Divergence) -> str:
-    """Return the name of the module whose operations may have made a place differ.
+    """Return the name of the module whose operations compute the value at a place.
 
-    What goes into a module was computed by the module around it, and so was the gradient of what
-    comes out.
+    The enclosing module computes a module's inputs and the gradients of its outputs.
 
     >>> from types import SimpleNamespace as Place
     >>> name_module(Place(kind="output", name="encoder.0:hidden.1"))

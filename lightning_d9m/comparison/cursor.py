@@ -1,4 +1,4 @@
-"""One of two runs that are read side by side: the record that it has reached, and which that is."""
+"""The position in one of two ledgers that are read side by side."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ _PROBES = b'{"kind":"probes"'
 
 @dataclass(slots=True)
 class LedgerRecord:
-    """The record that one run has reached."""
+    """The record at the cursor."""
 
     item: Item
     size: int
@@ -27,12 +27,13 @@ class LedgerRecord:
 
 
 class LedgerCursor:
-    """Where one of two runs is.
+    """A cursor over the records of one rank's file.
 
     Attributes:
-        reader: Its file.
-        body: The record that it has reached; None at the end.
-        entry: The same, parsed, with the records of the same batch; None as long as not needed.
+        reader: The file.
+        body: The bytes of the current record; None at the end.
+        entry: The current record, parsed, with the following records of the same batch; None until
+            it is needed.
         rest: The digests that were compared last, without their head and their values.
         layout: The layout that was read last, and its number.
     """
@@ -45,20 +46,20 @@ class LedgerCursor:
         self._following: bytes | None = None
         self.layout: tuple[bytes, int] | None = None
         self.rest = b""
-        # The batch under way and the number of its places that were given.
+        # The current batch as (epoch, batch), and the number of its places that were returned.
         self._batch = (-1, -1)
         self._offset = 0
 
-    def advance(self, twin: "LedgerCursor | None" = None) -> None:
-        """Go to the next record; the layouts before it are remembered."""
+    def advance(self, other: "LedgerCursor | None" = None) -> None:
+        """Move to the next record. Layouts before it are stored."""
         self.entry = None
         if self._following is not None:
             self.body, self._following = self._following, None
         else:
-            self.body = self._pull(twin)
+            self.body = self._pull(other)
 
     def look(self, floor: LedgerPosition) -> LedgerRecord | None:
-        """Return the record that was reached, parsed; of probes, all that follow in the batch."""
+        """Return the current record, parsed; probes with all that follow in their batch."""
         if self.body is None:
             return None
         if self.entry is None:
@@ -71,16 +72,16 @@ class LedgerCursor:
         return self.entry
 
     def begin(self, record: ProbesRecord) -> Batch:
-        """Return a batch with one record, in its place within its batch."""
+        """Return a ``Batch`` of one record, at its offset within the batch."""
         batch = self._enter(record.epoch, record.step, record.batch)
         batch.add(record, self.reader.layouts)
         self._offset += batch.size
         return batch
 
-    def measure(self, body: bytes, twin: "LedgerCursor") -> Batch | None:
-        """Return a batch that is equal on both sides without its record; None if that must be read.
+    def measure(self, body: bytes, other: "LedgerCursor") -> Batch | None:
+        """Return a batch that is equal in both files without parsing it; None if that is needed.
 
-        Its digests are as many as the places of its layout; what they are need not be known.
+        It has as many digests as its layout has places; their values are not needed.
         """
         head = PROBES_HEAD.match(body)
         if head is None or not body.endswith(b'"}'):
@@ -89,7 +90,7 @@ class LedgerCursor:
         size = self.reader.layouts.size(layout)
         if DIGEST_DIGITS * size != len(body) - head.end() - 2:
             return None
-        if not self.reader.layouts.agrees(layout, twin.reader.layouts):
+        if not self.reader.layouts.agrees(layout, other.reader.layouts):
             return None
         batch = self._enter(epoch, step, number)
         batch.size = size
@@ -97,7 +98,7 @@ class LedgerCursor:
         return batch
 
     def skip(self, batch: Batch) -> None:
-        """Count places that were read on the other side."""
+        """Count places that the other cursor has read."""
         self._enter(batch.epoch, batch.step, batch.batch)
         self._offset += batch.size
 
@@ -110,7 +111,7 @@ class LedgerCursor:
     def _collect(self, record: ProbesRecord) -> Batch:
         batch = self.begin(record)
         while (body := self._pull(None)) is not None and batch.size < MOST_PLACES:
-            # Most batches are one record: then the next need not be parsed to be told apart.
+            # Most batches are one record. The head of the next record suffices to see that.
             head = PROBES_HEAD.match(body)
             if head is not None and (int(head[1]), int(head[3])) != self._batch:
                 break
@@ -127,13 +128,13 @@ class LedgerCursor:
         self._following = body
         return batch
 
-    def _pull(self, twin: "LedgerCursor | None") -> bytes | None:
+    def _pull(self, other: "LedgerCursor | None") -> bytes | None:
         for body in self._bodies:
             if not body.startswith(_LAYOUT):
                 return body
-            if twin is not None and twin.layout is not None and body == twin.layout[0]:
-                self.reader.layouts.share(twin.reader.layouts, twin.layout[1])
-                self.layout = twin.layout
+            if other is not None and other.layout is not None and body == other.layout[0]:
+                self.reader.layouts.share(other.reader.layouts, other.layout[1])
+                self.layout = other.layout
                 continue
             layout = self.reader.parse(body)
             if isinstance(layout, ProbeLayout):

@@ -1,4 +1,4 @@
-"""Compare two ledgers as streams: what differs in stack and settings, then where they diverge."""
+"""Compare two ledgers as streams: differences in stack and settings, then divergences."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -55,15 +55,16 @@ RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchCompar
 def first_divergences(expected: Ledger, actual: Ledger) -> list[Divergence]:
     """Return the first divergence of each rank that has one, the earliest first.
 
-    The order of execution decides within a rank: that of the records in the file, and within a
-    batch that of the places in the earlier run. A place that only one run has is no divergence; it
-    is counted in ``RankComparison``, and listed in ``Divergence.one_sided``.
+    Within a rank the order of execution decides: the order of the records in the file, and within a
+    batch the order of the places in the earlier run. A place that only one run has is not a
+    divergence; it is counted in ``RankComparison`` and listed in ``Divergence.one_sided``.
 
-    An empty list does not say that the runs are equal: they may be incomparable, or one may end
-    early. ``compare_ledgers(...).verdict`` says that; it also has these divergences.
+    An empty list does not mean that the runs are equal: they may be incomparable, or one may end
+    early. ``compare_ledgers(...).verdict`` tells these apart; the comparison also has these
+    divergences.
 
     Raises:
-        LedgerError: When a record of either is malformed or was edited.
+        LedgerError: If a record of either is malformed or was edited.
     """
     return compare_ledgers(expected, actual).divergences
 
@@ -77,19 +78,19 @@ def compare_ledgers(
 ) -> Comparison:
     """Compare two ledgers rank by rank.
 
-    Records find their counterparts by kind, moment, epoch, step and name, so that runs that stop
-    at another epoch, or that record other things, are compared in what they have in common.
+    Records are paired by kind, moment, epoch, step and name, so runs that stop at different epochs
+    or record different things are compared in what they have in common.
 
     Args:
         expected: The earlier run.
         actual: The later run.
-        progress: Called now and then with the number of records and places compared so far.
-        watch: Called for each pair with (rank, record, its counterpart, how the probes of the batch
-            compare); a record that one run has alone has the counterpart None, equal records are
-            one object, and unknown kinds with equal bytes are two times None.
+        progress: Called from time to time with the number of records and places compared so far.
+        watch: Called for each pair with (rank, record, its counterpart, comparison of the batch's
+            probes). The counterpart is None if only one run has the record. Equal records are one
+            object. Equal records of an unknown kind are passed as None twice.
 
     Raises:
-        LedgerError: When a record of either is malformed or was edited.
+        LedgerError: If a record of either is malformed or was edited.
     """
     common = [rank for rank in expected.files if rank in actual.files]
     headers: list[tuple[tuple[int, ...], Header, Header]]
@@ -133,7 +134,7 @@ def _on_ranks(found: Iterable[FieldDifference], ranks: tuple[int, ...]) -> list[
 
 
 def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
-    """Name once what differs in the same way on several ranks."""
+    """Merge fields that differ in the same way on several ranks."""
     merged: dict[tuple[str, str], FieldDifference] = {}
     for entry in found:
         key = (entry.field, repr((entry.expected, entry.actual)))
@@ -144,7 +145,7 @@ def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
 
 @dataclass(slots=True)
 class _Tally:
-    """What the comparison of one rank's files has found so far."""
+    """Counts of the comparison of one rank's files so far."""
 
     rank: int
     watched: bool
@@ -161,12 +162,12 @@ class _Tally:
     differing_places: int = 0
     only: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
     only_places: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
-    # The batch that was counted last, and the last that was counted as differing.
+    # The last batch that was counted, and the last that was counted as differing.
     batch: tuple[int, int] = (-1, -1)
     differing_batch: tuple[int, int] = (-1, -1)
 
     def count(self, one: Item, other: Item) -> BatchComparison | None:
-        """Count two counterparts, and how they differ."""
+        """Count two counterparts and their differences."""
         if isinstance(one, Batch) and isinstance(other, Batch):
             return self._count_batch(one, other)
         self.records += 1
@@ -184,7 +185,7 @@ class _Tally:
                 self.first = difference
                 self.divergence = _at_record(self.rank, difference, list_entries(one, other))
         else:
-            # Only the first is described: after it most records differ, and that takes time.
+            # Only the first difference is described: after it most records differ.
             self.differing += one != other
         return None
 
@@ -200,7 +201,7 @@ class _Tally:
         if one is other:
             self.places += one.size
             return None
-        # Once the first is known, places are listed for who watches only.
+        # After the first difference, places are listed only for an observer.
         listed = self.watched or self.first is None
         found = compare_batches(one, other, listed=listed)
         self.places += found.places
@@ -269,10 +270,10 @@ def _compare_rank(
     progress: Callable[[int], None],
     watch: RecordObserver | None,
 ) -> tuple[RankComparison, list[FieldDifference]]:
-    """Compare two files; stop where they turn out to be incomparable."""
+    """Compare two files; stop if they are incomparable."""
     tally = _Tally(rank, watched=watch is not None)
     ticked = 0
-    # Only the first difference is described, for after it most records differ.
+    # Only the first difference is described: after it most records differ.
     records = align_records(*files, whole=watch is not None, named=lambda: tally.first is None)
     for one, other in records:
         found = None

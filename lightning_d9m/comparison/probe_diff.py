@@ -1,4 +1,4 @@
-"""The probes of one batch, and how they differ between two runs."""
+"""The differences between the probes of one batch in two runs."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,21 +11,21 @@ from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_layouts import unpack_places
 from lightning_d9m.ledger.records import ProbeKey
 
-# Fields of a record of probes that this version does not know are places of this kind.
+# Kind of the places that stand for fields which this version does not know.
 OTHER = "other fields"
 
 
 class PlaceDifference(NamedTuple):
-    """A place whose digest differs, or that one run has alone.
+    """A place whose digest differs, or that only one run has.
 
     Attributes:
-        position: Number of the place in order of execution within its batch, from 0, in the earlier
-            run; in the later run for a place that only that has.
+        position: Index of the place in order of execution within its batch, in the earlier run; in
+            the later run if only that one has the place.
         kind: Kind of the place: ``"output"``, ``"gradient"``, ...
         name: Its name.
-        call: How often this kind and name occurred before within the batch.
-        expected: The digest in the earlier run; None when it has no such place.
-        actual: The digest in the later run; None when it has no such place.
+        call: Number of earlier occurrences of this kind and name in the batch.
+        expected: The digest in the earlier run; None if it does not have the place.
+        actual: The digest in the later run; None if it does not have the place.
     """
 
     position: int
@@ -38,19 +38,19 @@ class PlaceDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchComparison:
-    """How the probes of one batch compare.
+    """The comparison of the probes of one batch.
 
     Attributes:
         epoch: Counted from 0.
         step: The global step when the batch began, in the later run.
         batch: Index within the epoch.
         places: Number of places in common.
-        count: How many of them differ.
-        differing: These, in order of execution; empty unless they were asked for.
-        only_expected: Places of the earlier run alone, in order.
-        only_actual: Places of the later run alone, in order.
-        by_kind: (places that differ, places in common) for each kind in which some differ, if
-            these were asked for.
+        count: Number of them that differ.
+        differing: The places that differ, in order of execution; empty unless ``listed``.
+        only_expected: Places that only the earlier run has, in order.
+        only_actual: Places that only the later run has, in order.
+        by_kind: (places that differ, places in common) for each kind in which some differ; empty
+            unless ``listed``.
     """
 
     epoch: int
@@ -65,13 +65,12 @@ class BatchComparison:
 
 
 def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> BatchComparison:
-    """Hold the probes of one batch against their counterparts, place by place.
+    """Compare the probes of one batch with their counterparts, place by place.
 
     Args:
-        expected: Of the earlier run.
-        actual: Of the later run.
-        listed: Whether the places that differ are listed; without, they are only counted, which
-            takes a tenth of the time.
+        expected: The batch in the earlier run.
+        actual: The batch in the later run.
+        listed: Whether to list the places that differ. Counting alone takes a tenth of the time.
     """
     match = _match(tuple(expected.layouts), tuple(actual.layouts))
     ours, theirs = expected.digests(), actual.digests()
@@ -121,7 +120,7 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
 
 
 class _Match(NamedTuple):
-    """Which places of two batches are counterparts: by their numbers; None for all in order."""
+    """The indices of the places that are counterparts; None if all are, in order."""
 
     expected: list[int] | None
     actual: list[int] | None
@@ -129,7 +128,7 @@ class _Match(NamedTuple):
     only_actual: list[tuple[int, ProbeKey]]
 
 
-# The same few layouts come again and again.
+# A training has few layouts.
 @lru_cache(maxsize=4)
 def _match(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _Match:
     if expected == actual:

@@ -1,4 +1,4 @@
-"""How two records differ: shared by the check during a run and the comparison of two ledgers."""
+"""The differences between two records, for the check in a run and the comparison of ledgers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,21 +24,21 @@ GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 # Settings in which two comparable runs may differ, each with the reason.
 INFORMATIONAL_SETTINGS = {
-    "seed": "the header holds the seed that was used",
-    "threads": "the stack holds the number of threads that were used",
-    "fill_uninitialized_memory": "changes no bit of a program that reads only what it wrote",
+    "seed": "the header has the seed that was used",
+    "threads": "the stack has the number of threads that was used",
+    "fill_uninitialized_memory": "changes nothing if a program reads only what it wrote",
 }
 
 REASONS = {
-    "seed": "Another seed draws other random numbers, so every digest differs by design.",
+    "seed": "A different seed draws different random numbers, so every digest differs by design.",
     "fit": "Each fit of a process draws its own random numbers, so only fits with the same "
     "ordinal can agree.",
-    "world_size": "Another number of ranks gives each rank other batches and sums gradients in "
-    "another order.",
+    "world_size": "A different number of ranks gives each rank different batches and sums "
+    "gradients in a different order.",
     "model": "Names, shapes or dtypes of the weights differ, so their digests cannot agree.",
-    "dataset": "The training data have another size, so the batches differ.",
-    "batch_size": "Another batch size gives other batches.",
-    "batches": "Another number of batches makes each epoch end elsewhere.",
+    "dataset": "The training data have a different size, so the batches differ.",
+    "batch_size": "A different batch size gives different batches.",
+    "batches": "A different number of batches makes each epoch end at a different step.",
 }
 
 
@@ -50,7 +50,7 @@ class FieldDifference:
         field: Its name.
         expected: Its value in the earlier run, or ``"missing"``.
         actual: Its value in the later run, or ``"missing"``.
-        ranks: The ranks on which it differs so.
+        ranks: The ranks on which it differs in this way.
     """
 
     field: str
@@ -60,22 +60,22 @@ class FieldDifference:
 
     @property
     def reason(self) -> str:
-        """Why runs that differ here cannot have the same bits."""
+        """Why runs that differ in this field cannot be bit-exact."""
         return REASONS.get(self.field, "It changes what is computed.")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordDifference:
-    """How one record differs from its counterpart.
+    """The difference between a record and its counterpart.
 
     Attributes:
         kind: Kind of the record.
-        where: The record in a few words, for people.
-        moment: When it was taken; empty for kinds that have no moment.
+        where: Description of the record, for people.
+        moment: When it was taken; empty for kinds without a moment.
         epoch: Counted from 0.
         step: The global step in the later run.
-        group: What differs first, in the order weights, buffers, optimizers, schedulers, loss,
-            scalars, step.
+        group: The first group that differs, in the order weights, buffers, optimizers, schedulers,
+            loss, scalars, step.
         names: The first names that differ in that group, at most ``NAMES_KEPT``.
         count: Number of entries that differ, in all groups.
         total: Number of entries that were compared.
@@ -114,7 +114,7 @@ def header_refusals(expected: Header, actual: Header) -> list[FieldDifference]:
 
 
 def setting_differences(expected: Header, actual: Header) -> list[FieldDifference]:
-    """Return the settings that differ and yet leave the runs comparable."""
+    """Return the settings that differ without making the runs incomparable."""
     settings = table_differences(expected.settings, actual.settings)
     return [
         FieldDifference(*entry)
@@ -124,7 +124,7 @@ def setting_differences(expected: Header, actual: Header) -> list[FieldDifferenc
 
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
-    """Return what makes two runs incomparable: model, data, arithmetic of the Trainer."""
+    """Return the facts that make two runs incomparable: model, data, the Trainer's arithmetic."""
     tables = [_run_table(facts) for facts in (expected, actual)]
     differing = {name: values for name, *values in table_differences(*tables)}
     order = {name: number for number, name in enumerate(tables[0])}
@@ -135,14 +135,14 @@ def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
 
 
 def _run_table(facts: RunFacts) -> dict[str, Json]:
-    """Return the facts by the name under which a difference is reported, the causes first."""
+    """Return the facts by the names under which differences are reported, causes first."""
     table: dict[str, Json] = {"model": f"{facts.model} ({facts.parameters} parameters)"}
     for name, unit in (
         ("samples", "samples"),
         ("batch_size", "samples a batch"),
         ("batches", "batches an epoch"),
     ):
-        # Together, so that another number of dataloaders shows too.
+        # In one value, so that a different number of dataloaders shows too.
         values = [getattr(loader, name) for loader in facts.train]
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
@@ -153,7 +153,7 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
 
 
 def record_difference(expected: Record, actual: Record) -> RecordDifference | None:
-    """Return how two records with the same key differ, or None when they hold the same evidence."""
+    """Return how two records with the same key differ; None if their contents are equal."""
     by_group: dict[str, tuple[int, int]] = {}
     first: tuple[str, list[TableValue]] | None = None
     total = 0
@@ -194,7 +194,7 @@ def list_entries(expected: Record, actual: Record) -> Iterator[PlaceDifference]:
 
 
 def batch_difference(found: BatchComparison, where: str) -> RecordDifference | None:
-    """Return how the probes of a batch differ, or None when those in common agree."""
+    """Return how the probes of a batch differ; None if those in common are equal."""
     if not found.differing:
         return None
     first = found.differing[0]
@@ -216,7 +216,7 @@ def batch_difference(found: BatchComparison, where: str) -> RecordDifference | N
 
 
 def name_call(name: str, call: int) -> str:
-    """Return the name of a place, with the number of the call where it is not the first.
+    """Return the name of a place, with the number of the call unless it is the first.
 
     >>> name_call("encoder", 0), name_call("encoder", 2)
     ('encoder', 'encoder (call 2)')
@@ -225,7 +225,7 @@ def name_call(name: str, call: int) -> str:
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return every leaf of a record; the words of an error are for people only."""
+    """Return every leaf of a record but the text of an error, which is for people only."""
     fields = record.as_record()
     if isinstance(record, End):
         fields.pop("error", None)
@@ -233,7 +233,7 @@ def _comparable_fields(record: Record) -> dict[str, Json]:
 
 
 def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return what nested tables and lists hold, by dotted path."""
+    """Return the leaves of nested tables and lists by dotted path."""
     return {path: leaf for name, entry in table.items() for path, leaf in _leaves(entry, name)}
 
 
@@ -247,14 +247,14 @@ def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
 
 
 def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, list[TableValue]]]:
-    """Yield each group with the number of its entries, and those that differ.
+    """Yield each group with the number of its entries and the entries that differ.
 
-    They come as the earlier run listed them, which may be the order of the model.
+    Entries keep the order of the earlier run, which is the order of the model.
     """
     for group, (one, other) in _tables(expected, actual).items():
         entries = one.keys() | other.keys()
         differing = table_differences(one, other)
-        # A group's total differs whenever an entry does: it says something only when alone.
+        # A group's total differs whenever an entry does, so it is listed only if nothing else is.
         named = [entry for entry in differing if entry[0] != _TOTAL] or differing
         if named[1:]:
             order = {name: number for number, name in enumerate(one)}
@@ -263,7 +263,7 @@ def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, lis
 
 
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
-    """Return what two records hold, by group."""
+    """Return the contents of two records by group."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
         fields = [_comparable_fields(record) for record in (expected, actual)]
         return {str(fields[0]["kind"]): (fields[0], fields[1])}
@@ -283,7 +283,7 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
 
 
 def _group_tables(expected: Digests, actual: Digests, group: str) -> tuple[Table, Table]:
-    """Return the digests of a group in both; where one left the names out, only the totals."""
+    """Return the digests of a group in both records; only totals if one record has no names."""
     unnamed = (group in expected.groups) != (group in actual.groups)
     totals_only = unnamed and group in expected.totals and group in actual.totals
     one, other = (

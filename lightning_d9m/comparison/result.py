@@ -1,4 +1,4 @@
-"""What the comparison of two ledgers says: rank by rank, and as a verdict."""
+"""The result of the comparison of two ledgers: by rank, and as a verdict."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,9 @@ from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifferen
 from lightning_d9m.ledger.kinds import KINDS
 from lightning_d9m.ledger.resumed_runs import Break
 
-# What ranks compute on their own, from what the batch begins with up to the exchange of gradients.
+# The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]
-# So many places of the batch that diverges first are listed; all are counted.
+# Most places of the first divergent batch that are listed; all are counted.
 PLACES_KEPT = 10_000
 
 
@@ -21,7 +21,7 @@ class OneSided:
 
     Attributes:
         count: Their number.
-        first: The first of them, in words; empty when there is none.
+        first: Description of the first of them; empty if there is none.
     """
 
     count: int
@@ -33,7 +33,7 @@ NONE = OneSided(0, "")
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place, in order of execution, at which one rank's runs disagree.
+    """The first place, in order of execution, at which two runs of a rank differ.
 
     Attributes:
         rank: The rank.
@@ -41,18 +41,18 @@ class Divergence:
             ``"epoch"``, ``"final"``, or empty for another record.
         epoch: Counted from 0.
         step: The global step (when the batch began) in the later run.
-        batch: Index of the batch within its epoch; None where no probe tells it.
+        batch: Index of the batch within its epoch; None without a probe.
         kind: Kind of the place (``"op"``, ``"gradient"``, ...), or the group of the digests
             (``"weights"``, ``"loss"``, ...).
         name: Name of the place.
-        call: How often this kind and name occurred before within the batch.
-        position: Number of the place in order of execution within its batch, in the earlier run;
-            0 where no probe tells it.
+        call: Number of earlier occurrences of this kind and name in the batch.
+        position: Index of the place in order of execution within its batch, in the earlier run; 0
+            without a probe.
         expected: Its digest in the earlier run.
         actual: Its digest in the later run.
-        places: All places of that batch, or entries of that record, that differ, in order, this one
+        places: The places of that batch, or entries of that record, that differ, in order, this one
             first; at most ``PLACES_KEPT``.
-        count: Their number, those that were not kept included.
+        count: Number of all that differ.
         compared: Number of places of the batch, or entries of the record, that were compared.
         one_sided: Places of that batch that only one run has; at most ``PLACES_KEPT`` of each.
     """
@@ -75,13 +75,13 @@ class Divergence:
 
     @property
     def when(self) -> tuple[int, ...]:
-        """Where it stands in the order of execution, on whatever rank: the earliest is least.
+        """Sort key in the order of execution, for divergences of all ranks.
 
-        Of several in one batch, the earliest kind, and of what the batch computes, whatever kind
-        it is, the earliest place: what one rank computes differently reaches the others with the
-        gradients, or with what else the ranks exchange.
+        Within a batch the kind decides, and among the kinds that the batch computes the position:
+        a value that one rank computes differently reaches the other ranks later, with the gradients
+        or another exchange.
         """
-        if self.moment == "" and self.kind == "end":  # how a run ended: after everything else
+        if self.moment == "" and self.kind == "end":  # the end of a run comes last
             return (2**63,)
         phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
         when = (self.epoch, phase, self.step, self.batch or 0)
@@ -92,28 +92,28 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class RankComparison:
-    """How one rank's files compare.
+    """The comparison of one rank's files.
 
     Attributes:
         rank: The rank.
         records: Number of pairs of records that were compared.
-        digests: How many of these hold digests of the training's state.
-        epochs: How many of these are the end of an epoch.
-        differing: How many pairs differ.
-        first: The first divergence; None when all pairs agree.
+        digests: Number of these that hold digests of the training's state.
+        epochs: Number of these that are the end of an epoch.
+        differing: Number of pairs that differ.
+        first: The first divergence; None if all pairs agree.
         only_expected: Records that only the earlier run has.
         only_actual: Records that only the later run has.
-        expected_complete: Whether the earlier run wrote its last record; a killed one does not.
+        expected_complete: Whether the earlier run wrote its last record; a killed run does not.
         actual_complete: Whether the later run did.
-        expected_truncated: Whether the earlier run's last record is torn, and was left out.
+        expected_truncated: Whether the earlier run's last record is torn and was skipped.
         actual_truncated: Whether the later run's is.
         batches: Number of batches whose probes were compared.
-        differing_batches: How many of them differ.
+        differing_batches: Number of them that differ.
         places: Number of places (probes) that were compared.
-        differing_places: How many of them differ.
+        differing_places: Number of them that differ.
         only_expected_places: Places, in batches of both, that only the earlier run has.
         only_actual_places: Places, in batches of both, that only the later run has.
-        divergence: The first divergence as a place, with all that differ in its batch.
+        divergence: The first divergence as a place, with all places that differ in its batch.
         expected_breaks: Where the earlier run was interrupted and resumed.
         actual_breaks: Where the later run was.
     """
@@ -142,7 +142,7 @@ class RankComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both files hold the same evidence."""
+        """Whether both files have the same contents."""
         one_sided = (
             self.only_expected,
             self.only_actual,
@@ -155,16 +155,16 @@ class RankComparison:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two ledgers compare.
+    """The comparison of two ledgers.
 
     Attributes:
         expected: The earlier run's ledger.
         actual: The later run's ledger.
         stack: Fields in which the stacks differ.
-        settings: Settings that differ and leave the runs comparable.
-        refusals: What makes the runs incomparable: another seed, model, dataset, world size, ...
-        ranks: One entry for each rank that both ledgers have; empty when there are refusals that
-            the headers show.
+        settings: Settings that differ without making the runs incomparable.
+        refusals: Fields that make the runs incomparable: seed, model, dataset, world size, ...
+        ranks: One entry for each rank that both ledgers have; empty if the headers alone make the
+            runs incomparable.
         ranks_only_expected: Ranks that only the earlier ledger has.
         ranks_only_actual: Ranks that only the later ledger has.
     """
@@ -180,29 +180,29 @@ class Comparison:
 
     @property
     def verdict(self) -> Literal["equal", "different", "not comparable"]:
-        """``"equal"`` only when something was compared and no record differs or is missing."""
+        """``"equal"`` only if something was compared and no record differs or is missing."""
         if self.refusals or not self.ranks:
             return "not comparable"
         whole = not (self.ranks_only_expected or self.ranks_only_actual)
         if not whole or not all(rank.equal for rank in self.ranks):
             return "different"
-        # Where nothing differs because no digest was there to compare, nothing is proven.
+        # Without digests to compare, nothing is proven.
         proven = all(rank.digests or rank.places for rank in self.ranks)
         return "equal" if proven else "not comparable"
 
     @property
     def equal(self) -> bool:
-        """Whether the runs are proven to agree bit for bit."""
+        """Whether the runs are proven to be bit-exact."""
         return self.verdict == "equal"
 
     @property
     def first(self) -> tuple[int, RecordDifference] | None:
-        """The rank that diverges first, and how."""
+        """The rank that diverges first, and its first difference."""
         found = {rank.rank: rank.first for rank in self.ranks if rank.first is not None}
         return next(((d.rank, found[d.rank]) for d in self.divergences), None)
 
     @property
     def divergences(self) -> list[Divergence]:
-        """The first divergence of each rank that has one, the earliest first."""
+        """The first divergence of each rank that has one, earliest first."""
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
         return sorted(found, key=lambda entry: entry.when)

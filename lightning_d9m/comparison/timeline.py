@@ -1,7 +1,7 @@
-"""The course of two runs: how their difference grows, at which moments, in which modules.
+"""The timeline of two runs: how their difference grows, at which records, in which modules.
 
-Collected while two ledgers are compared, in bounded memory: steps are merged when they become many;
-of moments and modules, those that differ are kept before those that agree, and the rest is counted.
+It is collected while two ledgers are compared, in bounded memory. Steps are merged when there are
+too many. Records and modules that differ are kept before those that agree; the rest is counted.
 """
 
 from collections import Counter
@@ -26,14 +26,14 @@ _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "w
 
 @dataclass(slots=True)
 class TimelineStep:
-    """What was compared in one step, or in several that were merged.
+    """The counts of one step, or of several merged ones.
 
     Attributes:
         first: The first step.
         last: The last.
         compared: Number of places or entries, over all ranks.
-        differing: How many of them differ.
-        alone: Number of records, or of places, that one run has alone.
+        differing: Number of them that differ.
+        alone: Number of records or places that only one run has.
     """
 
     first: int
@@ -48,7 +48,7 @@ class StepHistogram:
     """The number of differences by step.
 
     Attributes:
-        limit: The most steps that are kept; neighbours are merged when there are more.
+        limit: Most steps that are kept; neighbors are merged if there are more.
     """
 
     limit: int = MAX_STEPS
@@ -78,11 +78,11 @@ class StepHistogram:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """A record of digests, and how it compares.
+    """A record of digests and how it compares.
 
     Attributes:
         rank: The rank.
-        where: The record in words.
+        where: Description of the record.
         status: ``"equal"``, ``"different"``, ``"only expected"`` or ``"only actual"``.
         groups: (group, entries that differ, entries) for each group in which some differ.
     """
@@ -95,11 +95,11 @@ class TimelinePoint:
 
 @dataclass(slots=True)
 class Module:
-    """What differs in a module, its parameters and operations, without its submodules.
+    """The differences in a module, its parameters and operations, without its submodules.
 
     Attributes:
         differing: Number of places and digests, over all steps and ranks.
-        first: (epoch, step, batch, position, what) of the first, whatever its rank.
+        first: (epoch, step, batch, position, description) of the first one on any rank.
     """
 
     differing: int = 0
@@ -108,15 +108,15 @@ class Module:
 
 @dataclass(slots=True)
 class Timeline:
-    """Collects; hand ``watch`` to ``compare_ledgers``.
+    """Collects the timeline; pass ``watch`` to ``compare_ledgers``.
 
     Attributes:
-        places: StepHistogram of the difference among probes.
-        weights: StepHistogram of the difference among the digests of epochs.
+        places: Differences among probes, by step.
+        weights: Differences among the weights at the ends of epochs, by step.
         ranks: All that was compared on each rank, by step.
         epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
         differing: Modules in which something differs, by path; "" is the model itself.
-        agreeing: The others.
+        agreeing: The other modules.
     """
 
     places: StepHistogram = field(default_factory=StepHistogram)
@@ -125,7 +125,7 @@ class Timeline:
     epochs: dict[int, int] = field(default_factory=dict)
     differing: dict[str, Module] = field(default_factory=dict)
     agreeing: dict[str, None] = field(default_factory=dict)
-    # Those that differ and those that agree, each with its number in the order of reading.
+    # Records that differ and records that agree, each with its number in reading order.
     _moments: tuple[list[tuple[int, TimelinePoint]], list[tuple[int, TimelinePoint]]] = field(
         default_factory=lambda: ([], [])
     )
@@ -135,40 +135,40 @@ class Timeline:
 
     @property
     def moments(self) -> list[TimelinePoint]:
-        """The records of digests, at most ``MAX_MOMENTS``; those that differ go before others."""
+        """The records of digests, at most ``MAX_MOMENTS``; those that differ take precedence."""
         differing, agreeing = self._moments
         kept = differing + agreeing[: MAX_MOMENTS - len(differing)]
         return [moment for _, moment in sorted(kept, key=lambda entry: entry[0])]
 
     @property
     def moments_left_out(self) -> int:
-        """How many more there were."""
+        """Number of records that were left out."""
         return self._counted - len(self.moments)
 
     @property
     def modules(self) -> dict[str, Module]:
-        """By path, at most ``MAX_MODULES``; those that differ go before others."""
-        room = MAX_MODULES - len(self.differing)
-        return self.differing | {path: Module() for path in list(self.agreeing)[: max(0, room)]}
+        """Modules by path, at most ``MAX_MODULES``; those that differ take precedence."""
+        free = max(0, MAX_MODULES - len(self.differing))
+        return self.differing | {path: Module() for path in list(self.agreeing)[:free]}
 
     @property
     def modules_left_out(self) -> bool:
-        """Whether there were more."""
+        """Whether modules were left out."""
         return self._overflow or len(self.differing) + len(self.agreeing) > MAX_MODULES
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: BatchComparison | None
     ) -> None:
-        """Take a pair."""
+        """Count a pair of records; a ``RecordObserver``."""
         item = one or other
         if isinstance(item, Batch):
-            self._enter(item.epoch, item.step)
+            self._note_epoch(item.epoch, item.step)
             self._take_batch(rank, item, alone=one is None or other is None, found=found)
         elif isinstance(item, Digests):
-            self._enter(item.epoch + (item.moment == "epoch"), item.step)
+            self._note_epoch(item.epoch + (item.moment == "epoch"), item.step)
             self._take_digests(rank, one, other)
 
-    def _enter(self, epoch: int, step: int) -> None:
+    def _note_epoch(self, epoch: int, step: int) -> None:
         if len(self.epochs) < MAX_EPOCHS:
             self.epochs[epoch] = min(step, self.epochs.get(epoch, step))
 
@@ -252,7 +252,7 @@ class Timeline:
 
 
 def module_of(kind: str, name: str) -> str:
-    """Return the module that a place, or an entry of digests, belongs to; "" is the model itself.
+    """Return the path of the module that a place or a digest belongs to; "" is the model itself.
 
     >>> module_of("output", "encoder.0:hidden"), module_of("gradient", "encoder.0.weight")
     ('encoder.0', 'encoder.0')

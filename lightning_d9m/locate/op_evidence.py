@@ -1,7 +1,7 @@
-"""The values at the place where two runs diverge: how far they are apart, and what made them so.
+"""The values at the place where two runs diverge: how far they are apart, and why.
 
-Of an operation: were its inputs equal, and does it give other outputs when it runs alone. Reads the
-dumps of two runs; needs torch, and no Lightning.
+For an operation: whether its inputs were equal, and whether it gives different outputs if it runs
+alone. Reads the dumps of two runs; does not import Lightning.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.comparison.ledgers import Divergence
-from lightning_d9m.comparison.magnitude import Magnitude, measure
+from lightning_d9m.comparison.numeric_difference import Magnitude, measure
 from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.ledger.tables import MISSING
 from lightning_d9m.patches.catalog.catalog import OPS
@@ -33,20 +33,20 @@ _REPLAYS = 20
 
 @dataclass(frozen=True)
 class OpFinding:
-    """What the dumps of an operation show.
+    """The evidence on an operation in the dumps of two runs.
 
     Attributes:
         op: Its name, such as ``"aten.index_put_.default"``.
-        source: The line of the program that called it, or the operation whose gradient it computes;
-            None in a backward pass without one.
-        backward: Whether it computes the gradient of what that line called.
+        source: The line of the program that called it, or in a backward pass the line that called
+            the operation whose gradient it computes; None if there is none.
+        backward: Whether it computes the gradient of the operation that the line called.
         inputs_equal: Whether both runs gave it equal inputs.
-        generator_equal: Whether the generator that it draws from stood at the same place.
-        magnitude: How far its outputs are apart; None when they do not have one form.
-        replays: How often it was run alone on the dumped inputs; 0 when it could not be.
-        outcomes: How many different outputs these gave.
-        obstacle: Why it could not be run alone; empty when it was.
-        patch: The catalogue's entry of it, if it has one.
+        generator_equal: Whether the generator that it draws from had the same state.
+        magnitude: How far its outputs are apart; None if their shapes or dtypes differ.
+        replays: Number of runs on the dumped inputs alone; 0 if that is not possible.
+        outcomes: Number of different outputs of these runs.
+        obstacle: Why it cannot run alone; empty if it can.
+        patch: Its entry in the catalog; None if it has none.
     """
 
     op: str
@@ -62,7 +62,7 @@ class OpFinding:
 
 
 def examine_op(found: Divergence, dumps: Sequence[Path]) -> OpFinding | None:
-    """Examine the operation at which two runs diverge; None when it was not dumped."""
+    """Examine the operation at which two runs diverge; None if it was not dumped."""
     name, leaf = split_leaf(found.name)
     read = [_read_op(found, name, folder) for folder in dumps]
     if None in read or len(read) != 2:  # noqa: PLR2004 - the two runs
@@ -107,18 +107,18 @@ def measure_saved(
 
 
 def measure_recorded(found: Divergence) -> Magnitude | None:
-    """Measure what a ledger itself holds: a number that was logged."""
+    """Measure a logged number, which the ledger itself holds."""
     texts = (found.expected, found.actual)
     if found.moment == "batch" or found.kind not in ("loss", "scalars") or MISSING in texts:
         return None
     values = torch.tensor([float.fromhex(text) for text in texts], dtype=torch.float64)
     if torch.equal(values.float().double(), values):
-        values = values.float()  # as it was logged: else its units would be too small
+        values = values.float()  # its dtype when it was logged; ulps of float64 are too small
     return measure(values[0], values[1])
 
 
 def find_patch(dumped: Mapping[str, Any]) -> Op | None:
-    """Return the catalogue's entry of an operation, or None.
+    """Return the catalog's entry for an operation, or None.
 
     >>> find_patch({"op": "aten.put_.default", "args": []}).name
     'put_'
@@ -136,7 +136,7 @@ def find_patch(dumped: Mapping[str, Any]) -> Op | None:
 
 
 def split_leaf(name: str) -> tuple[str, str]:
-    """Take the path of a leaf off the name of an operation's place.
+    """Split the name of an operation's place into the operation and the path of a leaf.
 
     >>> split_leaf("encoder::aten.max.dim:1")
     ('encoder::aten.max.dim', '1')
@@ -155,7 +155,7 @@ def _read_op(found: Divergence, name: str, folder: Path) -> dict[str, Any] | Non
 def _read_values(
     found: Divergence, kind: str, folder: Path, rank: int
 ) -> Iterator[tuple[tuple[str, str, int], Any]]:
-    """Yield what was saved at the place, or at the leaves of the place, with where that is."""
+    """Yield (place, value) for each value that was saved at a place or its leaves."""
     for batch in find_batches(folder, step=found.step, **_batch_filter(found) | {"rank": rank}):
         for entry in read_index(batch):
             own = entry["name"] == found.name or entry["name"].startswith(f"{found.name}:")
@@ -165,21 +165,21 @@ def _read_values(
 
 
 def _batch_filter(found: Divergence) -> dict[str, int | None]:
-    """Return where a divergence was saved; one at an epoch's end is in no batch of its own."""
+    """Return the batch of a divergence's dumps; only the rank for a divergence outside batches."""
     if found.moment != "batch":
         return {"rank": found.rank}
     return {"rank": found.rank, "epoch": found.epoch, "batch": found.batch}
 
 
 def _take_inputs(dumped: Mapping[str, Any]) -> tuple[str, str]:
-    """Return digests of an operation's inputs, and of the states of what it draws from."""
+    """Return the digest of an operation's inputs and that of its generators' states."""
     states: list[Any] = [dumped.get("rng")]
     inputs = take_generators([dumped["args"], dumped["kwargs"]], states)
     return digest_value(inputs), digest_value(states)
 
 
 def _measure_outputs(expected: list[Any], actual: list[Any], leaf: str) -> Magnitude | None:
-    """Measure the leaf that differs, or the first of the outputs that does."""
+    """Measure the output named by ``leaf``, or the first one that differs."""
     chosen = int(leaf) if leaf.isdigit() else None
     for number, (one, other) in enumerate(zip(expected, actual, strict=False)):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
@@ -203,7 +203,7 @@ def _as_tensor(value: object) -> Tensor | None:
 
 
 def _replay(dumped: dict[str, Any]) -> tuple[int, int, str]:
-    """Run the operation alone, several times; return how often, how many outcomes, or why not."""
+    """Run the operation alone several times; return (runs, different outputs, obstacle)."""
     seen = set()
     try:
         revive(dumped["args"])
@@ -211,6 +211,6 @@ def _replay(dumped: dict[str, Any]) -> tuple[int, int, str]:
             outputs = replay_op(dumped)
             leaves = outputs if isinstance(outputs, list | tuple) else [outputs]
             seen.add(digest_value(list(leaves)))
-    except Exception as error:  # noqa: BLE001 - an operation may refuse in many ways; it is told
+    except Exception as error:  # noqa: BLE001 - an operation may raise anything; it is reported
         return 0, 0, f"{type(error).__name__}: {error}"
     return _REPLAYS, len(seen), ""

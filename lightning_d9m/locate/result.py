@@ -10,7 +10,7 @@ from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.ledgers import Divergence
-    from lightning_d9m.comparison.magnitude import Magnitude
+    from lightning_d9m.comparison.numeric_difference import Magnitude
     from lightning_d9m.lint.finding import Finding
     from lightning_d9m.locate.op_evidence import OpFinding
     from lightning_d9m.locate.samples import SampleComparison
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class SearchResult:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        cause: What kind of cause it is; None when no runs differed.
-        divergences: The first place of each rank that diverges first, as narrow as it was seen.
+        cause: The kind of cause; None if no runs differed.
+        divergences: The first place of each rank that diverges first, as far as it was narrowed
+            down.
         ranks: Number of ranks.
-        pair: The runs in which it was seen.
-        looks: What each look showed, in words.
-        op: What the dumps of the operation show.
+        pair: The runs in which it occurred.
+        looks: The outcome of each look, as text.
+        op: The evidence on the operation, if the place is one.
         magnitude: How far the values are apart at the first place, unless it is an operation.
         reference_rank: The rank whose values are the expected ones, if ranks of one run differ.
         samples: How the samples of the epoch compare, if batches differ.
@@ -45,7 +46,7 @@ class SearchResult:
     lines: "list[Finding]" = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for ``--json``."""
+        """Return the result for ``--json``."""
         record: dict[str, Any] = {
             "verdict": "equal" if self.cause is None else "different",
             "looks": self.looks,
@@ -80,7 +81,7 @@ def _recorded(magnitude: "Magnitude | None") -> Mapping[str, object] | None:
 
 
 def describe_place(found: "Sequence[Divergence]") -> str:
-    """Return where runs diverge, in a line."""
+    """Return the first place at which runs diverge, as text."""
     if not found:
         return "no place that both runs have"
     first = found[0]

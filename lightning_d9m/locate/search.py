@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from lightning_d9m.comparison.causes import (
     OUTSIDE,
     STATE,
-    UNINITIALISED,
+    UNINITIALIZED,
+    earliest_divergences,
     find_cause,
-    first_divergences,
     kind_of_place,
     name_module,
 )
@@ -124,7 +124,7 @@ class Search:
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
         name = split_leaf(first.name)[0] if kind == "op" else first.name
         pair = self._look(_VALUES, dump=name, **settings)
-        at = None if pair is None else _find_again(first, first_divergences(pair.comparison)[0])
+        at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
         if pair is None or at is None:
             return ()
         if kind != "op":
@@ -144,7 +144,7 @@ class Search:
                 self._found.cause = OUTSIDE
                 return
         self._found.looks.append(f"filled memory: nothing differs in {2 * self._tries} runs")
-        self._found.cause = UNINITIALISED
+        self._found.cause = UNINITIALIZED
 
     def _look_at_samples(self, dumps: "Sequence[Path]") -> None:
         """If batches differ, find out whether the epoch has the same samples in both runs.
@@ -214,7 +214,7 @@ class Search:
             if not pair.differs:
                 continue
             found = self._found
-            divergences = first_divergences(pair.comparison)
+            divergences = earliest_divergences(pair.comparison)
             steps = probes.get("probe_steps", "")
             same_fit = found.pair is None or pair.fit == found.pair.fit
             if not same_fit or not self._is_caught(stage, divergences, steps):

@@ -19,7 +19,7 @@ _RULES = {
     "data": (*_DRAWS, *_ORDER),
     "initial weights": (*_DRAWS, *_ORDER),
     "random numbers": ("D9M202", "D9M204"),
-    "uninitialised memory": ("D9M107",),
+    "uninitialized memory": ("D9M107",),
 }
 
 

@@ -1,4 +1,4 @@
-"""What ``d9m compare`` says of two runs, in sentences."""
+"""The comparison of two runs as text, for ``d9m compare``."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -9,24 +9,24 @@ from lightning_d9m.text import describe_names, describe_value, escape, pluralize
 
 _WIDTH = 80
 _RANGES_SHOWN = 8
-# As much as a stack records of a variable: cut shorter, two values might look alike.
+# As long as a stack records a variable: if they were cut, two values might look alike.
 _VALUE = 256
-# A path, or a sentence about one, is shown whole.
+# A path, or a sentence about one, is shown in full.
 _LONGEST = 4_096
 
 
 def format_comparison(comparison: Comparison) -> list[str]:
-    """Lay out a comparison in lines: what explains a difference comes before the difference."""
+    """Return the lines of a comparison: what explains a difference comes before it."""
     lines = [
         f"expected: {escape(str(comparison.expected), _LONGEST)}",
         f"actual:   {escape(str(comparison.actual), _LONGEST)}",
     ]
     if is_one_ledger(comparison):
-        lines.append("Both are one ledger, so this shows nothing about two runs.")
+        lines.append("Both are the same ledger, so this shows nothing about two runs.")
     for found, title in (
-        (comparison.stack, "The stacks differ, which alone may change bits:"),
-        (comparison.settings, "Settings differ that leave the runs comparable:"),
-        (comparison.refusals, "The runs cannot be held against each other:"),
+        (comparison.stack, "The stacks differ, which alone may change results:"),
+        (comparison.settings, "These settings differ, but the runs are still comparable:"),
+        (comparison.refusals, "The runs cannot be compared:"),
     ):
         if found:
             lines += ["", title]
@@ -43,13 +43,13 @@ def format_comparison(comparison: Comparison) -> list[str]:
 
 
 def is_one_ledger(comparison: Comparison) -> bool:
-    """Whether a ledger was held against itself."""
+    """Return whether both ledgers are the same one."""
     expected = comparison.expected
     return expected.exists() and expected.samefile(comparison.actual)
 
 
 def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
-    # Most of the time all ranks differ in the same way: then they need no mention.
+    # Ranks are named only if not all of them differ in this way.
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
     yield f"  {escape(entry.field)}{where}"
     yield f"    expected: {escape(entry.expected, _VALUE)}"
@@ -57,7 +57,7 @@ def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, neighbours together.
+    """Return the names of ranks, with ranges.
 
     >>> name_ranks([3]), name_ranks([2, 3]), name_ranks([0, 1, 2, 7])
     ('rank 3', 'ranks 2, 3', 'ranks 0-2, 7')
@@ -78,7 +78,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _format_divergences(comparison: Comparison) -> Iterator[str]:
-    """Yield the first divergence of all in full, those of the other ranks in a sentence each."""
+    """Yield the first divergence in full, and one sentence for each of the other ranks'."""
     ranks = {entry.rank: entry for entry in comparison.ranks}
     same: dict[str, list[int]] = {}
     for number, found in enumerate(comparison.divergences):
@@ -117,30 +117,30 @@ def _format_divergence(rank: RankComparison, first: RecordDifference) -> Iterato
 
 
 def name_place(found: Divergence) -> str:
-    """Return kind and name of the first place that differs."""
+    """Return the kind and name of the first place that differs."""
     if found.name == "(total)":
         return escape(found.kind)
     return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
 
 
 def advise(first: RecordDifference) -> str:
-    """Return what a first difference calls for, where it says so by itself; else nothing."""
+    """Return advice on a first difference; empty unless the difference alone allows any."""
     if first.moment == "initial":
         return (
-            "No training caused it: seed before the model is built (lightning_d9m.enable or "
-            "seed_everything at the top of the program)."
+            "It differs before the training: seed before the model is built (lightning_d9m.enable "
+            "or seed_everything at the top of the program)."
         )
     if set(first.by_group) == {"scalars"}:
         return (
-            "Nothing but logged scalars differs here. One that differs by nature, as a measured "
-            "time, can be left out: ignored_metrics, or LIGHTNING_D9M_IGNORED_METRICS=NAME before "
-            "the command."
+            "Only logged scalars differ here. Exclude one that cannot be equal, such as a measured "
+            "time, with ignored_metrics, or with LIGHTNING_D9M_IGNORED_METRICS=NAME before the "
+            "command."
         )
     return ""
 
 
 def list_one_sided(comparison: Comparison) -> Iterator[str]:
-    """Yield a sentence for each thing that one run has alone, or that it lacks."""
+    """Yield a sentence for everything that only one run has, or that it lacks."""
     for name, ranks in (
         ("expected", comparison.ranks_only_expected),
         ("actual", comparison.ranks_only_actual),
@@ -197,7 +197,7 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
 
 
 def state_verdict(comparison: Comparison) -> str:
-    """Return the verdict in a sentence, with what it rests on."""
+    """Return a sentence with the verdict and what it is based on."""
     if comparison.verdict == "equal":
         digests = sum(rank.digests for rank in comparison.ranks)
         epochs = pluralize(max(rank.epochs for rank in comparison.ranks), "epoch")
@@ -219,7 +219,7 @@ def state_verdict(comparison: Comparison) -> str:
 
 
 def count_compared(comparison: Comparison) -> str:
-    """Return how much was held against its counterpart."""
+    """Return how many records and probes were compared."""
     records = pluralize(sum(rank.records for rank in comparison.ranks), "record")
     if places := sum(rank.places for rank in comparison.ranks):
         batches = pluralize(sum(rank.batches for rank in comparison.ranks), "batch", "batches")
@@ -228,7 +228,7 @@ def count_compared(comparison: Comparison) -> str:
 
 
 def _name_first(comparison: Comparison) -> str:
-    """Name the first divergence once more where those of other ranks stand below it."""
+    """Return a sentence that repeats the first divergence if others were listed after it."""
     first, found = comparison.first, comparison.divergences
     if first is None or not found[1:]:
         return ""
@@ -248,5 +248,5 @@ def _wrap(text: str, indent: str = "") -> list[str]:
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
-        break_on_hyphens=False,  # a path is found again whole
+        break_on_hyphens=False,  # so that a path can be copied
     )

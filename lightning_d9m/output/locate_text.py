@@ -9,25 +9,25 @@ from lightning_d9m.locate.result import describe_place
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
-    from lightning_d9m.comparison.magnitude import Magnitude
+    from lightning_d9m.comparison.numeric_difference import Magnitude
     from lightning_d9m.locate.op_evidence import OpFinding
     from lightning_d9m.locate.result import SearchResult
     from lightning_d9m.locate.samples import SampleComparison
 
 _WIDTH = 80
-# By the status of the catalogue's entry; an exempt one has its own.
+# By the status of the catalog's entry; an exempt entry has its own.
 _FIXES = {
     "patched": "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it.",
     "offered": "Deterministic algorithms, which lightning_d9m switches on.",
     "exempt": "",
 }
 _LABEL = re.compile(r"\s*[a-z ]+:|\s+")
-# A line of the program, with the path of its file, is shown whole.
+# A line of the program, with its file's path, is shown in full.
 _LONGEST = 400
 
 
 def describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
-    """Yield the lines of the report, none longer than a terminal is wide unless a name is."""
+    """Yield the lines of the report, wrapped at 80 columns; long names are not broken."""
     for line in _describe(found, determinism=determinism):
         indent = len(line) - len(line.lstrip()) + (2 if _LABEL.match(line) else 0)
         yield from textwrap.wrap(
@@ -66,7 +66,7 @@ def _describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
 
 
 def _describe_moment(found: "SearchResult") -> Iterator[str]:
-    """Yield where the runs diverge; where they are not comparable, the fields that differ."""
+    """Yield where the runs diverge, and the fields that make them incomparable."""
     pair = found.pair
     if found.divergences:
         first = found.divergences[0]
@@ -110,12 +110,12 @@ def _describe_samples(samples: "SampleComparison") -> str:
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:
-    """Yield what the dumps of an operation show, and what the catalogue knows of it."""
+    """Yield the evidence on an operation, and its entry in the catalog."""
     called = "in the backward pass of" if found.backward else "called at"
     source = f", {called} {escape(found.source, _LONGEST)}" if found.source else ""
     yield f"op: {found.op}{source}"
     if not found.inputs_equal:
-        yield "Its inputs differed, though no recorded operation wrote them."
+        yield "Its inputs differed, although no recorded operation wrote them."
     elif found.generator_equal:
         yield "Its inputs were equal in both runs."
     else:
@@ -133,20 +133,20 @@ def describe_op(found: "OpFinding") -> Iterator[str]:
         )
     elif not found.generator_equal:
         yield (
-            f"Confirmed: run alone {found.replays} times from one state of its generator, it gave "
-            "one output each time."
+            f"Confirmed: run alone {found.replays} times from one state of its generator, it "
+            "always gave the same output."
         )
     else:
         yield (
-            f"Run alone {found.replays} times on these inputs, here, it gave one output each time: "
-            "what makes it differ is not shown by the operation alone."
+            f"Run alone {found.replays} times on these inputs, it always gave the same output: the "
+            "operation alone does not show why it differs."
         )
     if found.generator_equal:
         yield from _describe_fix(found)
 
 
 def _describe_fix(found: "OpFinding") -> Iterator[str]:
-    """Yield what the catalogue of patches knows of an operation."""
+    """Yield the catalog's entry of an operation, and the fix."""
     patch = found.patch
     if patch is not None:
         yield f"known: {patch.name} ({patch.status}). {patch.cause}"

@@ -129,7 +129,7 @@ def test_another_stack_comes_before_any_drift(tmp_path, capsys):
     assert status == 1
     text = narrow(output)
     stack = (
-        "The stacks differ, which alone may change bits:\n"
+        "The stacks differ, which alone may change results:\n"
         "  device.driver\n    expected: 560.35.03\n    actual:   570.1\n"
     )
     assert 0 <= text.index(stack) < text.index("diverges first")
@@ -148,9 +148,9 @@ def test_another_seed(tmp_path, capsys):
     status, output = compare(capsys, write(tmp_path), write(tmp_path, seed=7))
     assert status == 1
     assert narrow(output) == (
-        "\nThe runs cannot be held against each other:\n"
+        "\nThe runs cannot be compared:\n"
         "  seed\n    expected: 42\n    actual:   7\n"
-        "Another seed draws other random numbers, so every digest differs by design.\n\n"
+        "A different seed draws different random numbers, so every digest differs by\ndesign.\n\n"
         "not comparable: the runs differ by design (seed)."
     )
 
@@ -209,7 +209,7 @@ def test_a_ledger_and_itself(tmp_path, capsys):
     folder = write(tmp_path)
     status, output = compare(capsys, folder, tmp_path)
     assert status == 0
-    assert "Both are one ledger, so this shows nothing about two runs." in output
+    assert "Both are the same ledger, so this shows nothing about two runs." in output
 
 
 def test_untrusted_names_are_printed_harmlessly(tmp_path, capsys):

@@ -273,7 +273,7 @@ def test_runs_of_other_world_sizes(tmp_path):
     """They are refused, and the page says why."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
     assert "Not comparable" in words
-    assert "world_size : expected 1, actual 2. Another number of ranks gives" in words
+    assert "world_size : expected 1, actual 2. A different number of ranks gives" in words
     assert "How the difference grows" not in words
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.comparison.causes import first_divergences as earliest
+from lightning_d9m.comparison.causes import earliest_divergences
 from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger import probe_batch
@@ -181,7 +181,7 @@ def test_what_a_rank_computes_first_comes_first(runs):
         (1, "output"),
         (0, "output"),
     ]
-    assert [entry.rank for entry in earliest(comparison)] == [1]
+    assert [entry.rank for entry in earliest_divergences(comparison)] == [1]
 
 
 def test_all_entries_of_a_record_that_differs_are_listed(runs):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.comparison.causes import find_cause, first_divergences
+from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.result import Divergence
 
@@ -70,13 +70,13 @@ def test_gradients_that_differ_on_all_ranks_after_the_exchange_are_the_all_reduc
 def test_gradients_that_differ_on_one_rank_are_not():
     found = comparison(None, divergence("gradient", rank=1))
     assert find_cause(found).kind == "gradients"
-    assert [entry.rank for entry in first_divergences(found)] == [1]
+    assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 
 def test_the_rank_that_differs_before_the_exchange_is_the_cause():
     """The other rank differs in the same batch, in what the first one sent it."""
     found = comparison(divergence("gradient"), divergence("batch", rank=1))
-    assert [entry.rank for entry in first_divergences(found)] == [1]
+    assert [entry.rank for entry in earliest_divergences(found)] == [1]
     assert find_cause(found).kind == "data"
 
 
@@ -84,14 +84,14 @@ def test_of_what_ranks_compute_the_first_goes_first():
     """An operation of the backward pass hands on what another rank's forward pass did."""
     late = divergence("op", "(model)::aten.copy_.default", position=90)
     found = comparison(late, divergence("op", "a::aten.mul.Tensor", rank=1, position=20), late)
-    assert [entry.rank for entry in first_divergences(found)] == [1]
+    assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 
 def test_a_module_on_another_rank_does_not_go_before_what_was_given_to_it():
     """What ranks exchange in the forward pass, as synchronised statistics do."""
     given = divergence("input", "b", position=70)
     found = comparison(given, divergence("output", "a", rank=1, position=50))
-    assert [entry.rank for entry in first_divergences(found)] == [1]
+    assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 
 @pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
@@ -118,9 +118,9 @@ def test_the_end_of_an_epoch_whose_batches_agree(kind, name, cause):
 
 def test_the_earliest_step_goes_first():
     found = comparison(divergence("rng", step=5), divergence("scalar", rank=1, step=4))
-    assert [entry.rank for entry in first_divergences(found)] == [1]
+    assert [entry.rank for entry in earliest_divergences(found)] == [1]
 
 
 def test_runs_without_a_divergence_have_none():
-    assert first_divergences(comparison(None)) == ()
+    assert earliest_divergences(comparison(None)) == ()
     assert find_cause(comparison(None)).kind == "unknown"

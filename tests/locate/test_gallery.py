@@ -111,7 +111,7 @@ def shows(found):
             *("thread", (), ("weights", 3, "weight", "layers.0.weight")), marks=pytest.mark.alone
         ),
         ("gradient", (), ("gradients", 6, "gradient", "layers.2.weight")),
-        ("empty", (WITHOUT,), ("uninitialised memory", 0, "op", "layers.1")),
+        ("empty", (WITHOUT,), ("uninitialized memory", 0, "op", "layers.1")),
     ],
 )
 def test_a_cause(locate, cause, words, expected):

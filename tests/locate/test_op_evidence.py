@@ -50,14 +50,14 @@ def test_other_outputs_for_equal_inputs(dumped):
     text = "\n".join(describe_op(found))
     assert "called at train.py:7 in forward: a @ b" in text
     assert "Its inputs were equal in both runs." in text
-    assert "gave one output each time" in text
+    assert "always gave the same output" in text
 
 
 def test_other_inputs_are_told(dumped):
     one, other, result = product()
     found = dumped((one, other, result), (one + 1, other, (one + 1) @ other))
     assert not found.inputs_equal
-    said = "Its inputs differed, though no recorded operation wrote them."
+    said = "Its inputs differed, although no recorded operation wrote them."
     assert said in "\n".join(describe_op(found))
 
 

@@ -198,7 +198,7 @@ def test_a_pair_that_diverges_in_an_earlier_epoch_sends_the_search_back_to_it():
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_filled_memory_tells_an_uninitialised_read(differs, monkeypatch):
+def test_filled_memory_tells_an_uninitialized_read(differs, monkeypatch):
     finding = SimpleNamespace(inputs_equal=False)
     monkeypatch.setattr(op_evidence, "examine_op", lambda *_: finding)
     found, asked = search(
@@ -208,7 +208,7 @@ def test_filled_memory_tells_an_uninitialised_read(differs, monkeypatch):
         *[pair("op", "layers::aten.mul.Tensor", step=4)] * 2,
         pair(**EPOCH) if differs else pair(),
     )
-    assert found.cause.kind == ("value from outside torch" if differs else "uninitialised memory")
+    assert found.cause.kind == ("value from outside torch" if differs else "uninitialized memory")
     assert asked[-1][1] == {"filled": True}
 
 

@@ -61,9 +61,9 @@ class TestRefusal:
             f"The reference {folder} comes from another experiment: its seed differs.\n"
             "  expected: 42\n"
             "  actual:   43\n"
-            "Another seed draws other random numbers, so every digest differs by design. Also "
-            "different: fit. Run as the reference was run, or name a reference that was run as "
-            "this is."
+            "A different seed draws different random numbers, so every digest differs by design. "
+            "Also different: fit. Run as the reference was run, or name a reference that was run "
+            "as this is."
         )
 
     @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.audit.ops.case import Call, Case, Inputs, NotHereError
-from lightning_d9m.comparison.variability import SpreadMeter, measure_variation
+from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.torch_docs import Line, find_lines

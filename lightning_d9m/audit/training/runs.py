@@ -13,7 +13,7 @@ from lightning_d9m.ledger.records import Digests
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_d9m.comparison.variability import Variation
+    from lightning_d9m.comparison.numeric_difference import Variation
 
 CONDITIONS = ("without", "with")
 
@@ -83,7 +83,7 @@ class Training:
                     self._measure_moment(first, name, moment)
 
     def _measure_moment(self, first: "Training", name: str, moment: Digests) -> None:
-        from lightning_d9m.comparison.variability import measure_variation
+        from lightning_d9m.comparison.numeric_difference import measure_variation
 
         fit = self.fits[name]
         expected, actual = (run.load(name, moment) for run in (first, self))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.comparison import variability
-from lightning_d9m.comparison.variability import SpreadMeter, measure_variation
+from lightning_d9m.comparison import numeric_difference
+from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure, measure_variation
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -137,7 +137,7 @@ def test_parts_add_up(monkeypatch):
     torch.manual_seed(0)
     expected, actual = torch.randn(1000), torch.randn(1000)
     whole = measure_variation(expected, actual)
-    monkeypatch.setattr(variability, "_CHUNK", 7)
+    monkeypatch.setattr(numeric_difference, "_CHUNK", 7)
     parts = measure_variation(expected, actual)
     assert (parts.vc, parts.ulps) == (whole.vc, whole.ulps)
     assert parts.vermv == pytest.approx(whole.vermv, rel=1e-12)
@@ -187,10 +187,53 @@ def test_the_spread_keeps_a_copy_of_its_reference():
 
 
 def test_digests_are_kept_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(variability, "MOST_DISTINCT", 3)
+    monkeypatch.setattr(numeric_difference, "MOST_DISTINCT", 3)
     assert spread_of([torch.tensor([float(n)]) for n in range(9)]).distinct == 3
 
 
 def test_scalars_have_a_vs():
     assert spread_of([torch.tensor(4.0), torch.tensor(5.0)]).vs == 0.125
     assert spread_of([torch.ones(2)]).vs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_ulp_is_one_in_every_dtype(dtype):
+    one = torch.linspace(-2, 2, 12, dtype=dtype).reshape(3, 4)
+    other = one.clone()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    other.view(bits)[1, 2] += 1
+    found = measure(one, other)
+    assert (found.count, found.total, found.ulps) == (1, 12, 1)
+    assert found.examples[0][0] == (1, 2)
+
+
+def test_zero_and_minus_zero_differ_and_are_neighbours():
+    found = measure(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert (found.count, found.ulps, found.absolute) == (1, 0, 0.0)
+
+
+def test_across_zero_the_floats_between_are_counted():
+    tiny = torch.tensor([2.0**-149])
+    assert measure(tiny, -tiny).ulps == 2
+
+
+def test_no_number_has_no_distance():
+    found = measure(torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 1.5]))
+    assert (found.count, found.ulps, found.absolute) == (2, None, 0.5)
+
+
+def test_whole_numbers_and_complex_ones():
+    found = measure(torch.tensor([1, 5]), torch.tensor([1, 9]))
+    assert (found.count, found.ulps, found.absolute) == (1, None, 4.0)
+    found = measure(torch.tensor([1 + 2j]), torch.tensor([1 + 3j]))
+    assert (found.count, found.examples[0][0]) == (1, (0, 1))
+
+
+def test_equal_bytes_differ_nowhere():
+    found = measure(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    assert (found.count, found.examples) == (0, ())
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])
+def test_another_shape_or_dtype_is_not_measured(other):
+    assert measure(torch.ones(2), other) is None

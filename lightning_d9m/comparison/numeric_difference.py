@@ -1,10 +1,10 @@
-"""How far outputs that should be equal lie apart: Vs, Vermv, Vc, ulps, and distinct outputs.
+"""Numeric differences between tensors: ulps, Vs, Vermv, Vc, distinct outputs.
 
-The metrics are those of Shanmugavelu et al. 2024 (arXiv 2408.05148, section II), with each rule for
-what their formulas leave open chosen so that a metric is zero exactly when all bits agree.
+Vs, Vermv and Vc are those of Shanmugavelu et al. 2024 (arXiv 2408.05148, section II). Where their
+formulas leave a case open, the rule makes a metric zero exactly if all bits agree.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
@@ -15,30 +15,117 @@ from lightning_d9m.hashing.digest import digest_many
 
 Output = Tensor | Sequence[Tensor]
 
-# Elements that are compared at once: what bounds the memory, at some 50 bytes an element.
+# Number of elements compared at once; it bounds the memory, at about 50 bytes an element.
 _CHUNK = 1 << 20
-# Digests that are kept to tell distinct outputs apart, 32 bytes each.
+# Most digests that are kept to count distinct outputs, at 32 bytes each.
 MOST_DISTINCT = 100_000
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_ULPS = 2**63 - 1
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The difference between two tensors.
+
+    Attributes:
+        count: Number of elements whose bytes differ.
+        total: Number of elements.
+        ulps: The largest distance in units in the last place; None unless all elements are real,
+            finite floating-point numbers.
+        absolute: The largest absolute difference of finite elements.
+        relative: The largest difference of finite elements, relative to the larger of the two.
+        examples: (index, expected, actual) of the first elements that differ.
+    """
+
+    count: int
+    total: int
+    ulps: int | None
+    absolute: float
+    relative: float
+    examples: tuple[tuple[tuple[int, ...], float, float], ...]
+
+    def as_record(self) -> Mapping[str, object]:
+        """Return the figures for JSON; floats as ``float.hex()``."""
+        return {
+            "count": self.count,
+            "total": self.total,
+            "ulps": self.ulps,
+            "absolute": self.absolute.hex(),
+            "relative": self.relative.hex(),
+            "examples": [[list(at), a.hex(), b.hex()] for at, a, b in self.examples],
+        }
+
+
+def measure(expected: Tensor, actual: Tensor) -> Magnitude | None:
+    """Measure the difference of two tensors by their bytes.
+
+    Returns:
+        None if shape, dtype or layout do not match.
+
+    >>> one = torch.ones(3)
+    >>> other = one.clone()
+    >>> other[1] += 2**-23
+    >>> found = measure(one, other)
+    >>> found.count, found.ulps, found.examples[0][0]
+    (1, 1, (1,))
+    """
+    one, other = expected.detach().cpu(), actual.detach().cpu()
+    same = one.shape == other.shape and one.dtype == other.dtype
+    if not same or one.layout is not torch.strided or other.layout is not torch.strided:
+        return None
+    if one.is_complex():
+        one, other = (
+            torch.view_as_real(one.resolve_conj()),
+            torch.view_as_real(other.resolve_conj()),
+        )
+    one, other = one.contiguous(), other.contiguous()
+    integer = _INTEGERS[one.element_size()]
+    bits, other_bits = one.view(integer), other.view(integer)
+    differing = bits != other_bits
+    places = differing.nonzero()[:_EXAMPLES].tolist()
+    examples = tuple((tuple(at), float(one[tuple(at)]), float(other[tuple(at)])) for at in places)
+    x, y = one[differing].double(), other[differing].double()
+    finite = x.isfinite() & y.isfinite()
+    gap = (x - y)[finite].abs()
+    scale = torch.maximum(x.abs(), y.abs())[finite]
+    relative = torch.where(scale > 0, gap / scale, gap)
+    ulps = None
+    if one.is_floating_point() and bool(finite.all()):
+        ulps = _largest_distance(bits[differing], other_bits[differing])
+    return Magnitude(
+        count=int(differing.sum()),
+        total=one.numel(),
+        ulps=ulps,
+        absolute=float(gap.max()) if gap.numel() else 0.0,
+        relative=float(relative.max()) if gap.numel() else 0.0,
+        examples=examples,
+    )
+
+
+def _largest_distance(bits: Tensor, other: Tensor) -> int:
+    """Return the largest number of floats between two elements; 0.0 and -0.0 count as one."""
+    lowest = torch.iinfo(bits.dtype).min
+    ordered = [[n if n >= 0 else lowest - n for n in t.tolist()] for t in (bits, other)]
+    return max((abs(a - b) for a, b in zip(*ordered, strict=True)), default=0)
 
 
 @dataclass(frozen=True)
 class Variation:
-    """How far one output lies from a reference.
+    """The difference of an output from a reference.
 
     Attributes:
-        vs: Vs = |A - B| / |A| of an output that is one number, A the reference's and B this one.
-            The paper writes 1 - |B / A|, which is the same up to its sign unless the signs differ,
+        vs: Vs = |A - B| / |A| of an output B that is one number, with the reference A. The paper
+            writes 1 - |B / A|, which is the same up to its sign unless the signs of A and B differ,
             and which rounding can make zero. None for an output of several numbers.
         vermv: Vermv = (1 / D) * sum over the D elements of |A_i - B_i| / |A_i|, in float64. An
-            element whose bits differ and whose quotient is no positive finite number (A_i is zero,
-            one of both is NaN or infinite, -0.0 against 0.0) counts as 1.
+            element whose bits differ counts as 1 if its quotient is not positive and finite (A_i is
+            zero, one of the two is NaN or infinite, -0.0 and 0.0).
         vc: Vc = (1 / D) * number of elements whose bits differ: -0.0 is not 0.0, and one NaN
             payload is not another.
-        ulps: The greatest distance of two elements, counted in representable numbers of their type,
-            in the total order of IEEE 754 (-0.0 next below 0.0, NaNs beyond infinity). Of integers
-            their difference. At most 2**63 - 1.
+        ulps: The greatest distance of two elements in representable numbers of their dtype, in the
+            total order of IEEE 754 (-0.0 next below 0.0, NaNs beyond infinity); for integers their
+            difference. At most 2**63 - 1.
     """
 
     vs: float | None
@@ -48,18 +135,18 @@ class Variation:
 
 
 def measure_variation(reference: Output, output: Output) -> Variation:
-    """Compare an output with a reference; several tensors count as one long one.
+    """Compare an output with a reference. Several tensors count as one long tensor.
 
-    Where shape or dtype differ, every element counts as changed entirely.
+    If shapes or dtypes differ, every element counts as changed entirely.
 
     Args:
         reference: A tensor of any dtype and device, or a sequence of tensors.
-        output: As ``reference``.
+        output: Like ``reference``.
     """
     changed, relative, ulps, elements = 0, 0.0, 0, 0
     expected, actual = _as_list(reference), _as_list(output)
-    if _describe(expected) != _describe(actual):
-        return Variation(1.0 if _counts(expected) == 1 else None, 1.0, 1.0, _MOST_ULPS)
+    if _list_forms(expected) != _list_forms(actual):
+        return Variation(1.0 if _count_elements(expected) == 1 else None, 1.0, 1.0, _MOST_ULPS)
     for left, right in zip(expected, actual, strict=True):
         elements += left.numel()
         for old, new in _chunks(left, right):
@@ -77,17 +164,17 @@ def measure_variation(reference: Output, output: Output) -> Variation:
 
 @dataclass(frozen=True)
 class Spread:
-    """How far a number of outputs lie apart.
+    """The differences of several outputs from a reference.
 
     Attributes:
         runs: Number of outputs.
-        distinct: Number of distinct outputs by their digests; beyond 100,000 it stays there.
+        distinct: Number of distinct outputs by their digests; at most 100,000.
         vs: Mean Vs over the runs; None for outputs of several numbers.
         vermv: Mean Vermv over the runs.
         vermv_max: Greatest Vermv of a run.
         vc: Mean Vc over the runs.
         vc_max: Greatest Vc of a run.
-        varying: Share of the elements that had other bits in any of the runs.
+        varying: Share of the elements whose bits differed in any of the runs.
         ulps: Greatest ulp distance of an element in any run.
     """
 
@@ -102,35 +189,35 @@ class Spread:
     ulps: int
 
     def as_record(self) -> dict[str, int | float | None]:
-        """Return the figures in the types that JSON knows."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 
 class SpreadMeter:
-    """Takes outputs one after the other and keeps none of them but the reference.
+    """Measures outputs one after the other; keeps only the reference.
 
-    With a reference that is given, no figure depends on the order of the runs. Without one the
-    first output is the reference: ``distinct`` and ``varying`` still depend on no order, the other
-    figures on which run came first. Memory: the reference, a byte for each of its elements, and 32
-    bytes for each distinct output.
+    With a given reference, no figure depends on the order of the runs. Otherwise the first output
+    is the reference, and all figures but ``distinct`` and ``varying`` depend on which run came
+    first. Memory: the reference, a byte for each of its elements, and 32 bytes for each distinct
+    output.
 
     Args:
-        reference: What outputs are held against; None takes the first one, which then also counts
-            as a run.
+        reference: The output that others are compared with; None for the first one, which then
+            also counts as a run.
     """
 
     def __init__(self, reference: Output | None = None) -> None:
         self._reference = None if reference is None else _keep(reference)
         self._varying: list[Tensor] | None = None
         self._digests: set[tuple[str, ...]] = set()
-        # Exact sums, so that no order of the runs can be told from them.
+        # Exact sums do not depend on the order of the runs.
         self._sums = {"vs": Fraction(0), "vermv": Fraction(0), "vc": Fraction(0)}
         self._most = Variation(None, 0.0, 0.0, 0)
         self._scalar = False
         self._runs = 0
 
     def add(self, output: Output) -> Variation:
-        """Count an output, and return how far it lies from the reference."""
+        """Add an output, and return its difference from the reference."""
         tensors = _as_list(output)
         if self._reference is None:
             self._reference = _keep(tensors)
@@ -152,7 +239,7 @@ class SpreadMeter:
         return variation
 
     def spread(self) -> Spread:
-        """Return the figures of the outputs so far."""
+        """Return the figures of all outputs so far."""
         runs = max(self._runs, 1)
         means = {name: float(total / runs) for name, total in self._sums.items()}
         marks = self._varying or []
@@ -173,7 +260,7 @@ class SpreadMeter:
         """Mark the elements whose bits differ from the reference's."""
         if self._varying is None:
             self._varying = [torch.zeros(t.numel(), dtype=torch.bool) for t in expected]
-        if _describe(expected) != _describe(actual):
+        if _list_forms(expected) != _list_forms(actual):
             for mark in self._varying:
                 mark.fill_(value=True)
             return
@@ -189,15 +276,15 @@ def _as_list(output: Output) -> list[Tensor]:
 
 
 def _keep(output: Output) -> list[Tensor]:
-    """Copy an output: what a call returned may be what the next call writes into."""
+    """Copy an output: the next call may write into the same memory."""
     return [tensor.clone() for tensor in _as_list(output)]
 
 
-def _describe(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+def _list_forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _counts(tensors: list[Tensor]) -> int:
+def _count_elements(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
@@ -212,16 +299,16 @@ def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _bits(part: Tensor) -> Tensor:
     """Return the bits of flat elements as integers, of shape (elements, integers in one)."""
     part = torch.view_as_real(part) if part.is_complex() else part.unsqueeze(1)
-    return part.contiguous().view(_BITS[part.element_size()])
+    return part.contiguous().view(_INTEGERS[part.element_size()])
 
 
 def _relative(old: Tensor, new: Tensor) -> Tensor:
-    """Return |A - B| / |A| of elements whose bits differ, and 1 where that says nothing."""
+    """Return |A - B| / |A| of elements whose bits differ; 1 unless it is positive and finite."""
     wide = torch.complex128 if old.is_complex() else torch.float64
     left = old.to(wide)
     difference = (left - new.to(wide)).abs()
     if old.dtype in (torch.int64, torch.uint64):
-        # Neighbours above 2**53 are one number in float64, and lie so near that this is exact.
+        # Neighbors above 2**53 are equal in float64; they are so close that this is exact.
         near = (old.view(torch.int64) - new.view(torch.int64)).to(wide).abs()
         difference = torch.where(difference == 0, near, difference)
     quotient = difference / left.abs()
