@@ -30,6 +30,7 @@ INFORMATIONAL = {
     "threads.interop": "whole ops are shared out among these, never the terms of one sum",
     "variable.CUDA_LAUNCH_BLOCKING": "changes when kernels run, not what they compute",
     "variable.CUDA_VISIBLE_DEVICES": "the devices themselves are recorded as device.*",
+    "device.order": "equal devices compute equal bits; NCCL builds its ring from their order",
 }
 
 # Installed packages whose code computes values that reach the model, or orders the computation.
@@ -254,6 +255,7 @@ def _capture_devices() -> dict[str, Scalar]:
     if accelerator.type != "cuda":
         return stack
     stack["device.driver"] = _read_driver()
+    identities = []
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         stack[f"device.{number}.name"] = facts.name
@@ -261,6 +263,10 @@ def _capture_devices() -> dict[str, Scalar]:
         stack[f"device.{number}.multiprocessors"] = facts.multi_processor_count
         # Rounded: drivers differ in how many bytes they keep for themselves.
         stack[f"device.{number}.memory_gib"] = round(facts.total_memory / 2**30)
+        # A hash, because the UUID itself identifies the machine.
+        uuid = str(getattr(facts, "uuid", ""))  # torch 2.4 and older have none
+        identities.append(blake2b(uuid.encode(), digest_size=4).hexdigest())
+    stack["device.order"] = _bounded(" ".join(identities))
     return stack
 
 

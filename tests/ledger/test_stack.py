@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,32 @@ class TestCapture:
         assert (stack["world.size"], stack["torch.version"]) == (4, "mine")
         assert stack["long"] == "x" * 256
 
+    def test_the_order_of_cuda_devices_is_recorded_without_their_uuids(self, monkeypatch):
+        """NCCL builds its ring from the order; equal devices are not told apart otherwise."""
+        stacks, cuda = [], SimpleNamespace(type="cuda")
+        for uuids in (("aaaa-1", "bbbb-2"), ("bbbb-2", "aaaa-1")):
+            devices = [
+                SimpleNamespace(
+                    name="GPU",
+                    major=9,
+                    minor=0,
+                    multi_processor_count=132,
+                    total_memory=2**36,
+                    uuid=uuid,
+                )
+                for uuid in uuids
+            ]
+            monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
+            monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+            stacks.append(stack_module._capture_devices())
+        orders = [stack["device.order"].split() for stack in stacks]
+        assert orders[0] == orders[1][::-1]
+        assert len(set(orders[0])) == 2
+        assert "aaaa" not in str(stacks)
+        assert stack_differences(*stacks) == []
+
     def test_cuda_is_left_alone_without_devices(self):
         """Asking must not initialise it."""
         code = (
@@ -181,7 +208,7 @@ class TestDifferences:
     def test_informational_fields_exist(self):
         """A misspelt one would be compared after all."""
         known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
-        assert set(INFORMATIONAL) <= known
+        assert set(INFORMATIONAL) <= known | {"device.order"}
 
     @given(tables, tables)
     def test_none_means_equal(self, one, other):
