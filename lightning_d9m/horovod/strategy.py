@@ -190,9 +190,8 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         communicator = self._communicator = Communicator(hvd)
         super().setup_environment()
         fabric = _fabric_of(import_packages()[0])
-        import_module(
-            f"{fabric}.utilities.seed"
-        ).reset_seed()  # as every strategy of Lightning does
+        # As every strategy of Lightning does.
+        import_module(f"{fabric}.utilities.seed").reset_seed()
         described = describe_rank(
             {
                 **self._options,

@@ -1,4 +1,4 @@
-"""Exercise Lightning's surface on every rank and write what each found.
+"""Exercise Lightning's surface on every rank and write the results.
 
 Usage: surface.py FOLDER
 """
@@ -39,7 +39,7 @@ def trainer(strategy="horovod_d9m", **options):
 
 
 class Base(pl.LightningModule):
-    """Regression with a module that a check gives."""
+    """Regression with a given module."""
 
     def __init__(self, net, lr=0.05):
         super().__init__()
@@ -56,7 +56,7 @@ class Base(pl.LightningModule):
 
 
 def check(function):
-    """Run a check from a fixed seed and note what it returns, by its name."""
+    """Run a check from a fixed seed and store its result under its name."""
     pl.seed_everything(5, verbose=False)
     found[function.__name__] = function()
     return function
@@ -69,7 +69,7 @@ def fit(model, loader=None, **options):
 
 
 def refusal(model):
-    """The message of the error that training ends with."""
+    """Return the message of the error that training raises."""
     try:
         fit(model)
     except D9mError as error:
@@ -135,7 +135,7 @@ def loops():
 
 @check
 def early_stopping():
-    """A metric that stops improving on one rank only stops all."""
+    """A metric that stops improving on one rank stops all ranks."""
 
     class Model(Base):
         def validation_step(self, batch, index):
@@ -148,7 +148,7 @@ def early_stopping():
 
 @check
 def resume():
-    """Two epochs and two more after a resume end where four end."""
+    """Two epochs, and two more after a resume, give the same weights as four."""
     path = str(folder / "half.ckpt")
 
     # Dropout draws from the global generator, which Lightning does not save.
@@ -308,7 +308,7 @@ def options():
 
 @check
 def probes():
-    """Gradients before and after the exchange, however soon their bucket leaves; what was wrong."""
+    """Compare probes of gradients before and after the exchange; return the differences."""
     own, mean = [], []
 
     class Model(Base):
@@ -343,7 +343,7 @@ def probes():
 
 @check
 def refusals():
-    """What would break silently is an error; both ranks run into it."""
+    """Mistakes that would stay silent are errors on both ranks."""
     messages = {}
 
     class Stray(Base):
@@ -376,6 +376,6 @@ def refusals():
 last = fit(Base(models.network()), max_epochs=1)
 rank = last.global_rank
 (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-# Rank 1 leaves; a script of which only rank 0 saves at its end has to end as well.
+# Rank 1 exits; a script in which only rank 0 saves at the end must end, too.
 if rank == 0:
     last.save_checkpoint(folder / "late.ckpt")

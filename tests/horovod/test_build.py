@@ -1,4 +1,4 @@
-"""`d9m install-horovod` without building: what it finds, refuses, sets and reports."""
+"""`d9m install-horovod` without a build: tools, refusals, variables and messages."""
 
 import argparse
 import os
@@ -146,7 +146,7 @@ def test_an_old_cmake_is_refused(tools):
 
 
 def test_the_users_compiler_is_wrapped(tools, tmp_path):
-    """CXX may hold arguments; the standard comes last, so that it wins."""
+    """CXX may contain arguments; the standard comes last and overrides others."""
     environment = tools("ccache", "make", "cmake") | {"CXX": "ccache g++", "MAKEFLAGS": "-j1"}
     found = find_tools(TARGET, environment)
     assert found.compiler == ("ccache", "g++")

@@ -1,4 +1,4 @@
-"""Polls of a rank that waits for a sum while its peers do socallshing else, in threads."""
+"""Polls of a rank that waits for a sum while its peers do something else, in threads."""
 
 import pickle
 import threading
@@ -152,7 +152,7 @@ def test_a_rank_that_is_only_slow_is_waited_for(ranks):
 
 
 def test_a_rank_at_a_barrier_and_ranks_in_a_backward_pass_find_each_other(ranks):
-    """Who intents socallshing is found by those who only ask, and the other way round."""
+    """A rank that announces an intent and ranks that poll learn of each other."""
 
     def waiting(communicator, network):
         backward(communicator)

@@ -1,4 +1,4 @@
-"""At two ranks the strategy computes, bit for bit, what torch's DDP does."""
+"""With two ranks the strategy gives, bit for bit, the results of torch's DDP."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def ddp(ddp_run, tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_weights_and_buffers_equal_those_of_ddp(ours, ddp, scenario):
-    """Rank 0 ends with DDP's bytes after as many steps, with jitter in the gradients."""
+    """Rank 0 has the same weights and steps as with DDP, with jitter in the gradients."""
     assert ours[0][scenario] == ddp[0][scenario]
 
 
@@ -31,11 +31,11 @@ def test_ranks_end_equal(ours, scenario):
 
 
 def test_scenarios_differ(ours):
-    """The scenarios are not all one: clipping, accumulation and precision show in the weights."""
+    """Clipping, accumulation and precision each change the weights."""
     digests = [ours[0][scenario]["digest"] for scenario in SCENARIOS]
     assert len(set(digests)) == len(SCENARIOS)
 
 
 def test_accumulation_takes_fewer_steps(ours):
-    """Two epochs of four batches, three to a step, the rest of an epoch to another."""
+    """In two epochs of four batches, a step takes three batches, or the rest of an epoch."""
     assert ours[0]["accumulation"]["steps"] == 4

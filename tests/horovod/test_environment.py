@@ -1,4 +1,4 @@
-"""The variables, the layout and the options, without processes."""
+"""Environment variables, ranks and options, without processes."""
 
 import os
 from types import SimpleNamespace
@@ -34,8 +34,8 @@ def test_variables_are_set_and_restored():
 
 
 @pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "50")])
-def test_horovod_rests_longer_where_torch_moves_the_tensors(monkeypatch, transport, expected):
-    """Its cycle is left alone where CUDA is there, and where a user chose."""
+def test_the_cycle_is_longer_with_torchs_transport(monkeypatch, transport, expected):
+    """The cycle time stays as it is with CUDA, or if the user sets it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with_transport = {"initialized": False, "stall_seconds": 60, "transport": transport}
     saved = set_variables(**with_transport)
@@ -90,13 +90,13 @@ def test_horovod_that_started_without_a_variable_is_too_late(monkeypatch, name):
         set_variables(initialized=True, stall_seconds=60)
 
 
-def test_horovod_that_we_started_serves_a_second_run():
+def test_a_second_run_uses_the_running_horovod():
     """The variables are restored after the first run, yet Horovod has read them."""
     set_variables(initialized=False, stall_seconds=60).restore()
     set_variables(initialized=True, stall_seconds=60).restore()
 
 
-def test_horovod_that_the_user_started_with_the_variables_serves(monkeypatch):
+def test_a_horovod_that_the_user_started_with_the_variables_is_accepted(monkeypatch):
     for name, value in PINNED.items():
         monkeypatch.setenv(name, value)
     set_variables(initialized=True, stall_seconds=60).restore()
@@ -130,7 +130,7 @@ def test_ranks_that_differ_are_named_with_the_field():
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, RankInfo(1, 2, 0, 0)),
     ],
 )
-def test_layout_is_read_from_the_launcher(variables, expected):
+def test_ranks_are_read_from_the_launcher(variables, expected):
     assert read_rank_info(variables) == expected
 
 
@@ -186,7 +186,7 @@ def test_root_device_is_that_of_the_local_rank(monkeypatch, visible, devices, lo
 
 
 def test_gradients_on_a_cpu_are_summed_by_torch_and_on_cuda_by_horovod(monkeypatch):
-    """Unless one chooses; torch's groups are on the CPU only."""
+    """Unless the user chooses; torch's transport supports the CPU only."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     cuda = {"parallel_devices": [torch.device("cuda", 0)]}
     assert HorovodDeterministicStrategy().transport == "torch"
@@ -201,7 +201,7 @@ def test_gradients_on_a_cpu_are_summed_by_torch_and_on_cuda_by_horovod(monkeypat
     [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")],
 )
 def test_a_users_choice_of_allocation_stays(monkeypatch, name, value):
-    """Else the thresholds of glibc's malloc are raised, where there is one."""
+    """Otherwise the thresholds are raised, if the C library is glibc."""
     for variable in ("GLIBC_TUNABLES", *malloc._VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     calls = []
@@ -228,7 +228,7 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norm_over_one_rank_is_torchs_own(momentum):
-    """Values, gradients and running statistics agree up to rounding; forward is put back."""
+    """Values, gradients and running statistics agree up to rounding; forward is restored."""
     torch.manual_seed(0)
     own = nn.BatchNorm2d(3, momentum=momentum).double()
     ours = nn.BatchNorm2d(3, momentum=momentum).double()

@@ -14,7 +14,7 @@ from lightning_d9m.horovod.gradient_buckets import GradientBuckets
 
 
 class Twins:
-    """Two ranks that hold the same gradients; notes what is started, agreed on and waited for."""
+    """Two ranks with the same gradients; records sums, agreements and waits."""
 
     size = 2
     polls_peers = False
@@ -55,7 +55,7 @@ def plain_gradients(module, inputs):
 
 @pytest.mark.parametrize("size", [0, 1, 64, 4096])
 def test_average_of_equal_gradients_is_the_plain_gradient(size):
-    """Bit for bit, whatever the size of the buckets."""
+    """Bit for bit, for any size of the buckets."""
     module, inputs = model(), torch.randn(2, 3)
     expected = plain_gradients(module, inputs)
     buckets = GradientBuckets(module.named_parameters(), Twins(), bucket_bytes=size)
@@ -65,7 +65,7 @@ def test_average_of_equal_gradients_is_the_plain_gradient(size):
 
 
 def test_sum_doubles_equal_gradients():
-    """``op="sum"`` leaves the scale alone."""
+    """``op="sum"`` does not scale."""
     module, inputs = model(), torch.randn(2, 3)
     expected = plain_gradients(module, inputs)
     buckets = GradientBuckets(module.named_parameters(), Twins(), op="sum")
@@ -75,9 +75,9 @@ def test_sum_doubles_equal_gradients():
 
 
 def test_reduction_starts_while_the_backward_pass_runs():
-    """The bucket of the last layer is on its way before the first layer has a gradient.
+    """The bucket of the last layer is started before the first layer has a gradient.
 
-    Not in the first pass: until the ranks have agreed once, another may have other buckets.
+    Not in the first pass: until the ranks have agreed once, their buckets may differ.
     """
     module, reducer = model(), Twins()
     buckets = GradientBuckets(module.named_parameters(), reducer, bucket_bytes=1)
@@ -92,7 +92,7 @@ def test_reduction_starts_while_the_backward_pass_runs():
     assert reducer.events.count("agree") == 1
 
 
-def test_whole_buckets_are_agreement_enough():
+def test_complete_buckets_need_no_agreement():
     """With polls, the ranks agree only once, and when a gradient is missing."""
     module, reducer = model(), Twins()
     reducer.polls_peers = True
@@ -118,7 +118,7 @@ def test_gradients_are_views_and_are_not_copied_again():
 
 
 def test_blocked_gradients_accumulate_and_are_reduced_with_the_last():
-    """Accumulation: nothing crosses the ranks until the last backward pass."""
+    """With accumulation, the ranks exchange nothing until the last backward pass."""
     module, inputs, reducer = model(), torch.randn(2, 3), Twins()
     once = plain_gradients(module, inputs)
     buckets = GradientBuckets(module.named_parameters(), reducer)
@@ -132,7 +132,7 @@ def test_blocked_gradients_accumulate_and_are_reduced_with_the_last():
     assert all(torch.equal(a, 2 * b) for a, b in zip(gradients(module), once, strict=True))
 
 
-def test_unused_parameters_keep_what_they_had():
+def test_unused_parameters_keep_their_gradients():
     """None stays None, and an old gradient is neither reduced again nor overwritten."""
     module, reducer = model(), Twins()
     buckets = GradientBuckets(module.named_parameters(), reducer)
@@ -157,7 +157,7 @@ SHAPES = st.sampled_from([(1,), (3, 5), (16,), (2, 3, 3, 3), (130, 130), (8, 64,
     st.sampled_from([0, 300, 2**18]),
 )
 def test_any_mixture_of_sizes_with_any_gradients_missing(members, limit):
-    """Each has its own gradient, in two steps with other gradients, and who had none has none."""
+    """In two steps, each parameter has its gradient, and one without a gradient has None."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape, _ in members]
     for parameter in parameters:
         if parameter.dim() == 4:
@@ -192,8 +192,8 @@ def test_fingerprint_tells_which_parameters_have_gradients():
     assert len(set(seen)) == 3
 
 
-def test_toggled_parameters_keep_their_place():
-    """A parameter that is switched off for a while needs no new buckets."""
+def test_toggled_parameters_keep_their_slots():
+    """A parameter that is frozen for a while needs no new buckets."""
     module, reducer = model(), Twins()
     buckets = GradientBuckets(module.named_parameters(), reducer, bucket_bytes=1)
     module[3].requires_grad_(requires_grad=False)
@@ -221,7 +221,7 @@ def test_unfrozen_parameters_join():
     assert "0.weight" in reducer.items
 
 
-def test_shared_parameters_have_one_place():
+def test_shared_parameters_have_one_slot():
     """Two layers with one weight: one slot, one sum of both gradients."""
     module = model()
     module[3] = nn.Linear(5, 5)
@@ -235,7 +235,7 @@ def test_shared_parameters_have_one_place():
 
 
 def test_channels_last_gradients_keep_their_strides():
-    """The optimizer meets gradients laid out as their parameters are."""
+    """Gradients have the memory layout of their parameters."""
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     inputs = torch.randn(1, 3, 5, 5).to(memory_format=torch.channels_last)
     expected = plain_gradients(module, inputs)
@@ -261,7 +261,7 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_compression_rounds_once(name, dtype):
-    """What travels is the share of this rank, half the gradient, rounded."""
+    """A rank sends half of its gradient, rounded."""
     module, inputs = model(), torch.randn(2, 3)
     expected = [(g / 2).to(dtype).float() * 2 for g in plain_gradients(module, inputs)]
     buckets = GradientBuckets(module.named_parameters(), Twins(), compression=name)
@@ -285,7 +285,7 @@ def test_sparse_gradients_are_refused_or_made_dense():
 
 
 def test_gradient_outside_is_reported():
-    """A backward pass that is not ours calls ``on_stray`` with the parameter's name."""
+    """Outside `backward`, a gradient calls ``on_stray`` with the parameter's name."""
     stray = []
     module = nn.Linear(2, 1)
     GradientBuckets(module.named_parameters(), Twins(), on_stray=stray.append)
@@ -307,7 +307,7 @@ def test_gradient_that_was_taken_away_is_an_error():
 
 
 def test_second_gradient_after_launch_is_an_error():
-    """Reentrant checkpointing of a shared layer would change what is already on its way."""
+    """Reentrant checkpointing of a shared layer would change a gradient that was sent."""
     layer = nn.Linear(2, 2)
     buckets = GradientBuckets(layer.named_parameters(), Twins())
     inputs = torch.ones(1, 2, requires_grad=True)
@@ -321,8 +321,8 @@ def test_second_gradient_after_launch_is_an_error():
         run(run(inputs)).sum().backward()
 
 
-def test_close_takes_the_hooks_off():
-    """After it a backward pass is plain again."""
+def test_close_removes_the_hooks():
+    """After `close`, a backward pass exchanges nothing."""
     module, reducer = model(), Twins()
     buckets = GradientBuckets(module.named_parameters(), reducer, on_stray=pytest.fail)
     buckets.close()
@@ -331,7 +331,7 @@ def test_close_takes_the_hooks_off():
 
 
 def test_one_rank_alone_reduces_nothing():
-    """With one process the gradients are left as autograd made them."""
+    """With one process, the gradients stay as autograd computes them."""
     module, reducer = model(), Twins()
     reducer.size = 1
     buckets = GradientBuckets(module.named_parameters(), reducer)

@@ -1,4 +1,4 @@
-"""Errors that the ranks of the other tests raise in processes of their own, raised in this one."""
+"""Errors of ranks and of the installation, raised in this process."""
 
 import argparse
 import sys
@@ -38,7 +38,7 @@ def step(strategy):
     strategy.optimizer_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 3))]), nullcontext)
 
 
-def reduce_what_is_stray(strategy):
+def report_a_stray_gradient(strategy):
     strategy._refuse_stray("layer.weight")
 
 
@@ -48,7 +48,7 @@ def reduce_what_is_stray(strategy):
         (use_the_communicator, "Horovod has not started yet"),
         (use_a_device, r"Rank 2 has local rank 2.*names 2 devices"),
         (step, r"a parameter of shape \(2, 3\) that was not in the LightningModule"),
-        (reduce_what_is_stray, "'layer.weight' got a gradient outside Lightning's backward"),
+        (report_a_stray_gradient, "'layer.weight' got a gradient outside Lightning's backward"),
     ],
 )
 def test_the_strategy_refuses(strategy, act, words):
@@ -83,7 +83,7 @@ def test_ranks_that_do_different_things(make_communicator):
         communicator.agree(CollectiveIntent("a barrier"))
 
 
-def test_ranks_that_end_together_exchange_no_more(make_communicator):
+def test_ranks_that_end_together_exchange_nothing_more(make_communicator):
     communicator = make_communicator(agree=True)
     communicator.announce(ValueError("all have it"))
     assert str(communicator.broken) == "This rank has ended its part of the run."

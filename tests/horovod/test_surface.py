@@ -14,7 +14,7 @@ def found(results, tmp_path_factory):
 
 
 def both(found, *keys):
-    """What both ranks found under these keys, which has to be the same."""
+    """Return the result of both ranks under these keys, which must be equal."""
     values = []
     for rank in found:
         value = rank
@@ -25,7 +25,7 @@ def both(found, *keys):
     return values[0]
 
 
-def test_ranks_are_known_to_lightning(found):
+def test_lightning_knows_the_ranks(found):
     assert [rank["loops"]["ranks"] for rank in found] == [[0, 2, 0], [1, 2, 1]]
     assert [rank["loops"]["zero"] for rank in found] == [True, False]
 
@@ -78,7 +78,7 @@ def test_all_gather_stacks_and_keeps_dtypes(found):
 
 
 def test_all_gather_carries_gradients_back(found):
-    """Each rank gets what all ranks sent back for its part: 1 x (1 + 2) and 10 x (1 + 2)."""
+    """A rank's gradient is the sum over all ranks: 1 x (1 + 2) and 10 x (1 + 2)."""
     assert [rank["collectives"]["gradient"] for rank in found] == [[3.0, 3.0], [30.0, 30.0]]
 
 
@@ -98,12 +98,12 @@ def test_decisions_are_all_or_any(found):
 
 
 def test_batch_norm_is_synchronized_on_the_cpu(found):
-    """Half a batch on each rank trains as the whole batch does in one process, up to rounding."""
+    """Half a batch per rank gives the same weights as the whole batch in one process, rounded."""
     assert max(both(found, "sync_batchnorm")) < 1e-12
 
 
 def test_odd_parameters_train_and_stay_equal(found):
-    """Shared, complex, bfloat16, channels_last, sparse and unused ones in one model."""
+    """One model has shared, complex, bfloat16, channels_last, sparse and unused parameters."""
     both(found, "parameters", "mixed")
     assert both(found, "parameters", "tied")
     assert both(found, "parameters", "unused_gradient")
@@ -115,18 +115,18 @@ def test_parameters_unfrozen_while_training_are_reduced(found):
 
 
 def test_probes_have_gradients_of_before_and_after_the_exchange(found):
-    """The bucket's last gradient is packed, and scaled, as soon as it is there."""
+    """The last gradient of a bucket is packed, and scaled, as soon as it arrives."""
     assert both(found, "probes") == {"batches": 4, "places": 12, "wrong": []}
 
 
 def test_options_leave_the_ranks_equal(found):
-    """At two ranks a sum has one order, so that fusion does not show; the other options do."""
+    """With two ranks a sum has one order, so fusion changes nothing; the other options do."""
     digests = {name: both(found, "options", name) for name in found[0]["options"]}
     assert digests["static"] == digests["off"]
     assert len({digests[name] for name in ("static", "sum", "fp16", "bf16")}) == 4
 
 
-def test_what_would_break_silently_is_refused(found):
+def test_silent_mistakes_are_refused(found):
     assert "self.manual_backward(loss)" in both(found, "refusals", "stray")
     assert "sparse_as_dense=True" in both(found, "refusals", "sparse")
     assert "configure_model" in both(found, "refusals", "foreign")
