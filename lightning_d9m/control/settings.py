@@ -1,6 +1,10 @@
 """What a user may choose of a deterministic session. This module needs no torch."""
 
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import find_op
@@ -8,6 +12,17 @@ from lightning_d9m.patches.catalog.catalog import find_op
 # The range of Lightning's `seed_everything`, so that one number serves both.
 HIGHEST_SEED = 2**32 - 1
 HIGHEST_THREADS = 4096
+
+
+def _torch_is_built_for_cuda() -> bool:
+    """Return whether torch was built for CUDA; neither import it nor start the driver."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.version.cuda is not None
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +37,8 @@ class Settings:
         fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
             memory is exact too; it changes no bit of a correct program.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic;
-            see ``d9m ops``. Without it, torch raises where it has no deterministic kernel.
+            see ``d9m ops``. Without it, torch raises where it has no deterministic kernel. The
+            default is True if torch was built for CUDA.
         unpatched_ops: Names of operations to leave to torch all the same.
 
     Raises:
@@ -33,7 +49,7 @@ class Settings:
     per_sample_rng: bool = False
     threads: int | None = None
     fill_uninitialized_memory: bool = True
-    patch_ops: bool = False
+    patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

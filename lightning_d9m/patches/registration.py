@@ -6,7 +6,7 @@ kernel never fires. The tables of other keys (autograd, autocast, meta, vmap) st
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,9 @@ from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Update
+from lightning_d9m.patches.reference_check import agrees_with_cpu
 
+_MOST_ATTEMPTS = 3  # calls that the CPU cannot compute, after which nothing is compared
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
 
@@ -87,8 +89,9 @@ def _register(library: Library, op: Op, device_key: str) -> None:
         kernel = Kernel(
             resolve_name(path),
             _find_original(overload, device_key),
-            _find_schema(overload).arguments,
+            _find_schema(overload),
             offered=op.status == "offered",
+            check=device_key == "CUDA",
         )
         library.impl(overload, kernel, device_key, with_keyset=True)
 
@@ -125,50 +128,105 @@ class Kernel:
     Args:
         replacement: The function of the catalog.
         call: Torch's kernel of this overload.
-        arguments: The overload's arguments, from its schema.
+        schema: The overload's schema.
         offered: Whether torch has a deterministic version to fall back to.
+        check: Whether the first results are compared with the CPU's.
     """
 
     def __init__(
         self,
         replacement: Callable[..., Any],
         call: Callable[..., Any],
-        arguments: Sequence[Any],
+        schema: torch._C.FunctionSchema,
         *,
         offered: bool,
+        check: bool,
     ) -> None:
         self._replacement = replacement
         self._call = call
-        self._outputs = [argument.name for argument in arguments if argument.is_out]
-        alias = arguments[0].alias_info
+        self._name = schema.name
+        self._outputs = [argument.name for argument in schema.arguments if argument.is_out]
+        alias = schema.arguments[0].alias_info
         self._in_place = alias is not None and alias.is_write
         self._offered = offered
+        self._unchecked, self._disagrees = check, False
+        self._attempts = 0
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
         targets = [kwargs.pop(name) for name in self._outputs]
         outputs = dict(zip(self._outputs, targets, strict=True))
-        original = partial(self._call, keyset, **outputs)
-        if self._in_place and _shares_memory(args[0], args[1:]):
-            if self._offered:
-                return original(*args, **kwargs)
+        original = TorchKernel(self._call, keyset, outputs)
+        overlaps = self._in_place and _shares_memory(args[0], args[1:])
+        if overlaps and not self._offered:
             raise_as_original(original, *args, **kwargs)
+        if overlaps or self._disagrees:
+            return original(*args, **kwargs)
         returned = self._replacement(original, *args, **kwargs)
         if isinstance(returned, Update):
             if any(_shares_memory(target, args[1:]) for target in targets):
                 raise_as_original(original, *args, **kwargs)
-            target = args[0]
-            if not self._in_place:
-                target = target.clone(memory_format=torch.contiguous_format)
-            returned.write(target)
-            returned = target
+            returned = self._write(returned, args[0])
+        if original.was_called:
+            return returned  # it has written into the targets, or in place
+        if self._unchecked and not self._agrees(args, kwargs, returned):
+            return original(*args, **kwargs)
+        return self._store(returned, targets, partial(original, *args, **kwargs))
+
+    def _store(self, returned: Any, targets: list[Tensor], original: partial[Any]) -> Any:
+        if self._in_place:
+            target = original.args[0]
+            return returned if returned is target else target.copy_(returned)
         if not targets:
             return returned
-        results = returned if isinstance(returned, tuple) else (returned,)
-        for target, result in zip(targets, results, strict=True):
-            if target is not result:
-                _fill(partial(original, *args, **kwargs), target, result)
+        for target, result in zip(targets, _as_tuple(returned), strict=True):
+            _fill(original, target, result)
         return tuple(targets) if isinstance(returned, tuple) else targets[0]
+
+    def _write(self, update: Update, target: Tensor) -> Tensor:
+        if not self._in_place or self._unchecked:
+            target = target.clone(memory_format=torch.contiguous_format)
+        update.write(target)
+        return target
+
+    def _agrees(self, args: Any, kwargs: Any, returned: Any) -> bool:
+        """Compare the first results on a device with those on the CPU."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True  # nothing may be copied to the host now
+        agrees = agrees_with_cpu(self._replacement, args, kwargs, _as_tuple(returned))
+        self._disagrees = agrees is False
+        self._attempts += 1
+        self._unchecked = agrees is None and self._attempts < _MOST_ATTEMPTS
+        if self._disagrees:
+            warnings.warn(
+                f"The deterministic replacement of {self._name} gave a different result on this "
+                "device than on the CPU, so torch's kernel runs instead. Please report the case.",
+                stacklevel=3,
+            )
+        return not self._disagrees
+
+
+class TorchKernel:
+    """Torch's kernel with the dispatch keys and outputs of one call.
+
+    Attributes:
+        was_called: Whether the replacement left the call to it.
+    """
+
+    def __init__(
+        self, call: Callable[..., Any], keyset: torch._C.DispatchKeySet, outputs: dict[str, Any]
+    ) -> None:
+        self._bound = partial(call, keyset, **outputs)
+        self.was_called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the kernel."""
+        self.was_called = True
+        return self._bound(*args, **kwargs)
+
+
+def _as_tuple(returned: Any) -> tuple[Any, ...]:
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:

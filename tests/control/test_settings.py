@@ -1,6 +1,9 @@
 """Settings refuse what is not allowed, one clear error each."""
 
+import sys
+
 import pytest
+import torch
 
 from lightning_d9m import SettingError, Settings
 from lightning_d9m.control.settings import HIGHEST_SEED
@@ -43,3 +46,26 @@ def test_the_record_holds_every_setting():
         "patch_ops": False,
         "unpatched_ops": "",
     }
+
+
+@pytest.mark.parametrize("release", [None, "13.0"])
+def test_operations_are_patched_by_default_where_torch_is_built_for_cuda(monkeypatch, release):
+    monkeypatch.setattr(torch.version, "cuda", release)
+    assert Settings().patch_ops is (release is not None)
+    assert Settings(patch_ops=False).patch_ops is False
+
+
+@pytest.mark.parametrize("release", [None, "13.0"])
+def test_the_build_of_a_torch_that_is_not_imported_is_read(monkeypatch, tmp_path, release):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda = {release!r}")
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Settings().patch_ops is (release is not None)
+
+
+def test_without_torch_nothing_is_patched_by_default(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr("lightning_d9m.control.settings.find_spec", lambda _: None)
+    assert Settings().patch_ops is False

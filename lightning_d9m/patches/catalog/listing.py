@@ -11,7 +11,7 @@ _OFFER = (
     "deterministic, and no measurement on a CUDA machine shows that the replacement is faster."
 )
 _HEADINGS = {
-    "patched": ("Patched", "Applied by `patch_ops=True`; `unpatched_ops` excludes ops by name."),
+    "patched": ("Patched", "Applied by `patch_ops`; `unpatched_ops` excludes ops by name."),
     "offered": ("Offered", _OFFER),
     "exempt": (
         "Without a patch",
@@ -37,6 +37,8 @@ patched gradient runs.
 
 On CUDA,
 
+- the first use of each replacement is compared with the CPU, which copies its arguments to the host
+  once; if the results disagree, there is a warning and torch's kernel runs from then on;
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_d9m.errors import D9mError
 
 Original = Callable[..., Any]
-"""The kernel of torch that is replaced, bound to the dispatch keys of the current call."""
+"""Torch's kernel, bound to the dispatch keys of the current call."""
 
 
 def raise_as_original(original: Original, *args: object, **kwargs: object) -> NoReturn:
@@ -26,10 +26,9 @@ def raise_as_original(original: Original, *args: object, **kwargs: object) -> No
     original(*args, **kwargs)
     if isinstance(original, partial):
         args = (*original.args, *args)
-    given = [argument for argument in args if not isinstance(argument, torch.DispatchKeySet)]
     raise D9mError(
         "The deterministic replacement does not take these arguments, although torch's own kernel "
-        f"does: {[_describe_argument(argument) for argument in given]}. Exclude the op from the "
+        f"does: {[_describe_argument(argument) for argument in args]}. Exclude the op from the "
         "patches to run torch's nondeterministic kernel, and please report the case."
     )
 
