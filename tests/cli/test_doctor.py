@@ -1,4 +1,4 @@
-"""``d9m doctor``: each problem is found when it is there, and vanishes with its fix."""
+"""``d9m doctor`` finds each problem, and does not report it once it is fixed."""
 
 import json
 import os
@@ -164,7 +164,7 @@ def test_deterministic_algorithms_may_be_on_or_off(healthy, report):
 
 @pytest.fixture
 def precision():
-    """Return torch's backends of reduced precision, and put back what a test sets there."""
+    """Return torch's settings of reduced precision, and restore them after the test."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     names = [(backend, "fp32_precision") for backend in (cuda, cudnn.conv, cudnn.rnn)]
     names += [(cuda, f"allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")]
@@ -185,7 +185,7 @@ def test_reduced_precision_is_noted_until_it_is_off(healthy, report, precision):
 
 
 def test_threads_are_noted_until_they_are_fixed(healthy, report, monkeypatch):
-    for value in (None, "", "four"):  # torch ignores what is no number
+    for value in (None, "", "four"):  # torch ignores text that is not a number
         if value is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", value)
         assert report()[1]["CPU threads"]["status"] == "note"

@@ -1,4 +1,4 @@
-"""``d9m`` itself: its help, its version, and what it makes of misuse."""
+"""The ``d9m`` command: its help, its version and its errors."""
 
 import re
 import subprocess
@@ -55,7 +55,7 @@ def test_an_unknown_word_gets_the_usage_of_its_command(words, capsys):
     assert message.endswith("error: unrecognized arguments: --bogus\n")
 
 
-def test_an_error_of_ours_is_one_line_and_2(capsys):
+def test_an_expected_error_is_one_line_and_2(capsys):
     assert main(["compare", "/no/such/ledger", "/no/such/ledger"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -95,7 +95,7 @@ def test_interrupting_is_no_traceback(monkeypatch, capsys):
         (KeyError("name"), "KeyError: 'name'. This is a bug in d9m: please report it"),
     ],
 )
-def test_an_error_that_nobody_foresaw_is_one_line_and_2(monkeypatch, capsys, error, message):
+def test_an_unexpected_error_is_one_line_and_2(monkeypatch, capsys, error, message):
     def fail(path):
         raise error
 

@@ -2,12 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pickle import UnpicklingError
 
 import pytest
+import torch
 
+from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.cli.main import main
+from lightning_d9m.cli.repeat_interrupted import _REMEDIES
+from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.lightning.autoload.env_settings import read_settings
 
 D9M = (sys.executable, "-m", "lightning_d9m")
 
@@ -188,6 +195,18 @@ def test_the_remedy_is_named(repeat, cause, remedy):
         assert out.count(remedy) == 1
 
 
+def test_the_remedies_are_found_by_words_of_the_real_errors(tmp_path):
+    path = tmp_path / "object.ckpt"
+    torch.save({"loop": D9mError()}, path)
+    with pytest.raises(UnpicklingError) as caught:
+        torch.load(path)
+    inexact, objects = _REMEDIES
+    assert objects in str(caught.value)
+    assert inexact == InexactResumeError.__name__
+    (name, value) = re.search(r"(LIGHTNING_D9M\w+)=(\w+)", _REMEDIES[inexact]).groups()
+    assert read_settings(DeterminismCallback, {name: value}) == {"on_inexact_resume": "warn"}
+
+
 @pytest.mark.parametrize("options", [(), ("--allow-objects",)])
 def test_objects_are_allowed_in_resumed_runs_only(repeat, tmp_path, monkeypatch, options):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
@@ -215,8 +234,8 @@ def test_own_variables_of_an_earlier_run_do_not_reach_the_command(repeat, monkey
     assert repeat("train()", survey=EPOCHS[:1])[0] == 0
 
 
-# A real project that says nothing of lightning_d9m. Its training draws from a generator that
-# belongs to nobody: no checkpoint can hold it.
+# A real project that does not mention lightning_d9m. With `hidden`, its training draws from a
+# private generator, which no checkpoint can hold.
 TRAINING = """
 import lightning.pytorch as L
 import numpy as np
@@ -249,7 +268,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("hidden", "verdict"), [(False, "equal"), (True, "different")])
 def test_a_real_project_is_tested_unchanged(tmp_path, hidden, verdict):
-    """All of its state is restored; with a generator that nothing can restore, that is found."""
+    """All of its state is restored; a generator that cannot be restored makes runs differ."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING.format(hidden=hidden))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""``d9m report``: one file without network, with every fact, and nothing of a ledger unescaped."""
+"""``d9m report`` writes one offline file with every fact and escapes every value of a ledger."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def write(
     end=True,
     **changes,
 ):
-    """Write a rank of a run; from step ``drift`` on, more and more places differ."""
+    """Write one rank of a run; from step ``drift`` on, ``growth`` more places differ each step."""
     folder = folder or create_ledger_folder(parent)
     fields = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now"}
     fields |= {"stack": {"device.driver": stack}, "settings": {}, "package": "0.1.0"} | changes
@@ -70,7 +70,7 @@ def write(
 
 
 def write_ranks(parent, *drifts):
-    """Write a run with a rank for each of the steps at which they begin to differ."""
+    """Write a run with one rank for each step in ``drifts``, from which on it differs."""
     folder = create_ledger_folder(parent)
     for rank, drift in enumerate(drifts):
         write(parent, folder=folder, drift=drift, rank=rank, world_size=len(drifts))
@@ -96,7 +96,7 @@ def write_epochs(parent, epochs=5, drift=None, names=MODULES, group="weights"):
 
 
 def parse(*words):
-    """Parse the words of the command."""
+    """Parse the arguments of the command."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args([str(word) for word in words])
@@ -165,7 +165,7 @@ def test_different_runs(tmp_path, capsys):
 
 
 def test_equal_runs(tmp_path):
-    """There is nothing to list, and that is said."""
+    """The page says that nothing differs."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path), status=0)).words
     assert "Equal" in words
     assert "No module differs." in words
@@ -174,7 +174,7 @@ def test_equal_runs(tmp_path):
 
 
 def test_of_many_ranks_the_first_is_named(tmp_path):
-    """In the verdict, at the head of the tables, and in the tree."""
+    """The verdict, the first rows of the tables, and the tree name it."""
     one, other = write_ranks(tmp_path, *[None] * 5), write_ranks(tmp_path, 6, 5, 3, None, 5)
     text = report(tmp_path, one, other)
     words = Page(text).words
@@ -202,14 +202,14 @@ def test_without_probes(tmp_path):
 
 
 def test_buffers_belong_to_modules_too(tmp_path):
-    """Running means of a normalisation, say."""
+    """For example the running means of a normalization."""
     one, other = (write_epochs(tmp_path, drift=d, group="buffers") for d in (None, 1))
     words = Page(report(tmp_path, one, other)).words
     assert "norm first divergence 4 differ, first buffers encoder.layers.0.norm.weight" in words
 
 
 def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
-    """And the verdict says so."""
+    """The verdict says that the ledger was cut short."""
     one, other = write(tmp_path), write(tmp_path, end=False)
     text = report(tmp_path, one, other)
     words = Page(text.partition("</header>")[0] + "</header></main></body></html>").words
@@ -220,7 +220,7 @@ def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
 
 
 def test_a_number_is_shown_in_both_notations(tmp_path):
-    """A loss, say, where its digits say more than a digest would."""
+    """A loss is shown as ``float.hex()`` and in decimal."""
     one, other = write(tmp_path), write(tmp_path)
     ledgers = []
     for folder, loss in ((one, 0.5), (other, 0.25)):
@@ -237,21 +237,21 @@ def test_a_number_is_shown_in_both_notations(tmp_path):
 
 
 def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
-    """Another path through the code explains what differs after it."""
+    """A module that only one run calls may explain the difference."""
     one, other = write(tmp_path), write(tmp_path, names=[*MODULES, "extra"], drift=2)
     words = Page(report(tmp_path, one, other)).words
     assert "Only the actual run has output extra in that batch." in words
 
 
 def test_where_nothing_differs_no_growth_is_drawn(tmp_path):
-    """An empty plot would say nothing."""
+    """There is no empty plot."""
     text = report(tmp_path, write(tmp_path), write(tmp_path, end=False))
     assert text.count("<svg") == 1
     assert "No probe and no weight differs" in text
 
 
 def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
-    """Where there is no room for all modules and moments."""
+    """Limits drop modules and moments that agree."""
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MODULES", 2)
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MOMENTS", 3)
     course = Timeline()
@@ -270,7 +270,7 @@ def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
 
 
 def test_runs_of_other_world_sizes(tmp_path):
-    """They are refused, and the page says why."""
+    """They are not comparable, and the page says why."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
     assert "Not comparable" in words
     assert "world_size : expected 1, actual 2. A different number of ranks gives" in words
@@ -278,20 +278,20 @@ def test_runs_of_other_world_sizes(tmp_path):
 
 
 def test_another_stack_and_equal_bits(tmp_path):
-    """The bits decide, and the difference is shown."""
+    """The verdict is equal, and the difference of the stacks is shown."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path, stack="570"), status=0)).words
     assert "The stacks differ in 1 field, but the runs are equal: device.driver ." in words
     assert "device.driver 560.35 570 0" in words
 
 
-def test_a_ledger_held_against_itself(tmp_path):
-    """It agrees, which shows nothing."""
+def test_a_ledger_compared_with_itself(tmp_path):
+    """It is equal, and the page says that this shows nothing."""
     one = write(tmp_path)
     assert "Both are one ledger" in report(tmp_path, one, one, status=0)
 
 
 def test_nothing_is_loaded_from_anywhere(tmp_path):
-    """No address, no link; and the browser is told so."""
+    """The page has no address and no link, and its policy forbids loading."""
     page = Page(report(tmp_path, write(tmp_path), write(tmp_path, drift=2)))
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not {"src", "href", "action"} & {name for name, _ in page.attributes}
@@ -299,7 +299,7 @@ def test_nothing_is_loaded_from_anywhere(tmp_path):
 
 
 def test_names_are_escaped(tmp_path):
-    """Whatever they hold, the page has the tags and the attributes of a harmless one."""
+    """The page has the same tags and attributes as one with harmless names."""
     tame = [
         "".join(c if c in ".:/" else "abcdefgh"[number] for c in name)
         for number, name in enumerate(EVIL)
@@ -321,7 +321,7 @@ def test_names_are_escaped(tmp_path):
 
 
 def test_the_size_is_bounded(tmp_path):
-    """What is left out is counted."""
+    """Omitted entries are counted."""
     names = [f"layers.{number}.{'n' * 100}" for number in range(3000)]
     one, other = (write(tmp_path, names=names, steps=1, drift=d) for d in (None, 0))
     path = rank_path(other, 0)
@@ -340,7 +340,7 @@ def test_the_size_is_bounded(tmp_path):
 
 
 def test_json_has_the_facts(tmp_path, capsys):
-    """And writes no file."""
+    """It has them instead of writing a file."""
     one, other = write(tmp_path), write(tmp_path, drift=8)
     assert run(parse(one, other, "--json", "-o", tmp_path / "none" / "x.html")) == 1
     facts = json.loads(capsys.readouterr().out)
@@ -350,8 +350,8 @@ def test_json_has_the_facts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_file_that_is_no_report_is_kept(tmp_path, force):
-    """Unless it is said otherwise; an earlier report is replaced."""
+def test_a_file_that_is_not_a_report_is_kept(tmp_path, force):
+    """``--force`` replaces it; an earlier report is always replaced."""
     one, path = write(tmp_path), tmp_path / "report.html"
     path.write_text("my thesis")
     if force:
@@ -364,14 +364,14 @@ def test_a_file_that_is_no_report_is_kept(tmp_path, force):
 
 
 def test_places_that_cannot_be_written(tmp_path):
-    """They are named before the work begins."""
+    """The error comes before the work."""
     with pytest.raises(LedgerError, match="in a folder that does not exist"):
         run(parse("a", "b", "-o", tmp_path / "no" / "report.html"))
     with pytest.raises(LedgerError, match="is a folder"):
         run(parse("a", "b", "-o", tmp_path))
 
 
-def test_what_is_no_ledger(tmp_path):
+def test_a_file_that_is_not_a_ledger(tmp_path):
     """Nothing is written."""
     (tmp_path / "text").write_text("x")
     with pytest.raises(LedgerError, match="is not a ledger"):
@@ -382,7 +382,7 @@ def test_what_is_no_ledger(tmp_path):
 
 
 def test_many_steps_are_merged():
-    """Nothing that was counted is lost."""
+    """Merging keeps all counts."""
     growth = StepHistogram()
     for step in range(10 * MAX_STEPS):
         growth.add(step, 3, step % 2)
@@ -393,13 +393,16 @@ def test_many_steps_are_merged():
     assert (steps[0].first, steps[-1].last) == (0, 10 * MAX_STEPS - 1)
 
 
-def test_an_empty_course_is_drawn():
-    """Two runs that were killed before their first digest."""
-    assert Timeline().places.ordered() == []
+def test_runs_without_digests(tmp_path):
+    """Two runs that were killed before their first digest have no timeline and no plots."""
+    ledgers = [write_epochs(tmp_path, epochs=0) for _ in range(2)]
+    text = report(tmp_path, *ledgers)
+    assert "Not comparable" in Page(text).words
+    assert "<svg" not in text
 
 
 def browse(tmp_path, text, *options):
-    """Return what a real browser makes of a page."""
+    """Return the DOM of a page in a real browser."""
     (tmp_path / "page.html").write_text(text)
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", *options]
     command += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
@@ -413,7 +416,7 @@ BROWSER = pytest.mark.skipif(
 
 @BROWSER
 def test_in_a_browser(tmp_path):
-    """Our script runs, no name of a ledger does, nor would one that was not escaped."""
+    """Our script runs; the policy blocks any other, also one that is not escaped."""
     names = [*MODULES, *EVIL]
     one, other = write(tmp_path, names=names), write(tmp_path, names=names, drift=2)
     text = report(tmp_path, one, other)
@@ -424,7 +427,7 @@ def test_in_a_browser(tmp_path):
     assert "2 of 2 shown" in dom
 
 
-# What a reader does with the keyboard, on a phone; what became of it goes into the title.
+# A reader's actions with the keyboard, on a phone; the results go into the title.
 READER = """
 (function () {
 var forms = document.querySelectorAll(".filters"), seen = [forms.length];
@@ -450,7 +453,7 @@ document.title = seen.join(";");
 
 @BROWSER
 def test_filters_and_a_narrow_window(tmp_path):
-    """By rank, kind and name; nothing is wider than the window; the tree is at its mark."""
+    """Filters by rank, kind and name work; nothing is too wide; the tree is scrolled."""
     names = [f"layers.{number}.block" for number in range(40)] + MODULES + ["x" * 3000]
     folders = []
     for drift in (None, 2):

@@ -1,4 +1,4 @@
-"""``d9m verify``: a checkpoint is checked offline, and found in a ledger."""
+"""``d9m verify`` checks a checkpoint offline and finds it in a ledger."""
 
 import sys
 
@@ -27,7 +27,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def verify(capsys):
-    """Return a function that runs the command, and returns its status and what it prints."""
+    """Return a function that runs the command and returns its status and its output."""
 
     def run(*words):
         status = main(["verify", *map(str, words)])
@@ -84,7 +84,7 @@ def test_without_a_seal_the_ledger_decides(saved, verify, tmp_path):
     assert (status, "nothing to check it by" in text) == (2, True)
 
 
-def test_what_is_no_checkpoint_is_said(verify, tmp_path):
+def test_a_file_that_is_not_a_checkpoint(verify, tmp_path):
     other = tmp_path / "numbers.pt"
     torch.save(torch.ones(3), other)
     assert verify(other)[0] == 1
