@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_d9m.errors import CommandError
@@ -18,6 +19,7 @@ from lightning_d9m.horovod.build import (
     build_wheel,
     find_tools,
 )
+from lightning_d9m.launch.status_line import StatusLine
 
 _TRIAL_SECONDS = 180
 _QUIET_PROGRESS_SECONDS = 30
@@ -132,33 +134,24 @@ def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
         _say(
             f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}", quiet=quiet
         )
-        progress = _Progress(quiet=quiet)
-        try:
-            built = build_wheel(work, log, environment, progress.show)
-        finally:
-            progress.finish()
+        with StatusLine(quiet=quiet) as line:
+            built = build_wheel(work, log, environment, _make_progress(line, quiet=quiet))
         return built.replace(folder / built.name)
 
 
-class _Progress:
-    """A line that is rewritten on a terminal; elsewhere a new line every half minute."""
+def _make_progress(status: StatusLine, *, quiet: bool) -> Callable[[float, str], None]:
+    """Return a function that shows the last line of the build; in a pipe every half minute."""
+    due = 0.0
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._terminal = sys.stderr.isatty()
-        self._next = 0.0
-
-    def show(self, seconds: float, line: str) -> None:
+    def show(seconds: float, line: str) -> None:
+        nonlocal due
         text = f"{int(seconds) // 60}:{int(seconds) % 60:02} {line}"[:_TERMINAL_COLUMNS]
-        if self._terminal and not self._quiet:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        elif seconds >= self._next:
-            self._next = seconds + _QUIET_PROGRESS_SECONDS
-            _say(text, quiet=self._quiet)
+        status.update(text)
+        if not status.live and seconds >= due:
+            due = seconds + _QUIET_PROGRESS_SECONDS
+            _say(text, quiet=quiet)
 
-    def finish(self) -> None:
-        if self._terminal and not self._quiet:
-            print(file=sys.stderr)
+    return show
 
 
 def _install_requirements() -> None:

@@ -10,12 +10,15 @@ if TYPE_CHECKING:
 class StatusLine:
     """A context in which ``update`` shows a line; it is erased at the end.
 
+    Args:
+        quiet: Whether to show nothing even on a terminal.
+
     Attributes:
-        live: Whether standard error is a terminal. If it is not, nothing is shown.
+        live: Whether the line is shown.
     """
 
-    def __init__(self) -> None:
-        self.live = sys.stderr.isatty()
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.live = not quiet and sys.stderr.isatty()
 
     def __enter__(self) -> "Self":
         if self.live:

@@ -1,7 +1,6 @@
 """Supervision of the worker of ``d9m audit ops``, which is restarted after a case crashes it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.launch.status_line import StatusLine
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,20 +39,20 @@ def measure_rows(
         SettingError: The worker rejects the settings.
         CommandError: The worker ends before its first case.
     """
-    supervisor = _Supervisor(rows, timeout)
-    while True:
-        request = {**settings, "done": [row["key"] for row in rows.rows]}
-        with log.open("ab") as errors, _Worker(request, errors) as worker:
-            supervisor.follow(worker)
-        if supervisor.finished:
-            supervisor.show("")
-            return supervisor.facts
-        if supervisor.begun is None:
-            raise CommandError(
-                f"The measuring process ended ({worker.describe_end()}) before its first case. Its "
-                f"output is in {log}."
-            )
-        rows.add(_make_lost_row(supervisor.begun, supervisor.loss or worker.describe_end()))
+    with StatusLine() as line:
+        supervisor = _Supervisor(rows, timeout, line)
+        while True:
+            request = {**settings, "done": [row["key"] for row in rows.rows]}
+            with log.open("ab") as errors, _Worker(request, errors) as worker:
+                supervisor.follow(worker)
+            if supervisor.finished:
+                return supervisor.facts
+            if supervisor.begun is None:
+                raise CommandError(
+                    f"The measuring process ended ({worker.describe_end()}) before its first case. "
+                    f"Its output is in {log}."
+                )
+            rows.add(_make_lost_row(supervisor.begun, supervisor.loss or worker.describe_end()))
 
 
 class _Worker:
@@ -101,7 +101,7 @@ class _Worker:
 class _Supervisor:
     """Reads the events of workers: adds their rows, shows progress, and kills one that hangs."""
 
-    def __init__(self, rows: RowFile, timeout: float) -> None:
+    def __init__(self, rows: RowFile, timeout: float, line: StatusLine) -> None:
         self.facts: dict[str, Any] = {}
         self.begun: dict[str, Any] | None = None
         self.loss: str | None = None
@@ -109,7 +109,7 @@ class _Supervisor:
         self._rows = rows
         self._timeout = timeout
         self._total = 0
-        self._live = sys.stderr.isatty()
+        self._line = line
 
     def follow(self, worker: _Worker) -> None:
         self.begun = self.loss = None
@@ -139,18 +139,13 @@ class _Supervisor:
             self._total = len(value)
         elif kind == "begin":
             self.begun = value
-            self.show(f"[{len(self._rows.rows) + 1} of {self._total}] {value['key']}")
+            text = f"[{len(self._rows.rows) + 1} of {self._total}] {value['key']}"
+            self._line.update(text)
+            if not self._line.live:
+                print(text, file=sys.stderr, flush=True)
         elif kind == "row":
             self._rows.add(value)
             self.begun = None
-
-    def show(self, text: str) -> None:
-        """Print the progress; in a terminal, overwrite one line."""
-        if self._live:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
-            print(f"\r{text[:width]}\x1b[K", end="", file=sys.stderr, flush=True)
-        elif text:
-            print(text, file=sys.stderr, flush=True)
 
 
 def _make_lost_row(begun: Mapping[str, Any], reason: str) -> dict[str, Any]:
