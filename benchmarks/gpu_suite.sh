@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA machine, in one command: bash benchmarks/gpu_suite.sh FOLDER [PART...]
-# Parts, in the order in which they run unless some are named: patches (times, distinct outputs and
-# whole models), tests (those marked cuda: 1,000 calls of each op), example (the segmentation network,
-# thrice), digest, probes, audit, paper, graphsage. Each has SECONDS_PER_PART (570), runs whatever the
-# others say; JUnit, JSON, Markdown and logs are left in FOLDER. The status is 0 only if all are fine.
+# Run all measurements and tests for a CUDA machine: bash benchmarks/gpu_suite.sh FOLDER [PART...]
+# Parts, in their default order: patches (times, distinct outputs and whole models), tests (those
+# marked cuda: 1,000 calls of each op), example (the segmentation network, three times), digest,
+# probes, audit, paper, graphsage. Each part may take SECONDS_PER_PART (570) and runs even if another
+# one fails. FOLDER receives JUnit, JSON, Markdown and logs, and after each part results.tgz with all
+# of them. The exit status is 0 only if every part succeeds.
 set -uo pipefail
 folder=${1:?usage: gpu_suite.sh FOLDER [PART...]}
 shift
@@ -19,19 +20,21 @@ folder=$(cd "$folder" && pwd)
 }
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" # it need not be installed
 export CUBLAS_WORKSPACE_CONFIG=:4096:8                        # products beside a second stream
-export PYTHONUNBUFFERED=1                                     # a part that is cut short has a log
+export PYTHONUNBUFFERED=1                                     # an interrupted part has a log
 status=0
 
 run() { # NAME COMMAND...: into NAME.log, within the limit
   local name=$1 code=0
   shift
   echo "== $name"
-  timeout -k 20 "$limit" "$@" >"$folder/$name.log" 2>&1 || code=$?
+  # An interruption, unlike SIGTERM, lets pytest write its XML.
+  timeout -s INT -k 20 "$limit" "$@" >"$folder/$name.log" 2>&1 || code=$?
   tail -n 60 "$folder/$name.log"
   [ $code -eq 0 ] || {
     echo "gpu_suite.sh: $name ended with status $code" >&2
     status=1
   }
+  tar -czf "$folder.new" -C "$folder" --exclude results.tgz . && mv "$folder.new" "$folder/results.tgz"
 }
 
 for part; do
@@ -40,7 +43,7 @@ for part; do
     run patches "$python" benchmarks/patches.py --output "$folder" --seconds $((limit - 60))
     ;;
   tests)
-    # Without the project's settings, which ask for a new pytest and for its plugins.
+    # Without the project's settings, which need a new pytest and plugins.
     run tests "$python" -m pytest -c /dev/null --rootdir "$PWD" --import-mode=importlib \
       -o "markers=cuda: needs a CUDA device" -p no:cacheprovider -m cuda -v \
       --junit-xml="$folder/cuda-tests.xml" \
@@ -54,7 +57,7 @@ for part; do
   digest)
     run digest "$python" benchmarks/digest.py --device cuda --output "$folder"
     ;;
-  probes) # each row is written when it is known
+  probes) # writes each row when it is measured
     run probes "$python" benchmarks/probes.py --device cuda -o "$folder/probes-cuda.json"
     ;;
   audit)

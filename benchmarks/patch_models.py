@@ -1,4 +1,4 @@
-"""Whole models whose step is timed with and without determinism; each returns a training step."""
+"""Training steps of whole models, timed with and without determinism."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -61,7 +61,7 @@ class UNet(nn.Module):
 
 
 class GraphNet(nn.Module):
-    """Four rounds of messages, added where they arrive."""
+    """Four rounds of messages, added by ``index_add``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

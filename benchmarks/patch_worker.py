@@ -1,6 +1,6 @@
-"""Measures one row of ``patches.py`` for each line that it reads, and answers in JSON.
+"""Measure one row of ``patches.py`` for each line of standard input, and answer in JSON.
 
-Started by ``patches.py``, which says: device, rounds, calls, only.
+``patches.py`` starts it with the arguments device, rounds, calls, only.
 """
 
 import json
@@ -22,12 +22,12 @@ from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.registration import patches_applied
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]
-AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host gets ahead of the device
+AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues work ahead of the device
 
 
 @contextmanager
 def deterministic(*, fill: bool) -> Iterator[None]:
-    """Turn torch's flag on, with or without the fill of uninitialised memory."""
+    """Turn torch's flag on, with or without the fill of uninitialized memory."""
     settings = torch.utils.deterministic
     before = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(mode=True)
@@ -42,8 +42,8 @@ def deterministic(*, fill: bool) -> Iterator[None]:
 def measure(call: Callable[[], object], device: str, rounds: int) -> float:
     """Return the median time of a call in microseconds, after three calls that are not timed.
 
-    On CUDA the device is kept busy first, so that it does not wait for the host to launch kernels,
-    as it does not within a training step.
+    On CUDA the device is kept busy first, so it does not wait for the host to launch kernels; in a
+    training step it does not wait either.
     """
     for _ in range(3):
         call()
@@ -72,7 +72,7 @@ def list_outputs(call: Call) -> list[Tensor]:
 
 
 def count_outputs(call: Call, device: str, calls: int) -> int:
-    """Return how many distinct outputs a call gives while another stream competes."""
+    """Return the number of distinct outputs of a call while a second stream competes."""
     side = torch.cuda.Stream() if device == "cuda" else None
     noise = torch.randn(1024, 1024, device=device) if side else None
     seen = set()
@@ -85,10 +85,10 @@ def count_outputs(call: Call, device: str, calls: int) -> int:
     return len(seen)
 
 
-def differ(ours: Sequence[Tensor], original: Sequence[Tensor]) -> float:
+def differ(patched: Sequence[Tensor], original: Sequence[Tensor]) -> float:
     """Return the greatest difference of floating-point outputs, over the greatest magnitude."""
     worst = 0.0
-    for left, right in zip(ours, original, strict=True):
+    for left, right in zip(patched, original, strict=True):
         if right.is_floating_point() and right.numel():
             scale = right.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
             worst = max(worst, float((left.double() - right.double()).abs().max() / scale))
@@ -96,7 +96,10 @@ def differ(ours: Sequence[Tensor], original: Sequence[Tensor]) -> float:
 
 
 def run_workload(workload: Workload, device: str, rounds: int, calls: int) -> dict[str, object]:
-    """Measure the versions of one op on one shape."""
+    """Measure the versions of one op on one shape.
+
+    The patched call builds its graph under the session's settings, as a training does.
+    """
     offered = find_op(workload.op).status == "offered"
     record: dict[str, object] = {"offered": offered}
     call = workload.make(device)
@@ -105,10 +108,11 @@ def run_workload(workload: Workload, device: str, rounds: int, calls: int) -> di
     original = list_outputs(call)
     include = [workload.op] if offered else []
     with patches_applied(device.upper(), include=include), deterministic(fill=False):
-        record["ours_us"] = measure(call, device, rounds)
-        record["ours_outputs"] = count_outputs(call, device, calls)
+        call = workload.make(device)
+        record["patched_us"] = measure(call, device, rounds)
+        record["patched_outputs"] = count_outputs(call, device, calls)
         record["difference"] = differ(list_outputs(call), original)
-    record["ratio"] = record["ours_us"] / record["original_us"]
+    record["ratio"] = record["patched_us"] / record["original_us"]
     if workload.make_deterministic:
         with deterministic(fill=False):
             call = workload.make_deterministic(device)
@@ -121,8 +125,8 @@ def run_model(name: str, device: str, rounds: int) -> dict[str, object]:
     """Measure the training step of one model."""
     scale = 8 if device == "cuda" else 1
     record: dict[str, object] = {"plain_us": measure(MODELS[name](device, scale), device, rounds)}
-    arms = {"fill_off": (False, []), "fill_on": (True, []), "offered": (False, OFFERED)}
-    for label, (fill, include) in arms.items():
+    conditions = {"fill_off": (False, []), "fill_on": (True, []), "offered": (False, OFFERED)}
+    for label, (fill, include) in conditions.items():
         with patches_applied(device.upper(), include=include), deterministic(fill=fill):
             record[f"{label}_us"] = measure(MODELS[name](device, scale), device, rounds)
         record[f"{label}_ratio"] = record[f"{label}_us"] / record["plain_us"]
@@ -130,7 +134,7 @@ def run_model(name: str, device: str, rounds: int) -> dict[str, object]:
 
 
 def answer(task: str, device: str, rounds: int, calls: int, only: str) -> dict[str, object]:
-    """Return what a task asks for; a failure is an answer too."""
+    """Return the result of a task, or its error."""
     try:
         if task == "list":
             return {
@@ -145,13 +149,13 @@ def answer(task: str, device: str, rounds: int, calls: int, only: str) -> dict[s
         if kind == "op":
             return run_workload(WORKLOADS[int(name)], device, rounds, calls)
         return run_model(name, device, rounds)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the row's answer
+    except Exception as error:  # noqa: BLE001 - any error is the row's result
         first = (str(error).splitlines() or [""])[0]
         return {"error": f"{type(error).__name__}: {first}", "fatal": not still_works(device)}
 
 
 def still_works(device: str) -> bool:
-    """Say whether the device answers: after some errors nothing of this process does there."""
+    """Return whether the device still works: after some errors it does not in this process."""
     try:
         torch.ones(2, device=device).sum().item()
     except RuntimeError:
@@ -162,7 +166,7 @@ def still_works(device: str) -> bool:
 def main() -> None:
     device, rounds, calls, only = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     named = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu"
     print(json.dumps({"device": named, "torch": torch.__version__}), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""What the patches are measured and proven on: sizes where thousands of threads meet on one output.
+"""Workloads of the patches, with sizes at which thousands of threads write to one output.
 
-Each workload is one call of a patched op on a device. Gradients are called directly, without the
-forward pass.
+Each workload is one call of a patched op on a device. Gradients are called without the forward
+pass.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ class Workload:
 
     Attributes:
         op: The name in the catalogue.
-        shape: What the shape stands for.
+        shape: A description of the shape.
         make: Builds the inputs on a device and returns the call.
-        make_deterministic: Builds torch's own deterministic version, where there is one; called
-            with deterministic algorithms on.
+        make_deterministic: Builds torch's own deterministic version, if there is one; called with
+            deterministic algorithms on.
     """
 
     op: str
@@ -62,11 +62,13 @@ def _resample(op: str, mode: str, side: int, factor: int, dims: int, **more: boo
     return Workload(op, f"{mode} {side} to {side * factor}", make, make if decomposed else None)
 
 
-def _sample(dims: int, side: int, *, corners: bool = False) -> Callable[[str], Call]:
+def _sample(
+    dims: int, side: int, *, corners: bool = False, spread: float = 0.05
+) -> Callable[[str], Call]:
     def make(device: str) -> Call:
         image = _normal(device, 4, 32, *[side] * dims).requires_grad_()
-        # Half of the samples crowd into a few elements.
-        grid = _normal(device, 4, *[side * 2] * dims, dims).mul(0.05).requires_grad_()
+        # A small spread: many samples read the same few elements. A great one: most are outside.
+        grid = _normal(device, 4, *[side * 2] * dims, dims).mul(spread).requires_grad_()
         output = nnf.grid_sample(image, grid, align_corners=corners)
         gradient = _normal(device, *output.shape)
         return lambda: torch.autograd.grad(output, (image, grid), gradient, retain_graph=True)
@@ -134,10 +136,18 @@ def _order(name: str) -> Callable[[str], Call]:
     return make
 
 
-def _add(features: int) -> Callable[[str], Call]:
+def _multiply_few(device: str) -> Call:
+    target, factors = _normal(device, 1 << 24), _normal(device, 1024)
+    places = _integers(device, 1 << 24, 1024)
+    return lambda: target.scatter_reduce(0, places, factors, "prod")
+
+
+def _add(features: int, *, skewed: bool = False) -> Callable[[str], Call]:
     def make(device: str) -> Call:
         target, source = _normal(device, 4096, features), _normal(device, 1 << 17, features)
         index = _integers(device, 4096, 1 << 17)
+        if skewed:  # half of all rows go to one place
+            index = torch.where(index % 2 == 0, 0, index)
         return lambda: target.index_add(0, index, source)
 
     return make
@@ -298,7 +308,8 @@ WORKLOADS = [
         for name in ("median", "nanmedian", "topk")
     ),
     Workload("grid_sampler_2d_backward", "64 to 128", _sample(2, 64)),
-    # With the corners aligned cuDNN does it, where it is asked at all.
+    Workload("grid_sampler_2d_backward", "64 to 128, mostly outside", _sample(2, 64, spread=4.0)),
+    # With aligned corners cuDNN may run.
     Workload("grid_sampler_2d_backward", "64 to 128, corners", _sample(2, 64, corners=True)),
     Workload("grid_sampler_3d_backward", "16 to 32", _sample(3, 16)),
     Workload("scatter_reduce_prod", "2^20 factors, 1024 places", _multiply),
@@ -309,6 +320,13 @@ WORKLOADS = [
     Workload("index_add", "2^17 rows of 1, 4096 places", _add(1), _add(1)),
     Workload("index_add", "2^17 rows of 64, 4096 places", _add(64), _add(64)),
     Workload(
+        "index_add",
+        "2^17 rows of 64, half to one place",
+        _add(64, skewed=True),
+        _add(64, skewed=True),
+    ),
+    Workload("scatter_reduce_prod", "1024 factors, 2^24 places", _multiply_few),
+    Workload(
         "scatter_with_reduce", "2^20 values, 4096 places, added", _scatter("scatter", reduce="add")
     ),
     Workload(
@@ -318,7 +336,7 @@ WORKLOADS = [
         _scatter("scatter_add"),
     ),
     Workload("index_put_accumulate", "2^17 rows of 64, 4096 places", _put_rows, _put_rows),
-    # Nothing replaces it: what is measured is whether cuDNN's deterministic algorithms are slower.
+    # There is no replacement; this measures whether cuDNN's deterministic algorithms are slower.
     Workload("convolution", "transposed, 64 x 64, 56 to 113", _transpose(2, 56)),
     Workload("convolution", "transposed, 64 x 64, 16^3 to 33^3", _transpose(3, 16)),
     Workload("embedding_dense_backward", "2^15 rows of 256", _embed, _embed),

@@ -1,13 +1,13 @@
-"""Measures the patches: ``python benchmarks/patches.py --output FOLDER`` on a CUDA machine.
+"""Measure the patches: ``python benchmarks/patches.py --output FOLDER`` on a CUDA machine.
 
 For each op and shape: the time of the original (nondeterministic), of torch's deterministic version
-where there is one, and of ours; medians over CUDA events; how many distinct outputs each gave while
-another stream competed; and by how much ours differs from the original. Then the step time of
-whole models. JSON and Markdown are written after each row, so that a run that is cut short leaves
-what it has. Each row is measured by a worker, which is replaced when it fails or falls silent:
-an error on the device ends the process that met it, and so costs one row.
+if there is one, and of the patched op; medians over CUDA events; the number of distinct outputs of
+each while a second stream competes; and the difference of the patched op from the original. Then
+the step time of whole models. JSON and Markdown are written after each row, so an interrupted run
+keeps its rows. A worker process measures each row and is replaced if it fails or does not answer:
+an error on the device ends that process, and costs one row.
 
-With ``--device cpu --calls 2 --rounds 1`` it only shows that it runs.
+``--device cpu --calls 2 --rounds 1`` only shows that it runs.
 """
 
 import argparse
@@ -29,20 +29,20 @@ OPS_SHARE = 0.75  # of the time; the rest is the models'
 WORKER = [sys.executable, str(Path(__file__).with_name("patch_worker.py"))]
 ABOUT = """\
 torch {torch}, {date}. Times in microseconds, medians of {rounds} calls; distinct outputs of {calls}
-calls beside a competing stream; difference: of ours from the original, over its greatest magnitude.
-The fill of uninitialised memory is off, except where it says on."""
+calls beside a competing stream; difference: of the patched op from the original, over its greatest
+magnitude. The fill of uninitialized memory is off, unless it says on."""
 ABOUT_MODELS = f"""\
 Steps of whole models, deterministic over plain (goal {GOAL_MODEL} with the fill off); offered: with
-what is only offered as well, the fill off."""
+the ops that are patched on request too, and the fill off."""
 
 Row = dict[str, object]
 
 
 class Worker:
-    """A process that answers each line, a task's name, by a line of JSON.
+    """A process that answers each line, the name of a task, with a line of JSON.
 
     Args:
-        command: What to start; its first line, unasked, is its greeting.
+        command: The command; the first line that it prints is its greeting.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class Worker:
         self.greeting: Row = {}
 
     def ask(self, task: str, seconds: float) -> Row:
-        """Return the answer, or ``{"error": ...}`` where none came; then the next asks another."""
+        """Return the answer, or ``{"error": ...}``; then the next call starts a new process."""
         try:
             process = self._start()
             process.stdin.write(f"{task}\n")
@@ -89,7 +89,7 @@ class Worker:
 
 
 def measure_all(worker: Worker, words: argparse.Namespace, write: object) -> Row:
-    """Ask for every row; those for which no time is left say so."""
+    """Measure every row; without time left, a row has an error."""
     begin = time.monotonic()
     tasks = worker.ask("list", START_SECONDS)
     if "error" in tasks:
@@ -115,27 +115,27 @@ def measure_all(worker: Worker, words: argparse.Namespace, write: object) -> Row
     return result
 
 
-def summarise(result: Mapping[str, object]) -> list[str]:
-    """Return the verdicts: speed against the goals, repeatability, and what to make the default."""
+def summarize(result: Mapping[str, object]) -> list[str]:
+    """Return the findings: speed compared with the goals, repeatability, and possible defaults."""
     rows = [row for row in result["ops"] if "ratio" in row]
     ratios = [row["ratio"] for row in rows if row["op"] != "convolution"]
-    varied = sorted({row["op"] for row in rows if row["ours_outputs"] != 1})
+    varied = sorted({row["op"] for row in rows if row["patched_outputs"] != 1})
     silent = sorted({row["op"] for row in rows if row["original_outputs"] == 1})
     failed = [row for row in [*result["ops"], *result["models"]] if "error" in row]
     offered = sorted({row["op"] for row in rows if row["offered"]})
     faster = [
         op
         for op in offered
-        if all(row["ours_us"] < row["torch_deterministic_us"] for row in rows if row["op"] == op)
+        if all(row["patched_us"] < row["torch_deterministic_us"] for row in rows if row["op"] == op)
     ]
     mean = statistics.geometric_mean(ratios) if ratios else math.nan
     return [
         (
-            f"Ours over the original: geometric mean {mean:.2f} (goal {GOAL_MEAN}), worst "
+            f"Patched over original: geometric mean {mean:.2f} (goal {GOAL_MEAN}), worst "
             f"{max(ratios, default=math.nan):.2f} (goal {GOAL_WORST})."
         ),
-        f"Ours gave several outputs for one input: {', '.join(varied) or 'none'}.",
-        f"The original gave one output (no control there): {', '.join(silent) or 'none'}.",
+        f"Patched ops with several outputs for one input: {', '.join(varied) or 'none'}.",
+        f"Originals with one output, which are no control: {', '.join(silent) or 'none'}.",
         (
             f"Offered, and faster than torch's deterministic version on every shape: "
             f"{', '.join(faster) or 'none'} (of {', '.join(offered) or 'none'})."
@@ -146,13 +146,15 @@ def summarise(result: Mapping[str, object]) -> list[str]:
 
 def render(result: Mapping[str, object]) -> str:
     """Return the result as Markdown."""
-    heading = "op | shape | original | outputs | torch's deterministic | outputs | ours | outputs"
+    heading = (
+        "op | shape | original | outputs | torch's deterministic | outputs | patched | outputs"
+    )
     lines = [
         f"# Patches on {result['device']}",
         "",
         ABOUT.format(**result),
         "",
-        *(f"- {line}" for line in summarise(result)),
+        *(f"- {line}" for line in summarize(result)),
         "",
         f"| {heading} | ratio | difference |",
         "| - | - | -: | -: | -: | -: | -: | -: | -: | -: |",
@@ -166,7 +168,7 @@ def render(result: Mapping[str, object]) -> str:
             f"| {row['op']} | {row['shape']} | {row['original_us']:.0f} | "
             f"{row['original_outputs']} | {f'{torchs:.0f}' if torchs else ''} | "
             f"{row.get('torch_deterministic_outputs', '')} | "
-            f"{row['ours_us']:.0f} | {row['ours_outputs']} | {row['ratio']:.2f} | "
+            f"{row['patched_us']:.0f} | {row['patched_outputs']} | {row['ratio']:.2f} | "
             f"{row['difference']:.1e} |"
         )
     lines += [
@@ -180,11 +182,11 @@ def render(result: Mapping[str, object]) -> str:
         if "error" in row:
             lines.append(f"| {row['model']} | failed: {row['error']} |")
             continue
-        arms = " | ".join(
-            f"{row[f'{arm}_us']:.0f} | {row[f'{arm}_ratio']:.2f}"
-            for arm in ("fill_off", "fill_on", "offered")
+        cells = " | ".join(
+            f"{row[f'{condition}_us']:.0f} | {row[f'{condition}_ratio']:.2f}"
+            for condition in ("fill_off", "fill_on", "offered")
         )
-        lines.append(f"| {row['model']} | {row['plain_us']:.0f} | {arms} |")
+        lines.append(f"| {row['model']} | {row['plain_us']:.0f} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -192,11 +194,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--rounds", type=int, default=50, help="calls that are timed")
-    parser.add_argument("--calls", type=int, default=200, help="calls whose outputs are compared")
-    parser.add_argument("--only", default="", help="ops whose name contains this, and no model")
-    parser.add_argument("--seconds", type=float, default=540, help="start no more work after this")
-    parser.add_argument("--limit", type=float, default=90, help="seconds that one row may take")
+    parser.add_argument("--rounds", type=int, default=50, help="number of timed calls")
+    parser.add_argument("--calls", type=int, default=200, help="number of compared calls")
+    parser.add_argument("--only", default="", help="only ops with this in their name")
+    parser.add_argument("--seconds", type=float, default=540, help="start no row after this time")
+    parser.add_argument("--limit", type=float, default=90, help="time limit of a row in seconds")
     words = parser.parse_args()
     words.output.mkdir(parents=True, exist_ok=True)
 
@@ -215,7 +217,7 @@ def main() -> None:
         worker.close()
     print(render(result))
     rows = [*result["ops"], *result["models"]]
-    varied = any(row.get("ours_outputs", 1) != 1 for row in rows)
+    varied = any(row.get("patched_outputs", 1) != 1 for row in rows)
     sys.exit(1 if varied or any("error" in row for row in rows) else 0)
 
 

@@ -68,7 +68,7 @@ class DeterminismCallback(_Callback):
             program. None inherits; the default is True.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic
             (``d9m ops`` lists them). If False, torch raises where it has no deterministic kernel.
-            None inherits; the default is False.
+            None inherits; the default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that ``patch_ops`` does not replace. None inherits.
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged scalars that are not
             recorded because they always differ, such as measured times.

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from argparse import Namespace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -29,8 +30,8 @@ FAKE = """
 import json, sys, time
 def say(answer): print(json.dumps(answer), flush=True)
 say({"device": "A device", "torch": "2.13"})
-op = {"offered": False, "original_us": 2.0, "original_outputs": 5, "ours_us": 3.0,
-      "ours_outputs": 1, "ratio": 1.5, "difference": 0.0}
+op = {"offered": False, "original_us": 2.0, "original_outputs": 5, "patched_us": 3.0,
+      "patched_outputs": 1, "ratio": 1.5, "difference": 0.0}
 for line in sys.stdin:
     task = line.strip()
     if task == "list":
@@ -112,7 +113,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     files = {path.suffix: path for path in tmp_path.iterdir()}
     assert set(files) == {".json", ".md"}
     [row] = json.loads(files[".json"].read_text())["ops"]
-    assert row["ours_outputs"] == 1
+    assert row["patched_outputs"] == 1
     assert row["difference"] < 1e-5
     assert "| adaptive_max_pool3d_backward | 9 to 29 |" in files[".md"].read_text()
 
@@ -157,6 +158,10 @@ def test_the_suite_runs_every_part_whatever_the_others_say(tmp_path: Path) -> No
     assert [line[3:] for line in done.stdout.splitlines() if line.startswith("== ")] == parts
     assert {path.stem for path in (tmp_path / "out").glob("*.log")} == set(parts)
     assert done.stderr == "gpu_suite.sh: digest ended with status 3\n"
+    with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
+        assert {Path(name).stem for name in archive.getnames() if name.endswith(".log")} == set(
+            parts
+        )
     assert done.returncode == 1
     alone = run_suite(tmp_path, "patches")
     assert (alone.returncode, alone.stdout.count("== ")) == (0, 1)

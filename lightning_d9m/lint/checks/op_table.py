@@ -135,7 +135,6 @@ _METHODS: dict[str, Condition] = {
     "scatter_reduce": reduced,
     "take": taken,
     "take_along_dim": always("gather_backward"),
-    "topk": selected("topk"),
 }
 _IN_PLACE = (
     "index_add",

@@ -110,7 +110,7 @@ SCATTERING: tuple[Op, ...] = (
     Op(
         name="topk",
         status="offered",
-        flag_effect=FlagEffect.NONE,
+        flag_effect=FlagEffect.UNNEEDED,
         torch_does=(
             "Runs as always. On NVIDIA GPUs it selects by a radix search over integer counts and "
             "writes by prefix sums, so no threads race; which of several equal elements it "

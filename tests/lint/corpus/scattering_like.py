@@ -60,9 +60,9 @@ def order(x, scores):
     a = x.median()  # fine
     b, where = torch.median(x, dim=1)  # expect: D9M101
     c = torch.median(x, dim=1).values  # fine
-    d = x.topk(5).indices  # expect: D9M102
+    d = x.topk(5).indices  # fine
     e = torch.topk(x, 5)[0]  # fine
-    f, g = scores.topk(3, dim=-1)  # expect: D9M102
+    f, g = scores.topk(3, dim=-1)  # fine
     h, _ = torch.topk(scores, 3)  # fine
     i = x.cumsum(0)  # fine
     j = x.kthvalue(2)  # fine
