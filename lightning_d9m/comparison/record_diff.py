@@ -25,6 +25,7 @@ GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 # Settings in which two comparable runs may differ, each with the reason.
 INFORMATIONAL_SETTINGS = {
     "seed": "the header has the seed that was used",
+    "overridden": "names settings of the program that the session has switched off",
     "threads": "the stack has the number of threads that was used",
     "fill_uninitialized_memory": "changes nothing if a program reads only what it wrote",
 }

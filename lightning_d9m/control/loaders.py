@@ -317,11 +317,17 @@ class _ControlledLoader:
                 self._replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
             generator.manual_seed(self._stream.derive("order", worker=number, shared=shared))
-        # Lightning says the epoch only after it has made the iterator, whose workers may have been
-        # given the order of epoch 0 by then: so a resumed run would see that again.
-        for sampler in (unwrap(loader.sampler), getattr(loader.batch_sampler, "sampler", None)):
+        if self.stage != "train":
+            return  # Lightning calls `set_epoch` before it iterates the loader of an evaluation
+        # In training Lightning calls it only after it has made the iterator, whose workers may have
+        # received the order of epoch 0 by then; a resumed run would see that order again.
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        holders: tuple[Any, ...] = (unwrap(loader.sampler), inner)
+        for sampler in {id(sampler): sampler for sampler in holders}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 if "epoch" in getattr(sampler, "__dict__", ()):
+                    if sampler.epoch == epoch:
+                        continue
                     self._replacements.replace(sampler, "epoch", epoch)
                 set_epoch(epoch)
 

@@ -31,6 +31,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._process = os.getpid()
         self._size = 0
         self._check = CHAIN_START
         self._begun = (0, CHAIN_START)
@@ -59,6 +60,12 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(self._failure)
         if self._file is None:
             raise LedgerError(f"The ledger {self.path} is closed; no record can be added.")
+        if os.getpid() != self._process:
+            raise LedgerError(
+                f"The ledger {self.path} belongs to process {self._process}; this process "
+                f"{os.getpid()} was forked from it and must not write there. Start a new Trainer "
+                "run in the forked process."
+            )
         try:
             body = encode_record(record)
         except FieldError as error:

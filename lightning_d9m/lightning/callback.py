@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from lightning_d9m.control.environment import EarlyVariables
+from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
@@ -143,6 +143,7 @@ class DeterminismCallback(_Callback):
         self._recorder = TrainerRecorder(self._policy, ledger_dir, ignored)
         self._checkpoint_state = CheckpointState(on_inexact_resume)
         self._probe_recorder = ProbeRecorder(probe_settings, ignored)
+        self._benchmark_was_on = torch.backends.cudnn.benchmark
         self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.
@@ -314,10 +315,26 @@ class DeterminismCallback(_Callback):
                 "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
             )
         if torch.backends.cudnn.benchmark:
+            self._handle_benchmark(trainer)
+
+    def _handle_benchmark(self, trainer: "Trainer") -> None:
+        origin = (
+            "since before this callback was built, as an earlier Trainer(benchmark=True) leaves it"
+            if self._benchmark_was_on
+            else "since this callback was built, as this Trainer's benchmark=True sets it"
+        )
+        problem = (
+            f"cuDNN's benchmark mode is on, {origin}: it chooses algorithms by timing them, so "
+            "runs differ."
+        )
+        if not self._auto_added:
             raise SettingError(
-                "cuDNN's benchmark mode is on: it chooses algorithms by timing them, so runs "
-                "differ. With DeterminismCallback it must be off. Remove Trainer(benchmark=True) "
-                "or set torch.backends.cudnn.benchmark = False."
+                f"{problem} Remove benchmark=True from that Trainer, or set "
+                "torch.backends.cudnn.benchmark = False before this run."
+            )
+        if trainer.is_global_zero and control_is_on():
+            rank_zero().rank_zero_info(
+                f"{problem} LIGHTNING_D9M=1 switches it off during this run and records that."
             )
 
     def _close(self, status: Literal["finished", "failed"], error: str | None = None) -> None:

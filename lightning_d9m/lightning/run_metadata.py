@@ -25,10 +25,19 @@ def make_header(trainer: "Trainer", session: TrainerSession) -> Header:
         fit=session.fit,
         seed=session.settings.seed,
         created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        settings=session.settings.as_record() | ({} if control_is_on() else {"control": "off"}),
+        settings=_describe_settings(session),
         stack=capture_stack(_describe_layout(trainer)),
         package=__version__,
     )
+
+
+def _describe_settings(session: TrainerSession) -> dict[str, str | int | bool | None]:
+    record: dict[str, str | int | bool | None] = {**session.settings.as_record()}
+    if not control_is_on():
+        record["control"] = "off"
+    elif session.overridden:
+        record["overridden"] = " ".join(session.overridden)
+    return record
 
 
 def _describe_layout(trainer: "Trainer") -> dict[str, str | int | bool | None]:

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.loaders import LoaderControl
@@ -18,6 +21,7 @@ from lightning_d9m.control.seeding import (
 )
 from lightning_d9m.control.session import deterministic, next_fit
 from lightning_d9m.control.settings import Settings
+from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.checkpoint_io import loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 
 # Lightning's stage -> ours. Batches of the sanity check are validation batches.
 _STAGES = {"sanity_check": "validate"}
+
+_lock = Lock()
+_running: list[tuple["TrainerSession", Thread]] = []
 
 
 class TrainerSession:
@@ -44,7 +51,6 @@ class TrainerSession:
     def __init__(self, trainer: "Trainer", settings: Settings, stage: str) -> None:
         self.settings = settings
         self.stage = stage
-        self.fit = next_fit() if stage == "fit" else 0
         self._trainer = trainer
         self._rank = _data_rank(trainer)
         self._evaluations = 0
@@ -52,7 +58,11 @@ class TrainerSession:
         self._loaded_epochs: Mapping[str, int | None] = {}
         self._resume_loader: Callable[[object], None] = _do_nothing
         with ExitStack() as stack:
+            self._refuse_other_threads(stack)
+            # Read before the session switches it off.
+            self.overridden = ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
             self._session = stack.enter_context(deterministic(settings))
+            self.fit = next_fit() if stage == "fit" else 0
             self._loaders = LoaderControl(
                 settings.seed,
                 fit=self.fit,
@@ -70,6 +80,22 @@ class TrainerSession:
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
+
+    def _refuse_other_threads(self, stack: ExitStack) -> None:
+        thread = current_thread()
+        with _lock:
+            # After a fork the threads of the parent process are not alive.
+            others = [t for _, t in _running if t is not thread and t.is_alive()]
+            if others:
+                raise SettingError(
+                    f"A Trainer is running in thread {others[0].name!r}, so this run in thread "
+                    f"{thread.name!r} cannot be deterministic: the threads of a process share its "
+                    "random generators and torch's flags. Run one after the other, or each in its "
+                    "own process."
+                )
+            entry = (self, thread)
+            _running.append(entry)
+        stack.callback(_running.remove, entry)
 
     def close(self) -> None:
         """Undo everything, in reverse."""
@@ -194,6 +220,8 @@ class TrainerSession:
     @contextmanager
     def _loader_hook_seeded(self, stage: str) -> Iterator[None]:
         epoch = self._loader_epoch(stage)
+        if cast(Any, self._trainer).overfit_batches > 0:
+            stage = "train"  # Lightning shows training and validation the same batches
         with rng_restored():
             purpose = f"{stage} dataloader"
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))

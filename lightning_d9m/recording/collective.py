@@ -44,7 +44,12 @@ class Ranks:
             result = act()
         except Exception as error:  # noqa: BLE001 - it is raised below, when the others know
             problem = error
-        failed = self._ranks_where(problem is not None)
+        try:
+            failed = self._ranks_where(problem is not None)
+        except Exception:
+            if problem is None:
+                raise
+            failed = []  # this rank's own error explains more than that of the gather
         if problem is not None:
             raise problem
         if failed:

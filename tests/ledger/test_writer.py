@@ -388,3 +388,13 @@ def test_probes_are_written_as_any_record_is():
     assert encode_record(record) == json.dumps(record, separators=(",", ":")).encode()
     turned = dict(reversed(record.items()))
     assert encode_record(turned) == json.dumps(turned, separators=(",", ":")).encode()
+
+
+def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path, monkeypatch):
+    path = tmp_path / "rank-0.jsonl"
+    with LedgerWriter(path) as writer:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(LedgerError, match="was forked from it and must not write there"):
+            writer.write(End(status="finished").as_record())
+        monkeypatch.undo()
+    assert path.read_bytes() == b""

@@ -397,7 +397,7 @@ class TestBadInput:
 
     def test_benchmark(self, fit):
         try:
-            with pytest.raises(SettingError, match=r"Remove Trainer\(benchmark=True\)"):
+            with pytest.raises(SettingError, match="Remove benchmark=True from that Trainer"):
                 fit(trainer_benchmark=True)
         finally:
             torch.backends.cudnn.benchmark = False
