@@ -114,9 +114,8 @@ class GradientBuckets:
         self._options = f"{op} {bucket_bytes} {compression}"
         self._mode = _Mode.OUTSIDE
         self._hooks: dict[int, Any] = {}
-        self._slots: dict[
-            int, tuple[Bucket, int]
-        ] = {}  # bucket and position by id of the parameter
+        # Bucket and position by the id of the parameter.
+        self._slots: dict[int, tuple[Bucket, int]] = {}
         self._pending: list[_PendingReduction] = []
         self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
         self._buckets: list[Bucket] = []
@@ -213,7 +212,7 @@ class GradientBuckets:
             if self._on_stray is not None:
                 self._on_stray(bucket.slots[position].name)
         elif position in bucket.fired:
-            self._check_second(bucket, position)
+            self._refuse_second_gradient(bucket, position)
         else:
             bucket.fired.add(position)
             if position < bucket.large:
@@ -222,7 +221,7 @@ class GradientBuckets:
                 self._launch_complete()
 
     @staticmethod
-    def _check_second(bucket: Bucket, position: int) -> None:
+    def _refuse_second_gradient(bucket: Bucket, position: int) -> None:
         if position in bucket.packed:
             raise SettingError(
                 f"The parameter {bucket.slots[position].name!r} got a second gradient in one "
