@@ -2,30 +2,35 @@
 
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
 from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.text import describe_names, escape
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import Strategy
 
 KEY = "lightning_d9m"
 _CHUNK = 2**20
 
 
 @contextmanager
-def loads_checked(strategy: Any) -> Iterator[None]:
+def loads_checked(strategy: "Strategy") -> Iterator[None]:
     """Check every checkpoint that the strategy loads in the body.
 
     Raises:
         CheckpointError: From the load, if the checkpoint is damaged.
     """
-    original: Callable[..., Any] = strategy.load_checkpoint
+    original = strategy.load_checkpoint
 
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         with damage_explained(checkpoint_path):
@@ -34,28 +39,45 @@ def loads_checked(strategy: Any) -> Iterator[None]:
             check_checkpoint(checkpoint, checkpoint_path)
         return checkpoint
 
-    strategy.load_checkpoint = load_checkpoint
-    try:
+    with ExitStack() as stack:
+        replace_method(stack, strategy, "load_checkpoint", load_checkpoint)
         yield
-    finally:
-        del strategy.load_checkpoint
 
 
-def save_with_manifest(trainer: Any) -> None:
-    """Add a manifest of digests as the checkpoint is written, after all callbacks' changes."""
+def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
+    """Add a manifest to the checkpoints that the Trainer writes.
+
+    The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
+    and the module may change it.
+
+    Args:
+        trainer: The Trainer.
+        once: Whether only the next checkpoint gets a manifest.
+
+    Returns:
+        A stack that restores the strategy when it is closed.
+    """
     strategy = trainer.strategy
-    if is_sharded(strategy) or "save_checkpoint" in vars(strategy):
-        return
+    # A save after the last run may have failed before it wrote its checkpoint.
+    restore = getattr(strategy.save_checkpoint, "restore_strategy", None)
+    if restore is not None:
+        restore()
+    stack = ExitStack()
+    if is_sharded(strategy):
+        return stack
     original = strategy.save_checkpoint
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        del strategy.save_checkpoint
+        if once:
+            stack.close()
         state = checkpoint.get(KEY)
         if state is not None and trainer.is_global_zero:
             state["seal"] = make_manifest(checkpoint)
         return original(checkpoint, *args, **kwargs)
 
-    strategy.save_checkpoint = save_checkpoint
+    replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
+    vars(save_checkpoint)["restore_strategy"] = stack.close
+    return stack
 
 
 def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:

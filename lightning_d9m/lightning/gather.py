@@ -1,33 +1,39 @@
-"""Gather values of all ranks on the rank that writes checkpoints."""
+"""Gathering plain values from all ranks on rank 0, which writes checkpoints."""
 
 import io
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_d9m.errors import CheckpointError
 from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# Bytes per rank that one collective gathers, on the device. In almost every training the value fits
-# into the first chunk, so that one collective is enough.
+# Bytes of each rank that are gathered at a time: the parts of all ranks are on the device at once.
+# The first part holds the whole state in almost every training, so that ranks wait only once.
 _FIRST = 64 * 2**10
 _CHUNK = 4 * 2**20
-_HEAD = 8  # bytes of the length field at the start
+_SIZE_BYTES = 8  # the data begins with its size
 
 
-def gather_values(trainer: "Trainer", mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the plain values of all ranks; ranks other than 0 get only their own."""
+def gather_values(trainer: "Trainer", own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the plain values of all ranks on rank 0; any other rank gets only its own.
+
+    Raises:
+        CheckpointError: On rank 0, if another rank sent anything but plain values.
+    """
     if ranks_of(trainer).gather is None:
-        return [mine]
+        return [own]
     strategy = trainer.strategy
     buffer = io.BytesIO()
-    torch.save(mine, buffer)
+    torch.save(own, buffer)
     payload = buffer.getvalue()
-    data = len(payload).to_bytes(_HEAD, "little") + payload
+    data = len(payload).to_bytes(_SIZE_BYTES, "little") + payload
     rows: list[list[bytes]] = [[] for _ in range(trainer.world_size)]
-    at, length, longest = 0, _FIRST, _HEAD
+    at, length, longest = 0, _FIRST, _SIZE_BYTES
     while at < longest:
         part = torch.frombuffer(
             bytearray(data[at : at + length].ljust(length, b"\0")), dtype=torch.uint8
@@ -35,27 +41,33 @@ def gather_values(trainer: "Trainer", mine: dict[str, Any]) -> list[dict[str, An
         gathered = strategy.all_gather(part.to(strategy.root_device))
         parts = gathered.reshape(trainer.world_size, -1)
         if at == 0:
-            heads = parts[:, :_HEAD].cpu().numpy()
-            longest = _HEAD + max(_size_of(head.tobytes()) for head in heads)
+            sizes = parts[:, :_SIZE_BYTES].cpu().numpy()
+            longest = _SIZE_BYTES + max(_read_size(size.tobytes()) for size in sizes)
         if trainer.is_global_zero:
-            for row, own in zip(rows, parts.cpu().numpy(), strict=True):
-                row.append(own.tobytes())
+            for row, chunk in zip(rows, parts.cpu().numpy(), strict=True):
+                row.append(chunk.tobytes())
         at, length = at + length, _CHUNK
     if not trainer.is_global_zero:
-        return [mine]
+        return [own]
     return [
-        mine if rank == trainer.global_rank else _decode(b"".join(row))
+        own if rank == trainer.global_rank else _decode(rank, b"".join(row))
         for rank, row in enumerate(rows)
     ]
 
 
-def _decode(row: bytes) -> dict[str, Any]:
-    data = io.BytesIO(row[_HEAD : _HEAD + _size_of(row)])
-    # The bytes come from a rank of this run, over the channel of the gradients. weights_only=True
-    # would take more than twice as long.
-    state: dict[str, Any] = torch.load(data, weights_only=False)
+def _decode(rank: int, row: bytes) -> dict[str, Any]:
+    data = io.BytesIO(row[_SIZE_BYTES : _SIZE_BYTES + _read_size(row)])
+    try:
+        # It takes 3.1 ms for 16 KiB, 1.3 ms with weights_only=False, which can run code.
+        state: dict[str, Any] = torch.load(data, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"The state that rank {rank} sent for the checkpoint does not load with "
+            f"weights_only=True: {escape(str(error), 400)}. All ranks must run the same version "
+            "of lightning_d9m."
+        ) from error
     return state
 
 
-def _size_of(row: bytes) -> int:
-    return int.from_bytes(row[:_HEAD], "little")
+def _read_size(row: bytes) -> int:
+    return int.from_bytes(row[:_SIZE_BYTES], "little")

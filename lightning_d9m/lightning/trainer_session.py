@@ -22,7 +22,7 @@ from lightning_d9m.control.seeding import (
 from lightning_d9m.control.session import deterministic, next_fit
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.checkpoint_io import loads_checked
+from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class TrainerSession:
             )
             stack.callback(self._loaders.release)
             stack.enter_context(loads_checked(trainer.strategy))
+            stack.enter_context(add_manifests(trainer))
             patches = AttributePatches()
             stack.callback(patches.undo)
             self._wrap_process_dataloader(patches)

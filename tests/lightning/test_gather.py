@@ -1,5 +1,6 @@
 """What ranks have to say is brought to the one that writes checkpoints."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_d9m.errors import CheckpointError
 from lightning_d9m.lightning import gather as gathered
 
 
@@ -61,6 +63,23 @@ def test_rank_0_gets_all(monkeypatch, sizes, rounds):
     assert [[state["rank"] for state in own] for own in others] == [
         [n] for n in range(1, len(sizes))
     ]
+
+
+class Code:
+    """An object that creates a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_rank_0_does_not_run_code_of_another_rank(tmp_path):
+    state = state_of(1, 3) | {"code": Code(tmp_path / "made")}
+    with pytest.raises(CheckpointError, match="state that rank 1 sent for the checkpoint does not"):
+        gather([state_of(0, 3), state])
+    assert not (tmp_path / "made").exists()
 
 
 def test_one_rank_asks_nobody():

@@ -19,7 +19,7 @@ from warnings import catch_warnings, filterwarnings, warn
 from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.lightning.checkpoint_io import KEY, save_with_manifest
+from lightning_d9m.lightning.checkpoint_io import KEY, add_manifests
 from lightning_d9m.lightning.gather import gather_values
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks import ranks_of
@@ -113,10 +113,10 @@ class CheckpointState:
             mine = state.pop("mine")
             if state["ranks"] is None:
                 state["ranks"] = gather_values(trainer, mine)
+            add_manifests(trainer, once=True)  # no session is open that does so
         else:  # a Trainer that has not trained
             return
         checkpoint[KEY] = state
-        save_with_manifest(trainer)
 
     def load(self, trainer: Any, run: TrainerSession, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of a checkpoint that a fit goes on from.

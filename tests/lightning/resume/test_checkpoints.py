@@ -137,6 +137,31 @@ def test_a_checkpoint_of_half_a_batch_is_refused(fits):
         fits.fit(model=model, resume=fits.folder / "saved" / "ended.ckpt")
 
 
+class Refusal(Exception):  # noqa: N818 - it stands for any error
+    """An error of the program."""
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["in the fit", "after the fit"])
+def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits, after):
+    def refuse(self, checkpoint):
+        if self.refuses:
+            raise Refusal
+
+    model = partial(make_model, on_save_checkpoint=refuse, refuses=not after)
+    if not after:
+        with pytest.raises(Refusal):
+            fits.interrupt(model=model)
+    else:
+        fits.fit(model=model, max_epochs=1)
+        fits.model.refuses = True
+        with pytest.raises(Refusal):
+            fits.trainer.save_checkpoint(fits.checkpoint)
+        fits.model.refuses = False
+        fits.trainer.save_checkpoint(fits.checkpoint)
+        assert "seal" in torch.load(fits.checkpoint, weights_only=True)[KEY]
+    assert "save_checkpoint" not in vars(fits.trainer.strategy)
+
+
 def flip(path, at, bit=1):
     data = bytearray(path.read_bytes())
     data[at] ^= bit
