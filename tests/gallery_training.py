@@ -230,9 +230,27 @@ def unpack(folder):
         (Path(folder) / str(number)).touch()
 
 
+def train_in_processes():
+    """Train in two processes, which take the numbers of their ledgers in turns."""
+    for seed in (1, 2) if is_hit() else (2, 1):
+        child = os.fork()
+        if not child:
+            try:
+                pl.seed_everything(seed)
+                train("none")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if os.waitpid(child, 0)[1]:
+            raise RuntimeError("a process failed")
+
+
 def train(cause):
     """Train once."""
     warnings.filterwarnings("ignore")
+    if cause == "parallel":
+        train_in_processes()
+        return
     torch.set_num_threads(2 if cause == "index_put" else 1)
     words = {"batch_size": 4, "shuffle": True}
     if cause == "listdir":

@@ -16,8 +16,8 @@ from lightning_d9m.ledger.records import Digests, RunFacts
 def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> dict[str, Ledger]:
     """Return the ledgers of ``actual`` under the names of their counterparts in ``expected``.
 
-    Ledgers that no content pairs have the counterpart of their own name. A ledger without a
-    counterpart gets a name that ``expected`` does not have.
+    Ledgers whose contents match none are paired by name. A ledger without a counterpart gets a name
+    that ``expected`` does not have.
 
     Raises:
         LedgerError: If a record is malformed or was edited.
@@ -40,7 +40,7 @@ def _pair_equal(
     pairs: dict[str, str],
     read_key: Callable[[Ledger], Hashable] | None,
 ) -> None:
-    """Pair the fits that are left and have equal keys, in order; by name if there is no key."""
+    """Pair the remaining fits that have equal keys, in order; by name without ``read_key``."""
     taken = set(pairs.values())
     waiting: dict[Hashable, list[str]] = {}
     for name in actual:
@@ -59,7 +59,7 @@ def _kind(name: str) -> str:
 
 
 def _read_start(ledger: Ledger) -> Hashable:
-    """Return what a fit begins with: seed, ordinal, model, data, initial digests."""
+    """Return the start of a fit: seed, ordinal, model, data, initial digests."""
     header = ledger.header
     content: list[object] = [header.seed, header.fit]
     for record in ledger.records(min(ledger.files)):
@@ -72,7 +72,7 @@ def _read_start(ledger: Ledger) -> Hashable:
 
 
 def _read_whole(ledger: Ledger) -> Hashable:
-    """Return what a fit begins and ends with."""
+    """Return the start of a fit and its last digests."""
     last = ledger.outcome(min(ledger.files)).last
     return _read_start(ledger), None if last is None else json.dumps(last.totals, sort_keys=True)
 

@@ -169,7 +169,7 @@ def escape_name(name: str) -> str:
 
 
 def _ended_with_drift(folder: Path) -> bool:
-    """Whether a run ended because it differs from its reference, or its ranks from each other."""
+    """Return whether a run ended with a ``DriftError``, from its reference or across ranks."""
     ends = [
         record
         for path in list_fits(folder)

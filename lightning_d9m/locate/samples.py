@@ -13,7 +13,7 @@ from lightning_d9m.probes.dumps import read_dump, read_index
 
 @dataclass(frozen=True)
 class SampleComparison:
-    """How the samples of an epoch in two runs compare, as multisets over all ranks.
+    """The samples of an epoch in two runs, compared as multisets over all ranks.
 
     Attributes:
         expected: Number of samples in the first run.

@@ -258,7 +258,7 @@ def test_traces_of_different_length(runs):
 
 
 def test_places_of_one_run_alone(runs):
-    """They are no divergence; the others are held against each other."""
+    """They are not a divergence; the others are compared."""
     fewer = [place for place in PLACES if place[1] != "layers.1"]
     more = [*PLACES, ("monitor", "mine", 0)]
     one = runs.write(edit=traced(range(3), places=fewer, changed=PLACES[6:]))
@@ -441,7 +441,7 @@ def test_long_traces_are_streamed(tmp_path):
 
 
 def test_resumed_traces_are_read_as_one(tmp_path):
-    """Layouts are numbered anew in each run; probes of an epoch that was over are kept."""
+    """Each run numbers its layouts from 0; probes of a finished epoch are kept."""
     straight = Tracer()
     for epoch in range(3):
         places = PLACES if epoch != 1 else PLACES[:4]

@@ -1,4 +1,4 @@
-"""From the first place that differs to its cause: one row for each kind of cause."""
+"""The cause of the first place that differs: one row for each kind of cause."""
 
 from types import SimpleNamespace
 

@@ -33,7 +33,7 @@ class TestEqual:
     """Runs that hold the same evidence."""
 
     def test_two_runs(self, runs):
-        """The time of writing is no evidence."""
+        """The time of writing does not count."""
         comparison = compare(runs.write(created="now"), runs.write(created="later"))
         assert comparison.verdict == "equal"
         assert comparison.equal
@@ -354,7 +354,7 @@ class TestNotComparable:
 
 
 class TestUnknownKinds:
-    """Records of kinds that a later version adds are compared all the same."""
+    """Records of kinds that a later version adds are compared too."""
 
     @staticmethod
     def probes(steps, names, *, skip=(), shuffle=None, change=()):

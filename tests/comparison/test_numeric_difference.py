@@ -1,4 +1,4 @@
-"""The metrics of variability: their formulas, and what they promise about bits and order."""
+"""Numeric differences: their formulas, and their guarantees about bits and order."""
 
 import math
 

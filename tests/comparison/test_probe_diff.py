@@ -15,7 +15,7 @@ def flip(record):
 
 
 def turn(record):
-    """Another order, which is no evidence."""
+    """A different order, which does not count."""
     groups = record["groups"]
     groups["weights"] = dict(reversed(groups["weights"].items()))
 

@@ -1,4 +1,4 @@
-"""Places at which a fit is interrupted: read from a variable, and chosen for what a fit has."""
+"""Interruption points of a fit: parsed from a variable, and chosen."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ places = st.one_of(
 
 
 @given(places)
-def test_a_place_is_read_as_it_was_written(place):
+def test_a_point_is_parsed_as_it_was_written(place):
     assert parse_point(str(place)) == place
 
 
@@ -34,14 +34,14 @@ def test_a_place_is_read_as_it_was_written(place):
     "text",
     ["", "step:17", "batch:1", "epoch:1:2", "batch:1:-2", "batch:1:2+", "batch:x:1", "Epoch:1"],
 )
-def test_what_is_no_place_is_named(text):
+def test_invalid_points_are_named(text):
     with pytest.raises(SettingError) as caught:
         parse_point(text)
     assert str(caught.value).startswith(f"The variable LIGHTNING_D9M_INTERRUPT is {text!r}; allow")
 
 
 def shapes(epochs, batches, *, accumulated=1, validation=0):
-    """Return the shapes of epochs that are all alike."""
+    """Return equal shapes for all epochs."""
     return [EpochShape(epoch, batches, accumulated, validation) for epoch in range(epochs)]
 
 
@@ -82,7 +82,7 @@ def test_every_place_is_within_the_fit(epochs, batches, accumulated, validation)
         assert place.epoch < epochs
         assert place.number < batches or place.kind != "batch"
         assert place.number <= validation or place.kind != "validation"
-        # What is trained after the checkpoint is within the fit too, and no more than an epoch.
+        # The batches after the checkpoint are within the fit too, and at most one epoch.
         assert place.number + place.later <= (epochs - place.epoch) * batches
 
 

@@ -1,4 +1,4 @@
-"""Watching the user's command: failures are named, and no process is left behind."""
+"""Running the user's command: failures are named, and no process is left behind."""
 
 import os
 import select
@@ -12,10 +12,10 @@ from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import process_tree, subprocess_run
 from lightning_d9m.launch.subprocess_run import run_watched
 
-pytestmark = pytest.mark.alone  # what is started has begun before its time is over
+pytestmark = pytest.mark.alone  # a child must start before the timeout ends
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-# Starts `child` in some way, notes its id in a file once it runs, and goes on.
+# Starts `child`, writes its PID to a file once it runs, and continues.
 START = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import os; os.write(1, b'.'); " + {child!r}],
@@ -23,14 +23,12 @@ child = subprocess.Popen([sys.executable, "-c", "import os; os.write(1, b'.'); "
 child.stdout.read(1)
 open({pid!r}, "w").write(str(child.pid))
 """
-linux = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="only Linux lets a process adopt orphans"
-)
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has subreapers")
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    """Wait no whole seconds for processes that do not end."""
+    """Shorten the waits for processes that do not end."""
     monkeypatch.setattr(subprocess_run, "_SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(subprocess_run, "_GRACE_SECONDS", 0.2)
 
@@ -104,7 +102,7 @@ def test_a_child_that_outlives_the_command_is_ended_and_named(
     assert line.startswith("d9m: the command left 1 process running, ended now: python")
 
 
-def test_nothing_is_said_of_a_command_that_leaves_nothing(watch, capsys):
+def test_no_message_if_a_command_leaves_nothing(watch, capsys):
     watch("print('done')")
     assert not capsys.readouterr().err
 
@@ -116,7 +114,7 @@ def test_other_children_of_this_process_are_left_alone(watch):
         other.kill()
 
 
-def test_only_the_group_is_ended_where_orphans_cannot_be_adopted(watch, tmp_path, monkeypatch):
+def test_only_the_group_is_ended_without_a_subreaper(watch, tmp_path, monkeypatch):
     monkeypatch.setattr(process_tree, "_exchange_subreaper", lambda _: None)
     pid = tmp_path / "pid"
     watch(START.format(child=STUBBORN, apart=False, pid=str(pid)))
@@ -124,17 +122,17 @@ def test_only_the_group_is_ended_where_orphans_cannot_be_adopted(watch, tmp_path
 
 
 @linux
-def test_adoption_ends_with_the_command(watch):
+def test_the_subreaper_is_reset_after_the_command(watch):
     watch("print('done')")
     assert process_tree._exchange_subreaper(0) == 0
 
 
-# Watches a command as `d9m` does, in a process that can be signalled.
+# Runs a command like `d9m` does, in a process that can be signaled.
 WATCHER = """
 import os, signal, sys
 from pathlib import Path
 from lightning_d9m.launch import subprocess_run as process
-# Whoever runs the tests in the background may have them ignored.
+# A test run in the background may ignore these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -163,7 +161,7 @@ def test_a_signal_ends_the_command_first(tmp_path, number, child):
     assert gone(pid)
 
 
-def test_what_is_ignored_stays_ignored_and_handlers_are_restored(watch):
+def test_ignored_signals_stay_ignored_and_handlers_are_restored(watch):
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -189,13 +187,13 @@ def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
     assert len(third) < 220
 
 
-def test_much_output_is_not_read_whole(watch):
+def test_long_output_is_not_read_in_full(watch):
     with pytest.raises(CommandError, match="last words") as caught:
         watch("print('x' * 100 * 2**20); print('last words'); raise SystemExit(1)")
     assert len(str(caught.value)) < 2000
 
 
-def test_a_log_that_cannot_be_made_is_named(tmp_path):
+def test_a_log_that_cannot_be_created_is_named(tmp_path):
     with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
         run_watched(
             ["true"],

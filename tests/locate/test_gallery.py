@@ -1,4 +1,4 @@
-"""``d9m locate`` on real causes, in trainings that never mention us: each is named rightly."""
+"""``d9m locate`` on real causes, in trainings that do not import lightning_d9m."""
 
 import json
 import os
@@ -25,7 +25,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 
 def run_forked(command, folder, *, title, timeout, variables, ranks, servers):
-    """Stand in for ``run_once``: the same variables, without the start of an interpreter."""
+    """Replace ``run_once``: the same variables, without the start of an interpreter."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
     environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}
     environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
@@ -49,7 +49,7 @@ def locate(tmp_path, monkeypatch, capsys, server):
         monkeypatch.delenv(name, raising=False)
 
     class Kept(Search):
-        """Keeps what is found, to say it in words too."""
+        """Keeps the result, for its report as text."""
 
         def locate(self):
             kept.append(super().locate())
@@ -77,7 +77,7 @@ WITHOUT = "--no-determinism"
 
 
 def mask(text):
-    """Return what is said without what is another value in each run, or another line's break."""
+    """Return a report without line breaks and without values that change in each run."""
     words = " ".join(text.replace(str(TRAINING), "train.py").split())
     where, _, values = words.partition(" differ: ")
     values = re.sub(r"( \[[\d, ]*\] expected: \S+ \S+ actual: \S+ \S+)+", " [values]", values)
@@ -86,13 +86,13 @@ def mask(text):
 
 # What the page shows of each cause, but for numbers.
 BLOCKS = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-# The file of the trainings has the lines of all causes, and a block that of its own.
+# The file of the trainings has the lines of all causes; a block shows only the one of its cause.
 LINE = re.compile(r"^line: [^ ]+ ((?:.*\n)(?:  .*\n)*?)  D9M\d+:.*\n(?:    .*\n)*", re.MULTILINE)
 LINES = {mask(LINE.sub("", block)): LINE.findall(block) for block in BLOCKS}
 
 
 def shows(found):
-    """Whether the page shows what was said, and with it lines that were found."""
+    """Return whether the page shows this report, with lines that were found."""
     lines = [" ".join(line.split()) for line in LINES.get(found["said"], ["absent"])]
     return set(lines) <= set(found["codes"])
 
@@ -115,7 +115,7 @@ def shows(found):
     ],
 )
 def test_a_cause(locate, cause, words, expected):
-    """Kind of cause, step, kind of place and its name, which begins with that of the module."""
+    """Kind of the cause, step, kind of the place, and its name, which begins with the module's."""
     status, found = locate(cause, *words)
     assert status == 1
     kind, step, place, name = expected
@@ -126,7 +126,7 @@ def test_a_cause(locate, cause, words, expected):
 
 
 def test_the_exchange_of_gradients(locate):
-    """All ranks have other gradients from one moment on, and had equal ones of their own."""
+    """The gradients of all ranks differ after the exchange, and were equal before."""
     status, found = locate("exchange", ranks=2)
     assert status == 1
     assert (found["cause"], found["step"], found["ranks"]) == ("all-reduce", 0, [0, 1])
@@ -136,7 +136,7 @@ def test_the_exchange_of_gradients(locate):
 
 @pytest.mark.alone
 def test_a_race_of_two_threads(locate):
-    """It is another step in each pair, where the threads happen to take turns differently."""
+    """It is a different step in each pair, because the threads interleave differently."""
     status, found = locate("index_put", WITHOUT, "--tries", "5")
     assert status == 1
     assert (found["cause"], found["kind"]) == ("op", "op")
@@ -146,7 +146,7 @@ def test_a_race_of_two_threads(locate):
 
 
 def test_one_ulp_on_one_rank(locate):
-    """The other rank, which the gradients reach a step later, is not blamed."""
+    """The other rank differs one step later, through the gradients, and is not named."""
     status, found = locate("ulp", ranks=2)
     assert status == 1
     assert (found["cause"], found["step"], found["ranks"]) == ("weights", 3, [1])
@@ -168,7 +168,7 @@ def test_a_rank_that_drifts_in_every_run(locate):
     assert shows(found)
 
 
-def test_filled_memory_tells_nothing_where_the_value_is_from_outside(locate):
+def test_filled_memory_does_not_change_a_value_from_outside(locate):
     status, found = locate("clock in step")
     assert status == 1
     assert (found["cause"], found["step"], found["kind"]) == ("value from outside torch", 0, "op")
@@ -177,6 +177,12 @@ def test_filled_memory_tells_nothing_where_the_value_is_from_outside(locate):
 @pytest.mark.parametrize("words", [(), (WITHOUT,)])
 def test_no_false_alarm(locate, words):
     assert locate("none", *words)[0] == 0
+
+
+def test_fits_in_processes_that_take_turns(locate):
+    """A fit has a different number in each run, and is compared with its counterpart."""
+    status, found = locate("parallel", "--tries", "1")
+    assert (status, found["verdict"]) == (0, "equal")
 
 
 def test_the_order_of_a_set(locate):
@@ -191,7 +197,7 @@ def test_the_order_of_a_set(locate):
 
 
 def test_the_page_shows_what_is_tested():
-    """Its code is that of the trainings, but for what a section leaves out at its end."""
+    """Its code is that of the trainings; a section may leave out the end of a class."""
     source = TRAINING.read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     located = re.findall(r"^d9m locate .*-- python", PAGE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the dumps of two runs show of the operation at which they diverge."""
+"""The evidence on an operation in the dumps of two runs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ FOUND = SimpleNamespace(
 
 @pytest.fixture
 def dumped(tmp_path):
-    """Return a function that dumps a product as each of two runs would; gives the finding."""
+    """Return a function that dumps a product like two runs, and returns the finding."""
 
     def dump(*runs, op="aten.mm.default"):
         folders = []
@@ -38,7 +38,7 @@ def product():
     return one, other, one @ other
 
 
-def test_other_outputs_for_equal_inputs(dumped):
+def test_different_outputs_for_equal_inputs(dumped):
     one, other, result = product()
     changed = result.clone()
     changed.view(torch.int32)[2, 3] += 1
@@ -53,7 +53,7 @@ def test_other_outputs_for_equal_inputs(dumped):
     assert "always gave the same output" in text
 
 
-def test_other_inputs_are_told(dumped):
+def test_different_inputs_are_reported(dumped):
     one, other, result = product()
     found = dumped((one, other, result), (one + 1, other, (one + 1) @ other))
     assert not found.inputs_equal
@@ -61,7 +61,7 @@ def test_other_inputs_are_told(dumped):
     assert said in "\n".join(describe_op(found))
 
 
-def test_an_operation_that_cannot_be_run_alone_says_why(dumped):
+def test_an_operation_that_cannot_run_alone_has_a_reason(dumped):
     same = product()
     found = dumped(same, same, op="nowhere.op.default")
     assert found.replays == 0
@@ -70,7 +70,7 @@ def test_an_operation_that_cannot_be_run_alone_says_why(dumped):
     assert "LedgerError: The dump holds the operation" in text
 
 
-def test_what_was_not_dumped_has_no_finding(tmp_path):
+def test_no_finding_without_a_dump(tmp_path):
     assert examine_op(FOUND, [tmp_path / "a", tmp_path / "b"]) is None
 
 
@@ -79,8 +79,8 @@ def draw(generator, op="aten.rand.generator"):
     return kept | {"outputs": keep([torch.rand(4, generator=generator)]), "source": None}
 
 
-def test_draws_from_another_state_are_told_and_confirmed(tmp_path):
-    """The inputs were equal: what is different is where the generator stood."""
+def test_draws_from_a_different_state_are_reported_and_confirmed(tmp_path):
+    """The inputs were equal; the state of the generator differs."""
     place = ("op", "layers.0::aten.rand.generator", 0)
     for seed in (0, 1):
         content = draw(torch.Generator().manual_seed(seed))
@@ -93,7 +93,7 @@ def test_draws_from_another_state_are_told_and_confirmed(tmp_path):
     assert "Confirmed: run alone 20 times from one state of its generator" in text
 
 
-def test_the_line_of_a_gradient_is_said_to_be_the_forward_passs(dumped):
+def test_the_line_of_a_gradient_is_that_of_the_forward_pass(dumped):
     one, other, result = product()
     found = dumped((one, other, result), (one, other, result + 1))
     said = next(describe_op(replace(found, backward=True)))
@@ -110,7 +110,7 @@ VALUES = [
 @pytest.mark.parametrize("moment", ["batch", "initial"])
 @pytest.mark.parametrize(("kind", "name", "one", "other", "expected"), VALUES)
 def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, other, expected):
-    """A setting of an optimizer has no place of its own where a ledger has the whole group."""
+    """In the initial digests an optimizer setting has no place, only its whole group."""
     for number, value in enumerate((one, other)):
         dump = Dump(tmp_path / str(number), 0)
         dump.save(ProbePoint(0, 4, 4), (kind, "elsewhere", 0), {"value": number})

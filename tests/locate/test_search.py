@@ -1,4 +1,4 @@
-"""``d9m locate``: the looks, what each asks for, and what is said when nothing comes back."""
+"""The search of ``d9m locate``: the settings of its looks, and the report."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +7,16 @@ import pytest
 
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.result import Divergence
-from lightning_d9m.locate import op_evidence
+from lightning_d9m.locate import op_evidence, samples, source_scan
+from lightning_d9m.locate import search as search_module
 from lightning_d9m.locate.op_evidence import find_patch
+from lightning_d9m.locate.samples import SampleComparison
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 
 
 def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""), others=()):
-    """Return a pair of runs that diverge at a place, or agree."""
+    """Return a pair of runs that diverge at a place, or that are equal."""
     found = Divergence(
         rank=0, epoch=epoch, step=step, batch=step, moment=moment, kind=str(kind), name=name,
         call=0, position=0, count=1, compared=9, expected=values[0], actual=values[1],
@@ -33,51 +35,51 @@ def pair(kind=None, name="a", *, step=0, moment="batch", epoch=0, values=("", ""
 
 
 def search(*pairs, tries=1):
-    """Search among given pairs; return what was found and what the looks asked for."""
-    asked = []
+    """Search in the given pairs; return the result, and (stage, settings) of each look."""
+    looks = []
     remaining = iter(pairs)
 
     def run_pair(stage, **words):
-        asked.append((stage, words))
+        looks.append((stage, words))
         return next(remaining)
 
-    return Search(SimpleNamespace(run_pair=run_pair, command=["true"]), tries).locate(), asked
+    return Search(SimpleNamespace(run_pair=run_pair, command=["true"]), tries).locate(), looks
 
 
 EPOCH = {"kind": "weights", "moment": "epoch", "step": 10}
 
 
 def test_runs_that_agree():
-    found, asked = search(pair(), pair(), tries=2)
+    found, looks = search(pair(), pair(), tries=2)
     assert found.cause is None
-    assert len(asked) == 2
+    assert len(looks) == 2
     assert "equal: no two runs differ." in "\n".join(describe(found, determinism=True))
 
 
-def test_what_narrows_no_further_ends_the_search():
-    found, asked = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
+def test_a_clear_cause_ends_the_search():
+    found, looks = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
     assert found.cause.kind == "data"
-    assert [words.get("probe_steps") for _, words in asked] == [None, "0:10", "4:5", "0:10"]
-    assert [words.get("dump") for _, words in asked[-2:]] == ["batch:0", "batch"]
+    assert [words.get("probe_steps") for _, words in looks] == [None, "0:10", "4:5", "0:10"]
+    assert [words.get("dump") for _, words in looks[-2:]] == ["batch:0", "batch"]
 
 
 def test_from_the_epoch_to_the_operations_of_a_module():
-    found, asked = search(
+    found, looks = search(
         pair(**EPOCH),
         pair("loss", "loss", step=4),
         pair("output", "layers[0]", step=4),
         *[pair("op", "layers[0]::aten.max.dim:1", step=4)] * 2,
     )
     assert found.cause.kind == "op"
-    assert [words.get("probe_steps") for _, words in asked] == [None, "0:10", "0:5", "4:5", "4:5"]
-    assert [words.get("probe_modules") for _, words in asked[-2:]] == [
+    assert [words.get("probe_steps") for _, words in looks] == [None, "0:10", "0:5", "4:5", "4:5"]
+    assert [words.get("probe_modules") for _, words in looks[-2:]] == [
         "layers[[]0],layers[[]0].*"
     ] * 2
-    assert asked[-1][1]["dump"] == "layers[0]::aten.max.dim"
+    assert looks[-1][1]["dump"] == "layers[0]::aten.max.dim"
 
 
-def test_what_comes_into_a_module_is_not_what_it_did():
-    """Only that module is looked at, so another pair's cause may lie where nobody looks."""
+def test_inputs_of_a_module_that_differ_are_not_its_own_operations():
+    """Only that module is probed, so the cause in a different pair may lie outside."""
     found, _ = search(
         pair(**EPOCH),
         pair("loss", "loss", step=4),
@@ -91,19 +93,19 @@ def test_what_comes_into_a_module_is_not_what_it_did():
 
 
 def test_the_values_of_state_are_saved_with_the_step_before():
-    """It shows that they were equal there: of a pair that diverges earlier nothing is measured."""
-    found, asked = search(
+    """It shows whether they were equal there: a pair that diverges earlier is not measured."""
+    found, looks = search(
         pair(**EPOCH),
         pair("weight", "layers.weight", step=4),
         pair("weight", "layers.weight", step=3),
         pair("weight", "layers.weight", step=4),
         tries=2,
     )
-    assert asked[-1][1]["probe_steps"] == "3:5"
+    assert looks[-1][1]["probe_steps"] == "3:5"
     assert found.looks[-1] == "values: epoch 0, step 4, batch 4: weight layers.weight"
 
 
-def test_values_of_another_place_are_not_taken_for_those_that_were_sought():
+def test_values_of_a_different_place_do_not_count():
     found, _ = search(
         pair(**EPOCH), pair("gradient", "a.weight", step=4), pair("gradient", "b.weight", step=4)
     )
@@ -112,8 +114,8 @@ def test_values_of_another_place_are_not_taken_for_those_that_were_sought():
     assert found.looks[-1] == said
 
 
-def test_values_are_measured_where_another_place_of_that_kind_differs_first():
-    """As in a race: which gradients a fused buffer rounds otherwise is left to chance."""
+def test_values_are_measured_if_another_place_of_that_kind_differs_first():
+    """As in a race: chance decides which gradients a fused buffer rounds differently."""
     found, _ = search(
         pair(**EPOCH),
         pair("gradient", "b.weight", step=4),
@@ -134,7 +136,7 @@ def test_values_are_measured_where_another_place_of_that_kind_differs_first():
     ],
 )
 def test_what_changes_after_the_last_batch_of_an_epoch(kind, name, cause):
-    """All batches were probed and agree, so it is what came after them."""
+    """All batches were probed and are equal, so the cause comes after them."""
     found, _ = search(*[pair(kind, name, moment="epoch", step=10)] * 3)
     assert found.cause.kind == cause
     assert found.looks[1] == f"steps of the epoch: epoch 0, step 10: {kind} {name}"
@@ -143,12 +145,12 @@ def test_what_changes_after_the_last_batch_of_an_epoch(kind, name, cause):
 def test_a_logged_number_is_measured_from_the_ledger():
     values = ((1.5).hex(), (1.5 + 2**-23).hex())
     logged = pair("scalars", "val_loss", moment="epoch", step=10, values=values)
-    found, asked = search(logged, logged)
+    found, looks = search(logged, logged)
     assert found.cause.kind == "logged value"
-    assert (found.magnitude.ulps, len(asked)) == (1, 2)
+    assert (found.magnitude.ulps, len(looks)) == (1, 2)
 
 
-def test_another_fit_of_a_run_is_not_taken_for_the_one_that_diverged():
+def test_a_different_fit_of_a_run_does_not_count():
     other = pair("batch", "batch", step=4)
     other.fit = "fit-001"
     found, _ = search(pair(**EPOCH), other)
@@ -163,7 +165,7 @@ def test_the_fit_is_named_where_a_run_has_several():
     assert "fit:   fit-001, one of 2" in describe(found, determinism=True)
 
 
-def test_a_divergence_that_does_not_come_back_is_told_as_far_as_it_was_seen():
+def test_a_divergence_that_does_not_occur_again_is_reported_as_far_as_it_was_narrowed():
     found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), *[pair()] * 3, tries=1)
     text = "\n".join(describe(found, determinism=True))
     assert found.cause.kind == "module"
@@ -171,8 +173,8 @@ def test_a_divergence_that_does_not_come_back_is_told_as_far_as_it_was_seen():
     assert "where: epoch 0, step 4, batch 4: loss loss" in text
 
 
-def test_state_that_differs_where_the_probes_begin_was_not_caught():
-    """The cause lies before the steps that were probed: nothing is to be invented from that."""
+def test_state_that_differs_in_the_first_probed_step_does_not_count():
+    """The cause lies before the steps that were probed."""
     found, _ = search(
         pair(**EPOCH),
         pair("loss", "loss", step=4),
@@ -186,22 +188,22 @@ def test_state_that_differs_where_the_probes_begin_was_not_caught():
 
 
 def test_a_pair_that_diverges_in_an_earlier_epoch_sends_the_search_back_to_it():
-    """A race: the second pair is not to be blamed on the epoch of the first."""
-    found, asked = search(
+    """A race: the second pair diverges in an earlier epoch than the first."""
+    found, looks = search(
         pair(**EPOCH | {"epoch": 3, "step": 40}),
         pair(**EPOCH | {"epoch": 1, "step": 20}),
         *[pair("batch", "batch", step=12, epoch=1)] * 3,
     )
     assert (found.cause.kind, found.divergences[0].step) == ("data", 12)
-    steps = [words.get("probe_steps") for _, words in asked]
+    steps = [words.get("probe_steps") for _, words in looks]
     assert steps == [None, "30:40", "10:20", "12:13", "10:20"]
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_filled_memory_tells_an_uninitialized_read(differs, monkeypatch):
+def test_filled_memory_shows_an_uninitialized_read(differs, monkeypatch):
     finding = SimpleNamespace(inputs_equal=False)
     monkeypatch.setattr(op_evidence, "examine_op", lambda *_: finding)
-    found, asked = search(
+    found, looks = search(
         pair(**EPOCH),
         pair("loss", "loss", step=4),
         pair("output", "layers", step=4),
@@ -209,39 +211,107 @@ def test_filled_memory_tells_an_uninitialized_read(differs, monkeypatch):
         pair(**EPOCH) if differs else pair(),
     )
     assert found.cause.kind == ("value from outside torch" if differs else "uninitialized memory")
-    assert asked[-1][1] == {"filled": True}
+    assert looks[-1][1] == {"filled": True}
 
 
-def test_a_line_is_no_wider_than_a_terminal():
+@pytest.mark.parametrize("moment", ["epoch", "final"])
+def test_a_divergence_after_the_probed_steps_does_not_count(moment):
+    found, _ = search(
+        pair(**EPOCH), pair("loss", "loss", step=4), pair("weights", moment=moment, step=10), pair()
+    )
+    assert found.cause.kind == "module"
+    assert found.divergences[0].kind == "loss"
+    said = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
+    assert found.looks[2] == f"modules of the step: {said}"
+
+
+def test_values_of_a_different_kind_do_not_count():
+    found, _ = search(
+        pair(**EPOCH), pair("gradient", "a", step=4), pair("local_gradient", "a", step=4)
+    )
+    said = "values: the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
+    assert found.looks[-1] == said
+
+
+def test_large_batches_are_not_saved(monkeypatch):
+    monkeypatch.setattr(samples, "measure_dump", lambda _: 3 * 10**8)
+    found, looks = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 2)
+    assert looks[-1][0] == "values"
+    said = "samples: not compared, because the batches of the epoch have about 3 GB"
+    assert found.looks[-1] == said
+
+
+@pytest.mark.parametrize("common", [15, 16])
+def test_samples_and_lines_are_reported(common, monkeypatch):
+    finding = SimpleNamespace(
+        place="train.py:3:1", code="list(names)", rule="D9M301", reason="Why."
+    )
+    scans = []
+
+    def find_lines(command, cause, *, order_only):
+        scans.append((command, cause, order_only))
+        return [finding] * 9
+
+    compared = SampleComparison(16, 16, common)
+    monkeypatch.setattr(samples, "compare_samples", lambda _: compared)
+    monkeypatch.setattr(source_scan, "find_lines", find_lines)
+    found, _ = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
+    assert (found.samples, len(found.lines)) == (compared, 5)
+    assert scans == [(["true"], "data", common == 16)]
+    text = "\n".join(describe(found, determinism=True))
+    assert "line: train.py:3:1: list(names)\n  D9M301: Why" in text
+    order = "the epoch has the same 16 in both runs, in a different order."
+    assert (f"samples: {order}" in text) == (common == 16)
+    assert ("of the epoch's 16, 15 are in both runs" in text) == (common == 15)
+
+
+def test_ranks_that_drift_in_equal_runs(monkeypatch):
+    drift = pair()
+    drift.rank_drift = ("drift",)
+    taken = []
+    monkeypatch.setattr(
+        search_module, "locate_rank_drift", lambda runner, pair, found: taken.append(pair)
+    )
+    _, looks = search(drift, tries=2)
+    assert (taken, len(looks)) == ([drift], 1)
+
+
+def test_lines_are_at_most_80_columns_wide():
     found, _ = search(pair(**EPOCH), *[pair("weight", "layers.weight", step=4)] * 2)
     assert max(map(len, describe(found, determinism=True))) <= 80
 
 
-def test_another_stack_is_shown_and_nothing_else_is_sought():
-    other = pair(**EPOCH)
+def test_a_different_stack_is_shown_and_ends_the_search():
+    other = pair("weights", moment="initial")
     other.comparison.stack = (SimpleNamespace(field="threads", expected=1, actual=2),)
-    found, asked = search(other)
-    assert (found.cause.kind, len(asked)) == ("stack", 1)
+    found, looks = search(other)
+    assert (found.cause.kind, len(looks)) == ("stack", 1)
     assert "  threads" in describe(found, determinism=True)
 
 
-def test_what_one_run_has_alone_is_told():
+def test_records_that_only_one_run_has_are_reported():
     longer = pair()
     alone = SimpleNamespace(count=9, first="epoch 2")
     rank = SimpleNamespace(
         rank=0, divergence=None, only_expected=SimpleNamespace(count=0), only_actual=alone
     )
     longer.differs, longer.comparison.ranks = True, [rank]
-    found, asked = search(longer)
-    assert (found.cause.kind, len(asked)) == ("length", 1)
+    found, looks = search(longer)
+    assert (found.cause.kind, len(looks)) == ("length", 1)
     assert "  rank 0, actual alone: 9 records, from epoch 2" in describe(found, determinism=True)
+
+
+def test_initial_weights_of_a_resumed_fit():
+    """The values are saved in its first step; there is none before."""
+    _, looks = search(*[pair("weights", moment="initial", step=7)] * 2)
+    assert looks[-1][1]["probe_steps"] == "7:8"
 
 
 def test_initial_weights_need_two_looks():
     """The second saves their values."""
-    found, asked = search(*[pair("weights", moment="initial")] * 2)
+    found, looks = search(*[pair("weights", moment="initial")] * 2)
     assert found.cause.kind == "initial weights"
-    assert [words.get("probe_steps") for _, words in asked] == [None, "0:1"]
+    assert [words.get("probe_steps") for _, words in looks] == [None, "0:1"]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +329,6 @@ def test_initial_weights_need_two_looks():
         ("median.dim", [], "median"),
     ],
 )  # fmt: skip
-def test_the_catalogue_is_asked(op, args, name):
+def test_operations_in_the_catalog(op, args, name):
     found = find_patch({"op": f"aten.{op}", "args": args})
     assert (found.name if found else None) == name
