@@ -71,7 +71,7 @@ def write_lines(path, count, *, other_from=None):
     with LedgerWriter(path) as writer:
         begin(writer)
         writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
-        check = writer.check.encode()
+        check = writer.chain_hash.encode()
     with path.open("ab") as file:
         for batch in range(count):
             digest = "f" * 32 if other_from is not None and batch >= other_from else f"{batch:032x}"

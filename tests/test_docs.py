@@ -115,7 +115,7 @@ def test_the_ledger_page_has_the_limits_of_the_reader():
         f"at most {encoding.MAX_ITEMS:,} values nested at most {encoding.MAX_DEPTH} deep",
         f"a name {records.MAX_NAME:,} characters",
         f"a ledger {schema.MAX_RANKS:,} ranks",
-        f"a list of at most {records.MAX_PLACES:,} `[kind, name, call]`",
+        f"a list of at most {records.MAX_LAYOUT_PLACES:,} `[kind, name, call]`",
         f"({len(reader.CHAIN_START)} zeros before the first)",
     ):
         assert text in said

@@ -119,11 +119,11 @@ def _find_in(ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, 
 
 
 def _was_written_for(ledger: Ledger, rank: int, state: Mapping[str, Any]) -> bool:
-    from lightning_d9m.ledger.resumed_runs import holds_check
+    from lightning_d9m.ledger.resumed_runs import holds_record
 
     ranks = state.get("ranks") or []
     position = (ranks[rank].get("ledger") if rank < len(ranks) else None) or {}
-    return "check" in position and holds_check(ledger.files[rank], position["check"])
+    return "check" in position and holds_record(ledger.files[rank], position["check"])
 
 
 def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:

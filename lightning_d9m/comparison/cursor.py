@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lightning_d9m.ledger.encoding import PROBES_HEAD, estimate_memory
 from lightning_d9m.ledger.keys import Item, Key, LedgerPosition, record_key, record_place
-from lightning_d9m.ledger.probe_batch import MOST_PLACES, Batch
+from lightning_d9m.ledger.probe_batch import BATCH_PART_PLACES, Batch
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import (
     DIGEST_DIGITS,
@@ -110,7 +110,7 @@ class LedgerCursor:
 
     def _collect(self, record: ProbesRecord) -> Batch:
         batch = self.begin(record)
-        while (body := self._pull(None)) is not None and batch.size < MOST_PLACES:
+        while (body := self._pull(None)) is not None and batch.size < BATCH_PART_PLACES:
             # Most batches are one record. The head of the next record suffices to see that.
             head = PROBES_HEAD.match(body)
             if head is not None and (int(head[1]), int(head[3])) != self._batch:

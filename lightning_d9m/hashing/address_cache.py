@@ -1,6 +1,7 @@
-"""Where tensors lie: found once, and remembered as long as they stay there.
+"""A cache of the addresses of tensors.
 
-To find out takes longer than to hash small tensors, and most are digested again and again.
+Finding the bytes of a small tensor takes longer than hashing them, and most tensors are digested
+repeatedly.
 """
 
 from collections.abc import Sequence
@@ -19,25 +20,25 @@ _shape_and_dtype = attrgetter("shape", "dtype")
 
 
 class TensorAddresses(NamedTuple):
-    """Where tensors lie: what precedes each in its digest, and what is hashed for it."""
+    """The header of each tensor's digest, and the memory that is hashed for it."""
 
     headers: list[bytes]
     chunks: xxh3_cpu.Chunks
 
 
 class AddressCache:
-    """Where the tensors lay that were last asked for."""
+    """The addresses of the tensors of the last call."""
 
     def __init__(self) -> None:
         self._located: TensorAddresses | None = None
         self._form: tuple[list[Any], ...] | None = None
 
     def find(self, tensors: Sequence[Tensor]) -> TensorAddresses | None:
-        """Return where tensors lie; None unless all lie on the CPU, real and in order.
+        """Return the addresses of tensors; None unless all are on the CPU, real and contiguous.
 
-        What was found before counts as long as each has the address, shape, strides and dtype that
-        it had: a storage that is freed or resized, a cast and ``tensor.data = other`` change these.
-        Complex ones are not remembered, because they can be conjugated where they are.
+        The cached addresses are valid while each tensor has the same address, shape, strides and
+        dtype: freeing or resizing a storage, a cast and ``tensor.data = other`` change these.
+        Complex tensors are not cached, because they can be conjugated in place.
 
         Raises:
             DigestError: As ``digest``, for the first tensor that has none.
@@ -45,13 +46,13 @@ class AddressCache:
         if not tensors or tensors[0].device.type != "cpu":
             return None
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            try:  # what changes when a tensor moves
+            try:  # these change when a tensor moves
                 form = (
                     list(map(_data_ptr, tensors)),
                     list(map(_stride, tensors)),
                     list(map(_shape_and_dtype, tensors)),
                 )
-            except RuntimeError:  # sparse, fake, not initialized yet: no memory to ask for
+            except RuntimeError:  # sparse, fake or not initialized: without memory
                 self._form = self._located = None
             else:
                 if form != self._form:
@@ -61,7 +62,7 @@ class AddressCache:
 
 
 def digest_located(located: TensorAddresses) -> list[str]:
-    """Return the digests of what lies in memory of this process, as ``digest_many`` does."""
+    """Return the digests of tensors whose addresses are known, as ``digest_many`` does."""
     return list(map(xxh3_128_hexdigest, map(add, located.headers, located.chunks.hash())))
 
 
@@ -70,9 +71,9 @@ def _locate(tensors: Sequence[Tensor]) -> TensorAddresses | None:
     memory: list[tuple[int, int]] = []
     for tensor in tensors:
         part = flatten_tensor(tensor)
-        # A copy in order would be of this moment only.
-        there = isinstance(part, DenseTensor) and part.data is tensor
-        if not there or tensor.device.type != "cpu" or tensor.is_complex():
+        # A contiguous copy would be outdated in the next call.
+        in_place = isinstance(part, DenseTensor) and part.data is tensor
+        if not in_place or tensor.device.type != "cpu" or tensor.is_complex():
             return None
         headers.append(part.header)
         memory.append(locate(tensor))

@@ -1,11 +1,10 @@
-"""Digests: 128 bits that stand for a tensor's bytes, dtype and shape, or for a nested value.
+"""Digests: 128 bits for a tensor's bytes, dtype and shape, or for a nested value.
 
-One definition on every device (docs/digest.md): XXH3-128 over a header and the XXH3-64 of each
-128 KiB of the elements. No thread count, block size or memory layout enters into it.
+The definition is the same on every device (docs/digest.md): XXH3-128 over a header and the XXH3-64
+of each 128 KiB of the elements. It does not depend on thread counts, blocks or the memory layout.
 """
 
 import functools
-import subprocess
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -18,17 +17,17 @@ from lightning_d9m.hashing import xxh3_cpu
 from lightning_d9m.hashing.tensor_bytes import VERSION, DenseTensor, flatten_tensor, locate
 from lightning_d9m.hashing.value_bytes import Piece, encode
 
-# What to hash at the end: bytes as they are, and digests by their number among the plain tensors.
+# The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
 
 
 def digest(value: torch.Tensor) -> str:
-    """Returns the digest of a tensor: 32 lowercase hexadecimal digits.
+    """Return the digest of a tensor: 32 lowercase hexadecimal digits.
 
     Two tensors have equal digests if dtype, shape and every byte of their elements are equal;
-    strides, device, ``requires_grad`` and the class do not matter. Bytes, not values: -0.0 is not
-    0.0, and one NaN payload is not another. Sparse tensors are taken as they are stored, a DTensor
-    as this rank's shard.
+    strides, device, ``requires_grad`` and the class do not matter. -0.0 differs from 0.0, and NaNs
+    of different payloads differ. A sparse tensor is digested as it is stored, a DTensor as this
+    rank's shard.
 
     Raises:
         DigestError: The tensor has no bytes (meta, fake, inside a transform, freed), or they have
@@ -41,11 +40,11 @@ def digest(value: torch.Tensor) -> str:
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Returns the digest of each tensor, in order, with one synchronisation for each device.
+    """Return the digest of each tensor, in order, with one synchronization for each device.
 
     On CUDA the tensors of a device are hashed in one launch on its current stream, and 8 bytes for
-    each 128 KiB come back. Without Triton, and on other accelerators, they are copied to the host
-    one after the other: the digests are the same, the time is that of the copies.
+    each 128 KiB are copied back. Without Triton, and on other accelerators, the tensors are copied
+    to the host one after the other: the digests are the same, the copies take longer.
 
     Raises:
         DigestError: As digest(), for the first tensor that has none.
@@ -58,11 +57,11 @@ def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def digest_value(value: object) -> str:
-    """Returns the digest of a nested value: 32 lowercase hexadecimal digits.
+    """Return the digest of a nested value: 32 lowercase hexadecimal digits.
 
     Types count: 1, 1.0, True and "1" differ, and so do a list and a tuple. The order of a dict's
     keys and of a set's elements does not count. Functions and classes count by their qualified
-    names alone. All tensors in the value cost one synchronisation for each device.
+    names alone. All tensors in the value cost one synchronization for each device.
 
     Args:
         value: None, numbers, strings, bytes, paths, enumerations, NumPy arrays and scalars,
@@ -84,7 +83,7 @@ def digest_value(value: object) -> str:
 
 
 def _plan(tensor: torch.Tensor, plain: list[DenseTensor]) -> _Recipe:
-    """Adds a tensor's plain tensors to ``plain``; says how they form its digest."""
+    """Append a tensor's dense tensors to ``plain``; return the parts of its digest."""
     parts = flatten_tensor(tensor)
     if isinstance(parts, DenseTensor):
         plain.append(parts)
@@ -113,23 +112,23 @@ def _hash_all(plain: Sequence[DenseTensor]) -> list[bytes]:
         for device, indices in by_device.items()
     ]
     digests = [b""] * len(plain)
-    # The CPU's own first: meanwhile the other devices work.
+    # The CPU first: the other devices work meanwhile.
     for _, indices, finish in sorted(started, key=lambda start: start[0].type != "cpu"):
-        for index, leaves in zip(indices, finish(), strict=True):
-            digests[index] = xxh3_128_digest(plain[index].header + leaves)
+        for index, chunk_digests in zip(indices, finish(), strict=True):
+            digests[index] = xxh3_128_digest(plain[index].header + chunk_digests)
     return digests
 
 
 def _start_hashing(data: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[bytes]]:
-    """Starts hashing on an accelerator; what is returned waits, or works, and gives the leaves."""
+    """Start hashing on a device; return the function that finishes and returns chunk digests."""
     if device.type == "cpu":
         return lambda: xxh3_cpu.hash_chunks([locate(tensor) for tensor in data])
     kernel = _load_kernel(device)
     if kernel is None:
         return lambda: [_hash_copy(tensor) for tensor in data]
     memory = [locate(tensor) for tensor in data]
-    leaves = kernel.start_hashing(memory, device)
-    return lambda: cast(list[bytes], kernel.fetch_leaves(leaves, memory))
+    started = kernel.start_hashing(memory, device)
+    return lambda: cast(list[bytes], kernel.fetch_chunk_digests(started, memory))
 
 
 def _hash_copy(tensor: torch.Tensor) -> bytes:
@@ -139,7 +138,7 @@ def _hash_copy(tensor: torch.Tensor) -> bytes:
 
 @functools.cache
 def _load_kernel(device: torch.device) -> ModuleType | None:
-    """Returns the module of the CUDA kernel if it gives on this device what the CPU gives."""
+    """Return the module of the CUDA kernel if it agrees with the CPU on this device."""
     if device.type != "cuda":
         return None
     try:
@@ -147,9 +146,9 @@ def _load_kernel(device: torch.device) -> ModuleType | None:
 
         if xxh3_cuda.check_kernel(device):
             return xxh3_cuda
-        reason = "it does not give there what the CPU gives"
-    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        # No Triton, no compiler or no Python headers for it, a device that it does not know.
+        reason = "its digests differ from the CPU's"
+    except Exception as error:  # noqa: BLE001 - TritonError is a plain Exception; any failure falls back
+        # Without Triton, a compiler or Python's headers, or on a device that Triton does not know.
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(
         f"The digest kernel cannot be used on {device} ({reason}). Digests are the same without "

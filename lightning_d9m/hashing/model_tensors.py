@@ -1,6 +1,7 @@
-"""Tensors that are digested in every batch and mostly stay where they are: weights and buffers.
+"""A model's parameters and buffers, cached between digests.
 
-To walk a model takes longer than to hash small tensors. It is done again when the model has others.
+Walking a model takes longer than hashing its small tensors. The model is walked again only when it
+has other tensors.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,32 +25,32 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-class Standing(dict[str, Tensor]):
-    """Tensors by name that are digested together again and again."""
+class NamedTensors(dict[str, Tensor]):
+    """Tensors by name that are digested together, with a cache of their addresses."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(tensors)
         self._tensors = list(self.values())
-        self._whereabouts = AddressCache()
+        self._addresses = AddressCache()
 
     def locate(self) -> TensorAddresses | None:
-        """Return where the tensors lie; see :meth:`AddressCache.find`."""
-        return self._whereabouts.find(self._tensors)
+        """Return the addresses of the tensors; see :meth:`AddressCache.find`."""
+        return self._addresses.find(self._tensors)
 
 
 class ModelTensors:
-    """A model's parameters and buffers, walked again only when it has others.
+    """A model's parameters and buffers; the model is walked again only when it has others.
 
     Args:
         model: The model.
-        takes: Says of a parameter's or buffer's name whether it is selected; None takes all.
+        takes: Returns whether the parameter or buffer of a name is selected; None selects all.
 
     Attributes:
-        whereabouts: Of what is digested together with them.
+        addresses: Cache for the tensors that are digested together with them.
     """
 
     def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
-        self.whereabouts = AddressCache()
+        self.addresses = AddressCache()
         self._model = model
         self._takes = lambda entry: takes is None or takes(entry[0])
         self._tables: list[dict[str, Any]] = []
@@ -57,14 +58,14 @@ class ModelTensors:
         self._filled: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[object] = []
-        self._parameters = self._buffers = Standing(())
+        self._parameters = self._buffers = NamedTensors(())
         self._names: dict[int, str] = {}
 
-    def look(self) -> tuple[Standing, Standing, dict[int, str]]:
-        """Return the parameters, the buffers and the names at once."""
+    def look(self) -> tuple[NamedTensors, NamedTensors, dict[int, str]]:
+        """Return the parameters, the buffers and the names."""
         tables, filled = self._tables, self._filled
-        # Whether modules hold the same under the same names: without a line of Python for each, and
-        # without a new object, because it is asked in every batch.
+        # Checks in C, without creating objects, that the modules hold the same objects under the
+        # same names: this runs in every batch.
         if not (
             tables
             and all(map(eq, map(len, tables), self._sizes))
@@ -75,12 +76,12 @@ class ModelTensors:
         return self._parameters, self._buffers, self._names
 
     @property
-    def parameters(self) -> Standing:
+    def parameters(self) -> NamedTensors:
         """The selected parameters by name."""
         return self.look()[0]
 
     @property
-    def buffers(self) -> Standing:
+    def buffers(self) -> NamedTensors:
         """The selected buffers by name."""
         return self.look()[1]
 
@@ -92,7 +93,7 @@ class ModelTensors:
     def _walk(self) -> None:
         modules = list(self._model.modules())
         tables = [table for own in _TABLES for table in map(own, modules)]
-        # TorchScript keeps its own elsewhere and shows copies, so such a model is always walked.
+        # TorchScript modules return copies of their tables, so such a model is always walked.
         self._tables = tables if all(isinstance(table, dict) for table in tables) else []
         self._sizes = list(map(len, self._tables))
         self._filled = list(filter(None, self._tables))
@@ -101,5 +102,5 @@ class ModelTensors:
         parameters = [(plain_name(name), own) for name, own in self._model.named_parameters()]
         buffers = [(plain_name(name), own) for name, own in self._model.named_buffers()]
         self._names = {id(own): name for name, own in parameters}
-        self._parameters = Standing(filter(self._takes, parameters))
-        self._buffers = Standing(filter(self._takes, buffers))
+        self._parameters = NamedTensors(filter(self._takes, parameters))
+        self._buffers = NamedTensors(filter(self._takes, buffers))

@@ -1,11 +1,11 @@
-"""Digests that are begun now and fetched later, all together.
+"""A queue of digests: bytes are read when a tensor is added, digests are fetched later.
 
-A value that is probed may be overwritten by the next operation, so its bytes are read at once. On
-the CPU much is hashed there and then (a copy for later would read the memory as well, and write it
-too); little is copied, because to hash all of it one after the other takes less time than to begin
-hashing in the middle of a training step, whose code and data fill the caches. On CUDA the hashing
-is put on the current stream, behind what made the value and before what overwrites it. Nothing
-waits for a device until the digests are fetched, and then once.
+The next operation may overwrite a probed value, so its bytes are read at once. On the CPU, large
+tensors are hashed at once, because a copy would read the same memory and write it, too. Small ones
+are copied: hashing all copies in a row takes less time than starting to hash in the middle of a
+training step, whose code and data fill the caches. On CUDA, hashing is enqueued on the current
+stream, after the kernel that computed the value and before one that overwrites it. Only fetching
+waits for devices, once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,67 +25,75 @@ from lightning_d9m.hashing.tensor_bytes import (
     remember_form,
 )
 
-_Copy = tuple[bytes, bytes]  # what precedes a value in its digest, and the value, padded
-_LITTLE = 16384  # bytes
+_Copy = tuple[bytes, bytes]  # the header of a value's digest, and the padded value
+_MAX_COPY_BYTES = 16384
 
 
 @dataclass
 class _PendingDigest:
-    """What is under way on one device."""
+    """Digests that one device computes.
 
-    leaves: list[torch.Tensor] = field(default_factory=list)
+    Attributes:
+        chunk_digests: The results on the device.
+        memory: Address and size of each tensor.
+        indices: Number of each digest in the queue.
+        host_copy: The results in pinned memory, once they are copied.
+        copied: The event after the copy.
+    """
+
+    chunk_digests: list[torch.Tensor] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    landed: torch.Tensor | None = None
-    arrival: torch.Event | None = None
+    host_copy: torch.Tensor | None = None
+    copied: torch.Event | None = None
 
 
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
     Attributes:
-        flights: What is under way, by device; fetching waits for it.
+        pending: Digests that devices compute; fetching waits for them.
     """
 
     def __init__(self) -> None:
         self._recipes: list[_Recipe | str | _Copy] = []
         self._headers: list[bytes] = []
         self._digests: list[bytes] = []
-        self.flights: dict[torch.device, _PendingDigest] = {}
+        self.pending: dict[torch.device, _PendingDigest] = {}
 
     def __len__(self) -> int:
         """The number of digests."""
         return len(self._recipes)
 
     def add_digest(self, digest: str) -> None:
-        """Put a digest that is known already in its place."""
+        """Append a known digest."""
         self._recipes.append(digest)
 
     def add_located(self, located: TensorAddresses) -> None:
-        """Put the digests of memory of this process in their places."""
+        """Append the digests of tensors whose addresses are known."""
         self._recipes += digest_located(located)
 
     def add_one(self, tensor: torch.Tensor) -> None:
-        """Begin the digest of one tensor.
+        """Read one tensor and append its digest.
 
         Raises:
-            DigestError: As ``digest``; then none is added.
+            DigestError: As ``digest``; then nothing is appended.
         """
         place = locate_quickly(tensor)
         if place is None:
             self._add_other(tensor)
             return
         header, address, size = place
-        if size <= _LITTLE:
+        if size <= _MAX_COPY_BYTES:
             self._recipes.append((header, xxh3_cpu.copy_span(address, size)))
             return
         self._recipes.append(xxh3_128_hexdigest(header + xxh3_cpu.hash_span(address, size)))
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin the digests of tensors; on each CUDA device they are one launch.
+        """Read tensors and append their digests, in one launch on each CUDA device.
 
         Raises:
-            DigestError: As ``digest``, for the first tensor that has none; then none is added.
+            DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
         """
         start = len(self._digests)
         plain: list[DenseTensor] = []
@@ -97,41 +105,41 @@ class DigestQueue:
             self._begin(plain, memory, start)
         self._recipes += [_shift(recipe, start) for recipe in recipes]
 
-    def depart(self) -> None:
-        """Let what CUDA devices have found travel to the host while other work goes on."""
-        for device, flight in self.flights.items():
+    def start_copies(self) -> None:
+        """Copy the results of CUDA devices to the host without waiting."""
+        for device, pending in self.pending.items():
             with torch.cuda.device(device):
-                leaves = torch.cat(flight.leaves)
-                flight.landed = torch.empty(leaves.shape, dtype=leaves.dtype, pin_memory=True)
-                flight.landed.copy_(leaves, non_blocking=True)
-                flight.arrival = torch.cuda.current_stream().record_event()
-                flight.leaves = [leaves]
+                found = torch.cat(pending.chunk_digests)
+                pending.host_copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+                pending.host_copy.copy_(found, non_blocking=True)
+                pending.copied = torch.cuda.current_stream().record_event()
+                pending.chunk_digests = [found]
 
     def fetch(self) -> list[str]:
-        """Wait for what is under way and return all digests, in the order they were added."""
-        for flight in self.flights.values():
-            if flight.landed is None or flight.arrival is None:
-                landed = torch.cat(flight.leaves).cpu()
+        """Wait for the devices and return all digests, in the order they were added."""
+        for pending in self.pending.values():
+            if pending.host_copy is None or pending.copied is None:
+                found = torch.cat(pending.chunk_digests).cpu()
             else:
-                flight.arrival.synchronize()
-                landed = flight.landed
-            parts = xxh3_cpu.split_leaves(landed.numpy().tobytes(), flight.memory)
-            for index, leaves in zip(flight.indices, parts, strict=True):
-                self._digests[index] = xxh3_128_digest(self._headers[index] + leaves)
-        self.flights = {}
-        found: list[str] = []
+                pending.copied.synchronize()
+                found = pending.host_copy
+            parts = xxh3_cpu.split_chunk_digests(found.numpy().tobytes(), pending.memory)
+            for index, part in zip(pending.indices, parts, strict=True):
+                self._digests[index] = xxh3_128_digest(self._headers[index] + part)
+        self.pending = {}
+        digests: list[str] = []
         for recipe in self._recipes:
             if isinstance(recipe, str):
-                found.append(recipe)
+                digests.append(recipe)
             elif isinstance(recipe, tuple):
                 header, copy = recipe
-                found.append(xxh3_128_hexdigest(header + xxh3_cpu.hash_copy(copy)))
+                digests.append(xxh3_128_hexdigest(header + xxh3_cpu.hash_copy(copy)))
             else:
-                found.append(_follow(recipe, self._digests).hex())
-        return found
+                digests.append(_follow(recipe, self._digests).hex())
+        return digests
 
     def _add_other(self, tensor: torch.Tensor) -> None:
-        """Begin the digest of a tensor of a form that is new, or not in order, or elsewhere."""
+        """Append the digest of a tensor that is new, not contiguous, or not on the CPU."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
             parts = flatten_tensor(tensor)
         if isinstance(parts, DenseTensor) and parts.data is tensor:
@@ -149,13 +157,13 @@ class DigestQueue:
                 here.append(index)
             else:
                 there.setdefault(device, []).append(index)
-        leaves = xxh3_cpu.hash_chunks([memory[index] for index in here])
-        for index, own in zip(here, leaves, strict=True):
+        found = xxh3_cpu.hash_chunks([memory[index] for index in here])
+        for index, own in zip(here, found, strict=True):
             self._digests[start + index] = xxh3_128_digest(plain[index].header + own)
         for device, indices in there.items():
-            self._begin_there(device, plain, memory, start, indices)
+            self._begin_on_device(device, plain, memory, start, indices)
 
-    def _begin_there(
+    def _begin_on_device(
         self,
         device: torch.device,
         plain: Sequence[DenseTensor],
@@ -164,25 +172,25 @@ class DigestQueue:
         indices: Sequence[int],
     ) -> None:
         kernel = _load_kernel(device)
-        if kernel is None:  # the digests are the same, each costs a copy that is waited for
+        if kernel is None:  # the digests are the same; each waits for a copy
             for index in indices:
                 copy = plain[index].data.detach().cpu()
                 (own,) = xxh3_cpu.hash_chunks([locate(copy)])
                 self._digests[start + index] = xxh3_128_digest(plain[index].header + own)
             return
-        flight = self.flights.setdefault(device, _PendingDigest())
-        places = [memory[index] for index in indices]
-        flight.leaves.append(kernel.start_hashing(places, device))
-        flight.memory += places
-        flight.indices += [start + index for index in indices]
+        pending = self.pending.setdefault(device, _PendingDigest())
+        spans = [memory[index] for index in indices]
+        pending.chunk_digests.append(kernel.start_hashing(spans, device))
+        pending.memory += spans
+        pending.indices += [start + index for index in indices]
         stream = torch.cuda.current_stream(device)
         for index in indices:
-            # Its memory may come from another stream's pool, and be given away before it is read.
+            # The memory may belong to another stream's pool and be reused before it is read.
             plain[index].data.record_stream(stream)
 
 
 def _shift(recipe: _Recipe, start: int) -> _Recipe:
-    """Let a recipe count from the front of the whole sequence."""
+    """Return a recipe with ``start`` added to each number of a dense tensor."""
     if isinstance(recipe, int):
         return recipe + start
     return [part if isinstance(part, bytes) else _shift(part, start) for part in recipe]

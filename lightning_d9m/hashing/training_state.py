@@ -1,6 +1,6 @@
-"""What is digested at one moment of a training: weights, buffers, optimizer and scheduler state.
+"""Digests of a training's weights, buffers, optimizer and scheduler state.
 
-Names are those of the user's model: the prefix that ``torch.compile`` adds is stripped.
+Names are those of the user's model, without the prefix that ``torch.compile`` adds.
 """
 
 import json
@@ -46,20 +46,20 @@ def take_snapshot(
 ) -> Snapshot:
     """Digest all state that a training carries from step to step.
 
-    All tensors go through one batch, so that an accelerator is synchronised once.
+    An accelerator is synchronized once for all tensors.
 
     Args:
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
-            take part in the computation. A roster of it remembers them until the next snapshot.
+            take part in the computation. Pass ``ModelTensors`` to cache them between snapshots.
         optimizers: Their state by parameter, and the settings of their parameter groups.
-        schedulers: Objects with ``state_dict()``. An object in it whose bytes are not defined
-            counts by its type: what it does shows in the learning rates.
+        schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
+            type is digested: its effect shows in the learning rates.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    roster = model if isinstance(model, ModelTensors) else ModelTensors(model)
-    parameters, buffers, names = roster.look()
+    model_tensors = model if isinstance(model, ModelTensors) else ModelTensors(model)
+    parameters, buffers, names = model_tensors.look()
     tensors: dict[tuple[str, str], Tensor] = {}
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
     for group, entries in (("weights", parameters), ("buffers", buffers)):
@@ -77,7 +77,7 @@ def take_snapshot(
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     values = list(tensors.values())
-    located = roster.whereabouts.find(values)
+    located = model_tensors.addresses.find(values)
     digests = digest_many(values) if located is None else digest_located(located)
     for (group, name), value in zip(tensors, digests, strict=True):
         groups[group][name] = value
@@ -85,12 +85,12 @@ def take_snapshot(
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Return whether a parameter or buffer has no shape yet: its module has seen no input."""
+    """Return whether a parameter or buffer has no shape before its module's first input."""
     return bool(is_lazy(tensor))
 
 
 def _digest_state(value: object) -> str:
-    """Digest a value, with its type in the place of whatever in it has no defined bytes."""
+    """Digest a value; of an object in it without defined bytes, digest the type."""
     try:
         return digest_value(value)
     except DigestError:
@@ -117,7 +117,7 @@ def _sum_up(entries: Mapping[str, str]) -> str:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterable[tuple[str, object]]:
-    """Yield (name, value) for the settings of each parameter group and the state of each."""
+    """Yield (name, value) for each group's settings and each parameter's state."""
     position = 0
     for number, group in enumerate(optimizer.param_groups):
         yield f"group.{number}", {key: value for key, value in group.items() if key != "params"}
@@ -131,7 +131,7 @@ def optimizer_state(
 def describe_model(model: nn.Module) -> tuple[str, int]:
     """Return a digest of the model's names, shapes and dtypes, and its number of parameters.
 
-    Two models with equal descriptions may be held against each other, whatever their weights.
+    Two models with equal descriptions can be compared, whatever their weights.
     """
     description = {
         plain_name(name): [
@@ -150,11 +150,10 @@ def describe_model(model: nn.Module) -> tuple[str, int]:
 
 
 def replicated_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that are meant to hold the same bits on every rank.
+    """Return the names of the parameters that must be equal on all ranks.
 
     A parameter that is sharded over ranks (a DTensor with a placement other than ``Replicate``, a
-    partition of DeepSpeed's ZeRO-3) differs from rank to rank by design. So do buffers: running
-    statistics follow each rank's own data.
+    partition of DeepSpeed's ZeRO-3) differs from rank to rank by design.
     """
     return sorted(
         plain_name(name)

@@ -1,7 +1,7 @@
-"""Leaves of the digest on CUDA: one launch for all tensors of a device, which stay where they are.
+"""The chunk digests on CUDA: one launch for all tensors of a device, without copying them.
 
-Only a table goes to the device (5 KiB of constants and 24 bytes a tensor) and only leaves come
-back (8 bytes for each 128 KiB). Importing this module imports Triton.
+A table is copied to the device (5 KiB of constants and 24 bytes for each tensor), and the chunk
+digests are copied back (8 bytes for each 128 KiB). Importing this module imports Triton.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,11 @@ def _secret_at(offset: int) -> npt.NDArray[np.uint64]:
 
 
 def _make_constants() -> npt.NDArray[np.int64]:
-    """Lays out what chunks_kernel expects: tiles of 16 stripes of 8 words.
+    """Return the constants as ``xxh3_triton`` expects them: tiles of 16 stripes of 8 words.
 
-    A tile of keys has the secret's words for each stripe of a block: stripe n reads it at byte 8n,
-    but the last stripe of the input at byte 121. The other tiles have their 8 words in stripe 0.
+    A tile of keys has the secret's words for each stripe of a block: stripe n reads the secret at
+    byte 8n, the last stripe of the input at byte 121. The other tiles have their 8 words in stripe
+    0.
     """
     tiles = np.zeros((5, 16, 8), np.uint64)
     tiles[0] = tiles[1] = [_secret_at(8 * stripe) for stripe in range(16)]
@@ -53,22 +54,23 @@ _CONSTANTS = _make_constants()
 
 
 def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Starts hashing memory of one device on its current stream; returns at once.
+    """Start hashing memory of one device on its current stream, without waiting.
 
     Args:
-        memory: Addresses and sizes in bytes. Their owners keep them until the leaves are fetched.
-        device: Where all of it is.
+        memory: Addresses and sizes in bytes. Their owners must be alive until the digests are
+            fetched.
+        device: The device of the memory.
 
     Returns:
         int64 on ``device``: the XXH3-64 of each chunk of the first, the second, ...
     """
     found = [(address, size) for address, size in memory if size]
     chunks = [0, *accumulate(-(-size // CHUNK_BYTES) for _, size in found)]
-    leaves = torch.empty(chunks[-1], dtype=torch.int64, device=device)
+    chunk_digests = torch.empty(chunks[-1], dtype=torch.int64, device=device)
     if not found:
-        return leaves
+        return chunk_digests
     rows = np.array([chunks[:-1], *zip(*found, strict=True)], np.int64)
-    # From pinned memory, the copy to the device does not wait for the device.
+    # A copy from pinned memory does not wait for the device.
     cuda = device.type == "cuda"
     table = torch.empty(
         _CONSTANTS.size + rows.size, dtype=torch.int64, device="cpu", pin_memory=cuda
@@ -77,28 +79,30 @@ def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> to
     with torch.cuda.device(device if cuda else -1):
         xxh3_triton.hash_chunks[(chunks[-1],)](
             table.to(device, non_blocking=True),
-            leaves,
+            chunk_digests,
             len(found),
             CHUNK=CHUNK_BYTES,
             num_warps=1,
-            enable_fp_fusion=False,  # there is nothing to fuse; unset, Triton 3.9 warns
+            enable_fp_fusion=False,  # the kernel has no floats; Triton 3.9 warns if this is unset
         )
-    return leaves
+    return chunk_digests
 
 
-def fetch_leaves(leaves: torch.Tensor, memory: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Waits for the device, once, and returns the leaves of each piece of memory.
+def fetch_chunk_digests(
+    chunk_digests: torch.Tensor, memory: Sequence[tuple[int, int]]
+) -> list[bytes]:
+    """Wait for the device and return the chunk digests of each span of memory.
 
     Returns:
-        For each, 8 bytes a chunk, as from chunks_cpu.
+        For each span, 8 bytes for each chunk, as ``xxh3_cpu.hash_chunks`` does.
     """
-    return xxh3_cpu.split_leaves(leaves.cpu().numpy().tobytes(), memory)
+    return xxh3_cpu.split_chunk_digests(chunk_digests.cpu().numpy().tobytes(), memory)
 
 
 def check_kernel(device: torch.device) -> bool:
-    """Says whether the kernel gives here what the CPU gives, on aligned and unaligned memory."""
+    """Return whether the kernel agrees with the CPU on this device, for any alignment."""
     if device.type == "cuda" and not isinstance(xxh3_triton.hash_chunks, JITFunction):
-        return False  # TRITON_INTERPRET=1 runs the kernel on the CPU, which cannot read this memory
+        return False  # TRITON_INTERPRET=1 runs the kernel on the CPU, which cannot read CUDA memory
     generator = torch.Generator("cpu").manual_seed(0)
     size = CHUNK_BYTES + 1500
     data = torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=generator)
@@ -106,6 +110,6 @@ def check_kernel(device: torch.device) -> bool:
     spans = [(skew, length) for skew in (0, 1, 8) for length in (1, 1024, 1500)]
     spans += [(0, size), (3, size - 3)]
     memory = [(there.data_ptr() + skew, length) for skew, length in spans]
-    actual = fetch_leaves(start_hashing(memory, device), memory)
+    actual = fetch_chunk_digests(start_hashing(memory, device), memory)
     here = [(data.data_ptr() + skew, length) for skew, length in spans]
     return actual == xxh3_cpu.hash_chunks(here)

@@ -6,7 +6,7 @@ CHAIN_START = b"0" * 16
 
 
 def chain_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
-    """Return (the line that is written, its check) for a record's JSON and the check before it."""
+    """Return (line, chain hash) of a record's JSON, given the chain hash before it."""
     head = body[:-1]
-    check = blake2b(previous + head, digest_size=8).hexdigest().encode()
-    return b'%b,"check":"%b"}\n' % (head, check), check
+    chain_hash = blake2b(previous + head, digest_size=8).hexdigest().encode()
+    return b'%b,"check":"%b"}\n' % (head, chain_hash), chain_hash

@@ -7,7 +7,7 @@ from lightning_d9m.ledger.probe_layouts import Layouts
 from lightning_d9m.ledger.records import DIGEST_DIGITS, ProbesRecord
 
 # A batch with more places is compared in parts of about so many, which bounds memory.
-MOST_PLACES = 2**17
+BATCH_PART_PLACES = 2**17
 
 
 @dataclass(slots=True)

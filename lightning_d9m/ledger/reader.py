@@ -1,9 +1,9 @@
-"""One rank's file of a ledger: the chain of checks, and reading it as a stream.
+"""The reader of one rank's file: a stream of records whose hash chain is verified.
 
-Each line is a record whose last field is ``"check"``: BLAKE2b with 8 bytes over the check of the
-line before (16 zeros before the first) and all bytes of this line that precede ``,"check":``. The
-chain finds accidents and naive edits: a record that was changed, removed, added or moved. It is no
-signature: who knows this text can compute it anew.
+Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b with 8 bytes over the
+chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
+``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
+or moved. It is not a signature: anyone can recompute it.
 """
 
 import os
@@ -48,10 +48,10 @@ class RankReader(AbstractContextManager["RankReader"]):
         path: The file.
         header: Its first record.
         line: Number of the line that was read last, from 1.
-        truncated: Whether the last line was found to be torn, as a killed run leaves it. Known when
-            the file has been read to its end.
-        complete: Whether the last record is an ``End``. Known at the end, too.
-        layouts: The layouts among the records that were parsed.
+        truncated: Whether the last line is torn, as a killed run leaves it. Set at the end of the
+            file.
+        complete: Whether the last record is an ``End``. Set at the end of the file.
+        layouts: The layouts among the parsed records.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
@@ -64,7 +64,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.truncated = False
         self.complete = False
         self.layouts = Layouts()
-        self._check = CHAIN_START
+        self._chain_hash = CHAIN_START
         self._stream = _open_regular(path)
         try:
             self.header = self._read_header()
@@ -73,13 +73,13 @@ class RankReader(AbstractContextManager["RankReader"]):
             raise
 
     @property
-    def check(self) -> str:
-        """The check of the record that was read last: 16 hex digits."""
-        return self._check.decode()
+    def chain_hash(self) -> str:
+        """The chain hash of the record that was read last: 16 hex digits."""
+        return self._chain_hash.decode()
 
     def bodies(self) -> Iterator[bytes]:
         """Yield the JSON text of each record after the header, verified but not parsed."""
-        previous = self._check
+        previous = self._chain_hash
         head = b""
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
@@ -87,10 +87,10 @@ class RankReader(AbstractContextManager["RankReader"]):
                 break
             self.line += 1
             head = line[:-_TAIL]
-            check = blake2b(previous + head, digest_size=8).hexdigest().encode()
-            if line[-_TAIL:] != b',"check":"%b"}\n' % check:
+            current = blake2b(previous + head, digest_size=8).hexdigest().encode()
+            if line[-_TAIL:] != b',"check":"%b"}\n' % current:
                 raise self._broken(line)
-            previous = self._check = check
+            previous = self._chain_hash = current
             yield head + b"}"
         self.complete = head.startswith(b'{"kind":"end"')
 
@@ -152,13 +152,13 @@ class RankReader(AbstractContextManager["RankReader"]):
         if header.schema > SCHEMA:
             raise self._newer(header.schema, header.package)
         self.line = 1
-        expected, self._check = chain_record(body, CHAIN_START)
+        expected, self._chain_hash = chain_record(body, CHAIN_START)
         if line != expected:
             raise self._broken(line)
         return header
 
     def _refuse_newer(self, body: bytes, error: FieldError) -> None:
-        """A newer schema may have another header: then its version is what to say."""
+        """Raise if a header that cannot be parsed has a newer schema."""
         try:
             opaque = decode_record(body.replace(b'{"kind":"header"', b'{"kind":"?"', 1)).as_record()
         except FieldError:
@@ -196,14 +196,14 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def _broken(self, line: bytes) -> LedgerError:
         return LedgerError(
-            f"{self.path}, line {self.line}{_describe(line)} does not fit its check: this record "
-            "was edited, or a record before it was removed, added or moved. Nothing from here on "
-            "can be trusted; take an unedited copy, or record the run again."
+            f"{self.path}, line {self.line}{_describe_line(line)} does not fit its check: this "
+            "record was edited, or a record before it was removed, added or moved. Nothing from "
+            "here on can be trusted; take an unedited copy, or record the run again."
         )
 
 
-def _describe(line: bytes) -> str:
-    """Return which record a line that failed its check claims to be, if that can be told."""
+def _describe_line(line: bytes) -> str:
+    """Return the kind of record that an edited line claims to be; empty if it is unreadable."""
     try:
         record = decode_record(line[:-_TAIL] + b"}")
     except FieldError:
@@ -214,7 +214,7 @@ def _describe(line: bytes) -> str:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe or a device, which might never end, is refused."""
+    """Open a file for reading; refuse a pipe or a device, which might never end."""
     try:
         # Without O_NONBLOCK, opening a named pipe waits for its writer.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -223,7 +223,7 @@ def _open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise LedgerError(
-            f"{path} is not a ledger: it is no regular file. Name a folder fit-NNN or a file "
+            f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
             "rank-N.jsonl."
         )
     return os.fdopen(number, "rb", buffering=2**20)

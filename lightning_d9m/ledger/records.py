@@ -16,7 +16,7 @@ ProbeKey: TypeAlias = tuple[str, str, int]
 SCHEMA = 1
 MAX_NAME = 4096
 # The most places of one layout, so that a record of probes has at most 512 KiB.
-MAX_PLACES = 16_384
+MAX_LAYOUT_PLACES = 16_384
 DIGEST_DIGITS = 32
 
 

@@ -1,8 +1,7 @@
-"""Ledgers of runs that were interrupted and resumed, read as one.
+"""The reader of a resumed run: its ledger and those that it continues, as one stream.
 
-A resumed run writes a folder of its own, whose second record says which folder it continues. Here
-the chain is followed back, and its records are given as the uninterrupted run would have written
-them: once each, without the ends and beginnings in between.
+The second record of a resumed run's ledger names the folder that it continues. The reader follows
+these records back and yields each record once, as the uninterrupted run would have written it.
 """
 
 from collections.abc import Iterator
@@ -21,14 +20,14 @@ _MAX_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A place at which a run was interrupted and resumed.
+    """An interruption after which the run was resumed.
 
     Attributes:
         epoch: The epoch that was next or under way.
         step: The global step.
         batch: How many batches of the epoch were trained.
         parent: The ledger that is continued, as the record names it.
-        problem: Why that ledger is not part of what is read; None when it is.
+        problem: Why that ledger is not read; None when it is.
         inexact: Why the resumed run cannot end at the bits of an uninterrupted one; empty when it
             can.
     """
@@ -44,13 +43,13 @@ class Break:
 class LineageReader(RankReader):
     """Streams the file of a resumed run after those of the runs that it continues.
 
-    Header, completeness and lines are those of the last file.
+    The header, ``complete`` and ``line`` are those of the last file.
 
     Args:
         path: The file of the last run.
 
     Attributes:
-        breaks: Where the run was interrupted, in order.
+        breaks: The interruptions, in order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,14 +72,14 @@ class LineageReader(RankReader):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a file ends that is continued by another."""
+    """The last record of a file before the file that continues it."""
 
-    check: str
+    chain_hash: str
     epoch: int
 
 
 def open_lineage(path: Path) -> RankReader:
-    """Open one rank's file, with those that it continues.
+    """Open one rank's file and the files that it continues.
 
     Raises:
         LedgerError: When it cannot be read.
@@ -89,21 +88,21 @@ def open_lineage(path: Path) -> RankReader:
 
 
 def find_breaks(path: Path) -> tuple[Break, ...]:
-    """Return where the run that wrote one rank's file was interrupted, in order."""
+    """Return the interruptions of the run that wrote one rank's file, in order."""
     return _follow(path)[1]
 
 
-def holds_check(path: Path, check: str) -> bool:
-    """Return whether a rank's file, or one that it continues, holds the record with this check."""
+def holds_record(path: Path, chain_hash: str) -> bool:
+    """Return whether a rank's file or one that it continues has a record with this chain hash."""
     for part in (path, *(part for part, _ in _follow(path)[0])):
         with RankReader(part) as reader:
-            if any(reader.check == check for _ in reader.bodies()):
+            if any(reader.chain_hash == chain_hash for _ in reader.bodies()):
                 return True
     return False
 
 
 def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
-    """Return the files that are continued, oldest first, each with its end, and the breaks."""
+    """Return the continued files with their ends, oldest first, and the breaks."""
     parts: list[tuple[Path, _Place]] = []
     breaks: list[Break] = []
     seen: set[tuple[int, int]] = set()
@@ -148,7 +147,7 @@ def _file_id(path: Path) -> tuple[int, int]:
 
 
 def _find_parent(path: Path, parent: str) -> Path | None:
-    """Return the file that is continued: as named, from this folder, or beside this folder."""
+    """Return the continued file: at the named path, or beside this folder."""
     folder = path.parent
     for place in (folder / parent, folder.parent / Path(parent).name):
         file = place / path.name
@@ -159,14 +158,14 @@ def _find_parent(path: Path, parent: str) -> Path | None:
 
 
 def _find_problem(parent: Path | None, place: _Place, younger: set[tuple[int, int]]) -> str | None:
-    """Return why a file cannot be read as what is continued, or None."""
+    """Return why a file cannot be the continued one, or None."""
     if parent is None:
         return "it is not there"
     if len(younger) > _MAX_LENGTH or _file_id(parent) in younger:
         return "it continues itself"
     try:
         with RankReader(parent) as reader:
-            if any(reader.check == place.check for _ in reader.bodies()):
+            if any(reader.chain_hash == place.chain_hash for _ in reader.bodies()):
                 return None
     except LedgerError as error:
         return str(error)
@@ -176,16 +175,16 @@ def _find_problem(parent: Path | None, place: _Place, younger: set[tuple[int, in
 def _inner(
     reader: RankReader, place: _Place, layouts: dict[bytes, bytes], *, first: bool
 ) -> Iterator[bytes]:
-    """Yield what belongs before the place at which a file is continued."""
+    """Yield the records of a file that its continuation does not repeat."""
 
     def kept() -> Iterator[bytes]:
         reached = False
         for body in reader.bodies():
             if not reached and body.startswith(_LAYOUT):
-                reader.parse(body)  # so that the reader knows it
+                reader.parse(body)  # adds it to the reader's layouts
             if not reached or _is_earlier(reader, body, place.epoch):
                 yield body
-            reached = reached or reader.check == place.check
+            reached = reached or reader.chain_hash == place.chain_hash
 
     for body in _filtered(kept(), layouts, first=first):
         if not body.startswith(b'{"kind":"end"') and not _is_final(reader, body):
@@ -195,12 +194,12 @@ def _inner(
 def _filtered(
     bodies: Iterator[bytes], layouts: dict[bytes, bytes], *, first: bool
 ) -> Iterator[bytes]:
-    """Leave out what a continuing file says again."""
+    """Leave out the records that a continuing file repeats."""
     for body in bodies:
         if body.startswith(_RESUME) or (body.startswith(b'{"kind":"run"') and not first):
             continue
         if body.startswith(b'{"kind":"layout"'):
-            # A run numbers its layouts anew, so one counts until its number gets other places.
+            # Each run numbers its layouts from 0; a layout is valid until its number is reused.
             number = body.partition(b',"places"')[0]
             if layouts.get(number) == body:
                 continue
@@ -216,7 +215,7 @@ def _is_final(reader: RankReader, body: bytes) -> bool:
 
 
 def _is_earlier(reader: RankReader, body: bytes, epoch: int) -> bool:
-    """Whether a record was written after the checkpoint and belongs to an epoch before it."""
+    """Return whether a record that follows the checkpoint belongs to an epoch before it."""
     record = reader.parse(body)
     if isinstance(record, Digests):
         return record.moment == "epoch" and record.epoch < epoch

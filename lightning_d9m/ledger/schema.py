@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from lightning_d9m.ledger.records import (
     DIGEST_DIGITS,
+    MAX_LAYOUT_PLACES,
     MAX_NAME,
-    MAX_PLACES,
     Digests,
     End,
     Header,
@@ -128,7 +128,7 @@ def _are_digests(values: Collection[Json]) -> bool:
 def holds_digests(text: bytes) -> bool:
     """Return whether a text is the digests of at least one place, one after the other."""
     size = len(text)
-    whole = 0 < size <= DIGEST_DIGITS * MAX_PLACES and not size % DIGEST_DIGITS
+    whole = 0 < size <= DIGEST_DIGITS * MAX_LAYOUT_PLACES and not size % DIGEST_DIGITS
     return whole and not text.translate(None, _HEX)
 
 
@@ -210,9 +210,11 @@ def _parse_digests(fields: _Fields) -> Digests:
 
 def _parse_layout(fields: _Fields) -> ProbeLayout:
     number, listed = fields.whole("id"), fields.take("places")
-    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_PLACES:
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_LAYOUT_PLACES:
         found = f"has {len(listed)}" if isinstance(listed, list) else f"is {quote(listed)}"
-        raise FieldError("places", f"must be a list of 1 to {MAX_PLACES} places, and {found}")
+        raise FieldError(
+            "places", f"must be a list of 1 to {MAX_LAYOUT_PLACES} places, and {found}"
+        )
     places = tuple(_parse_place(index, entry) for index, entry in enumerate(listed))
     if len(set(places)) < len(places):
         (twice, _), *_ = Counter(places).most_common(1)
@@ -234,7 +236,7 @@ def _parse_place(index: int, entry: Json) -> ProbeKey:
 
 
 def _parse_probes(fields: _Fields) -> ProbesRecord:
-    digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_PLACES)
+    digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_LAYOUT_PLACES)
     if not digests.isascii() or not holds_digests(digests.encode()):
         allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
         raise FieldError("digests", f"{allowed}, and has {len(digests)} characters")

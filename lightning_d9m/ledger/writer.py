@@ -18,9 +18,9 @@ from lightning_d9m.text import quote
 class LedgerWriter(AbstractContextManager["LedgerWriter"]):
     """Appends records to one rank's file.
 
-    Each record is handed to the kernel in one write before ``write`` returns, so that a process
-    that is killed at any moment loses at most the record it was writing. Only ``close`` waits for
-    the disk (``fsync``): a machine that loses power may lose the last seconds.
+    ``write`` passes each record to the kernel in one system call: a process that is killed loses at
+    most the record that it was writing. Only ``close`` waits for the disk (``fsync``): a machine
+    that loses power may lose the last seconds.
 
     Args:
         path: The file, which must not exist.
@@ -33,7 +33,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self.path = path
         self._process = os.getpid()
         self._size = 0
-        self._check = CHAIN_START
+        self._chain_hash = CHAIN_START
         self._begun = (0, CHAIN_START)
         self._failure: str | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
@@ -43,14 +43,14 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(f"The ledger {path} cannot be made: {explain(error)}") from error
 
     @property
-    def check(self) -> str:
-        """The check of the last record: 16 hex digits."""
-        return self._check.decode()
+    def chain_hash(self) -> str:
+        """The chain hash of the last record: 16 hex digits."""
+        return self._chain_hash.decode()
 
     def write(self, record: Mapping[str, Json]) -> None:
         """Append one record.
 
-        After a failure the writer takes no more records: a ledger with a gap must not look whole.
+        After a failure the writer refuses records: a ledger with a gap must not look complete.
 
         Raises:
             LedgerError: When the record is not one of the schema, or cannot be written; the ledger
@@ -73,11 +73,11 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(f"A record {kind} for {self.path} is malformed: {error}.") from error
         try:
             if self._begun[0] != self._size or record.get("kind") != "probes":
-                self._settle(self._file)
-            line, check = chain_record(body, self._check)
-            self._begun = (self._size + len(line), check)
+                self._resolve_last_write(self._file)
+            line, chain_hash = chain_record(body, self._chain_hash)
+            self._begun = (self._size + len(line), chain_hash)
             self._append(self._file, line)
-            self._size, self._check = self._begun
+            self._size, self._chain_hash = self._begun
         except OSError as error:
             self._failure = (
                 f"The ledger {self.path} cannot be written: {explain(error)} Records of this run "
@@ -86,36 +86,37 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(self._failure) from error
 
     def _append(self, file: int, line: bytes) -> None:
-        """Write all of ``line`` or leave nothing of it."""
+        """Write all of ``line``, or nothing of it."""
         limit = MAX_LINE if self._size else MAX_HEADER
         if len(line) > limit:
             raise OSError(f"a record of {len(line)} bytes exceeds the {limit} that are allowed")
         try:
             written = os.write(file, line)
             while written < len(line):
-                # A short write is a disk that is almost full: the next one says what is wrong.
+                # After a short write on a full disk, the next write raises the error.
                 written += os.write(file, line[written:])
         except OSError:
             os.ftruncate(file, self._size)
             raise
 
-    def _settle(self, file: int) -> None:
-        """Find out whether the record before was written, when Ctrl-C came at that moment.
+    def _resolve_last_write(self, file: int) -> None:
+        """Find out whether an interrupted write of the previous record was completed.
 
-        Before a record of probes only then: in every step, it would take as long as the writing.
+        Before a record of probes this is called only after an interruption, because it takes as
+        long as writing the record.
         """
         status = os.fstat(file)
         if status.st_nlink == 0:
             raise OSError("the file was deleted while the run wrote it")
         if status.st_size == self._begun[0]:
-            self._size, self._check = self._begun
+            self._size, self._chain_hash = self._begun
         elif self._size < status.st_size < self._begun[0]:
             os.ftruncate(file, self._size)
         elif status.st_size != self._size:
             raise OSError("another program has changed the file")
 
     def close(self) -> None:
-        """Wait until the disk has the ledger, and close it; a second call does nothing.
+        """Write the ledger to the disk and close it; a second call does nothing.
 
         Raises:
             LedgerError: When the disk reports that it could not keep the data.

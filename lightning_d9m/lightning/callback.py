@@ -159,7 +159,7 @@ class DeterminismCallback(_Callback):
         if self._session is not None:  # the error of another callback skipped our teardown
             self._close("failed", "The run was given up without a call of on_exception.")
         close_group_at_exit()
-        ranks_of(trainer).together(lambda: self._open(trainer, stage))
+        ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(trainer)
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:

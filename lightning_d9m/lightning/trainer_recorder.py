@@ -78,7 +78,7 @@ class TrainerRecorder:
         self._epoch = trainer.current_epoch
         self._model_tensors = ModelTensors(module)
         self._ranks = ranks_of(trainer)
-        header, facts, replicated = self._ranks.together(
+        header, facts, replicated = self._ranks.raise_on_all(
             lambda: (
                 make_header(trainer, session),
                 describe_run(trainer, module),
@@ -145,7 +145,7 @@ class TrainerRecorder:
             return
         if moment == "epoch":
             self._epoch = trainer.current_epoch
-        digests = self._ranks.together(
+        digests = self._ranks.raise_on_all(
             lambda: self._capture_digests(trainer, module, session, moment)
         )
         try:
@@ -178,7 +178,7 @@ class TrainerRecorder:
         if trainer.state.fn == "fit":
             return
         self._ranks = ranks_of(trainer)
-        header = self._ranks.together(lambda: make_header(trainer, session))
+        header = self._ranks.raise_on_all(lambda: make_header(trainer, session))
         folder = make_ledger_folder(trainer, self._ledger_dir, stage)
         self._recorder = Recorder(folder, header, policy=Policy(), ranks=self._ranks)
         model, parameters = describe_model(module)

@@ -1,4 +1,4 @@
-"""Dumps: the tensors at probed places as files, so that they can be looked at and ops replayed.
+"""Dumps: the tensors at probed places as files, to inspect them and to replay ops.
 
 A folder ``rank-<r>/epoch-<e>.step-<s>.batch-<b>`` holds one file for each place and ``index.jsonl``
 with one line for each file. A file is torch's own format without any code: tensors, numbers, texts,
@@ -17,10 +17,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.probes.trace import ProbeKey, ProbePoint
+from lightning_d9m.ledger.records import ProbeKey
+from lightning_d9m.probes.trace import ProbePoint
 
 _INDEX = "index.jsonl"
-# The key of a dict that stands for something which is none of the plain types.
+# The key of a dict that stands for a value of another type.
 _TAG = "__d9m__"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FORMATS = {
@@ -36,7 +37,7 @@ _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, 
 
 
 class Dump:
-    """Saves what is met at places.
+    """Saves the values at places.
 
     Args:
         folder: The folder that the user named.
@@ -52,7 +53,7 @@ class Dump:
         self._count = 0
 
     def save(self, moment: ProbePoint, place: ProbeKey, content: Mapping[str, Any]) -> None:
-        """Save what was met at a place, as ``{"kind", "name", "call", **content}``.
+        """Save the value at a place, as ``{"kind", "name", "call", **content}``.
 
         Raises:
             LedgerError: When the file cannot be written.
@@ -87,7 +88,7 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_dump(file: Path) -> dict[str, Any]:
-    """Read one file of a dump; nothing in it is executed."""
+    """Read one file of a dump, without executing anything in it."""
     content = torch.load(file, weights_only=True)
     return cast(dict[str, Any], content)
 
@@ -114,9 +115,9 @@ def find_dumps(folder: Path, *, step: int, place: ProbeKey, **where: int | None)
 
 
 def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
-    """Return a copy of a value that can be saved and given to an operation again.
+    """Return a copy of a value that can be saved and passed to an operation again.
 
-    Tensors keep dtype, shape and strides; what has no plain form is kept as its text.
+    Tensors keep dtype, shape and strides. A value without a plain form is kept as its text.
     """
     if isinstance(value, Tensor):
         return _keep_tensor(value)
@@ -181,10 +182,10 @@ def take_generators(value: Any, states: list[Any]) -> Any:
 def replay_op(dumped: Mapping[str, Any]) -> Any:
     """Run a dumped operation alone on its dumped inputs, and return its outputs.
 
-    Whatever it draws, it draws from the generator state it had; that is restored afterwards.
+    The default generator has the dumped state meanwhile, and its own state afterwards.
 
     Raises:
-        LedgerError: When the operation is unknown here, or an input was not kept.
+        LedgerError: When this torch does not have the operation, or an input was not kept.
     """
     op = _find_op(str(dumped["op"]))
     args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
@@ -202,7 +203,7 @@ def replay_op(dumped: Mapping[str, Any]) -> Any:
 
 
 def _run(op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; one that returns nothing has written into its arguments."""
+    """Run an operation; return its written arguments if it returns nothing."""
     with torch.no_grad():
         outputs = op(*args, **kwargs)
     if outputs is None:

@@ -1,6 +1,6 @@
-"""Probes: digests of values in the order in which a training meets them, as records of a ledger.
+"""Probes: digests of values in the order of execution, as records of a ledger.
 
-Framework-free: whoever knows where values appear hands them in, as (kind, name, value).
+Framework-free: hooks pass values as (kind, name, value).
 """
 
 import math
@@ -14,24 +14,23 @@ import torch
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.model_tensors import Standing
+from lightning_d9m.hashing.model_tensors import NamedTensors
 from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.records import Json
+from lightning_d9m.ledger.records import Json, ProbeKey
 
-MOST_PLACES = 4096
-# What comes after is left out; places that are then called alike are calls of one.
+RECORD_PLACES = 4096
+# Longer names are cut; places whose cut names are equal count as calls of one place.
 _LONGEST_NAME = 4000
-# How many places the remembered layouts may have in all; a model whose operations differ from batch
-# to batch would otherwise fill the memory.
-_REMEMBERED_PLACES = 2_000_000
+# The most places of all cached layouts: a model whose operations differ from batch to batch would
+# otherwise fill the memory.
+_MAX_CACHED_PLACES = 2_000_000
 
-# Batches that end within so many seconds, and have no more than MOST_PLACES, are written together:
-# among the cold caches of a training step a record costs several times what a further one costs.
-_TOGETHER_SECONDS = 0.1
+# Batches of at most RECORD_PLACES places that end within this time are written together: in the
+# cold caches of a training step, a first record costs several times as much as a further one.
+_WRITE_SECONDS = 0.1
 
 _Met = tuple[str, str]  # kind and name
-ProbeKey = tuple[str, str, int]
 Write = Callable[[Mapping[str, Json]], None]
 
 
@@ -47,10 +46,10 @@ Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 
 
 class Listener(Protocol):
-    """What values are handed to."""
+    """Receives probed values."""
 
     def add(self, kind: str, name: str, value: object) -> None:
-        """Take a value that was met at a place."""
+        """Take the value at a place."""
         ...
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -59,7 +58,7 @@ class Listener(Protocol):
 
 
 class Trace:
-    """The places of a batch in order, and the digests of what was met there.
+    """The places of a batch in order, and the digests of their values.
 
     Attributes:
         queue: The digests.
@@ -71,23 +70,23 @@ class Trace:
         self.met: list[_Met] = []
         self._places: list[ProbeKey] = []
         self._calls: dict[_Met, int] = {}
-        self._goes_on = False
+        self._is_continued = False
 
     @property
     def places(self) -> list[ProbeKey]:
-        """The places; calls are counted when this is asked for, and in most batches it is not."""
+        """The places, whose calls are counted on demand: most batches do not need them."""
         self._count()
         return self._places
 
     def sequence(self, start: int, stop: int) -> tuple[_Met | ProbeKey, ...]:
-        """Return what the places from ``start`` up to ``stop`` follow from."""
-        whole = start == 0 and not self._goes_on
+        """Return the key of the layout of the places from ``start`` up to ``stop``."""
+        whole = start == 0 and not self._is_continued
         return tuple(self.met[:stop] if whole else self.places[start:stop])
 
     def add(self, kind: str, name: str, value: object) -> None:
-        """Take a value; each of its leaves gets a place of its own.
+        """Take a value; each of its leaves is a place.
 
-        A leaf whose bytes are not defined counts by its type.
+        Of a leaf without defined bytes, the type is digested.
         """
         leaves = [("", value)] if isinstance(value, torch.Tensor) else list_pytree_leaves(value)
         for path, leaf in leaves:
@@ -103,7 +102,7 @@ class Trace:
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
         try:
-            located = tensors.locate() if isinstance(tensors, Standing) else None
+            located = tensors.locate() if isinstance(tensors, NamedTensors) else None
             if located is None:
                 self.queue.add(tensors.values())
             else:
@@ -115,11 +114,11 @@ class Trace:
             self.met += zip(repeat(kind), tensors)
 
     def restart(self) -> "Trace":
-        """Return a trace that goes on where this one ends, without its places."""
+        """Return a trace that continues this one, without its places."""
         self._count()
         other = Trace()
         other._calls = self._calls
-        other._goes_on = True
+        other._is_continued = True
         return other
 
     def _count(self) -> None:
@@ -133,13 +132,13 @@ class Trace:
 class ProbeCollector:
     """Writes the probes of each batch as records ``layout`` and ``probes``.
 
-    Bytes are read when values are handed in; records are written in the order of batches, those of
-    short batches several at once. On CUDA the digests of a batch are fetched when the next one
+    Bytes are read when a value is added. Records are written in the order of batches; those of
+    short batches are written together. On CUDA the digests of a batch are fetched when the next one
     ends, so that the device never waits for the host.
 
     Args:
         write: Takes the records.
-        save: Takes each place and what was met there, to keep it; None for nothing.
+        save: Saves the value at each place; None saves nothing.
     """
 
     def __init__(self, write: Write, save: Save | None = None) -> None:
@@ -151,19 +150,19 @@ class ProbeCollector:
         self._trace = Trace()
         self._waiting: list[tuple[ProbePoint, Trace]] = []
         self._waiting_places = 0
-        self._written = -math.inf  # when something was, by the monotonic clock
+        self._written = -math.inf  # time of the last write, by the monotonic clock
         self._layouts: dict[tuple[_Met | ProbeKey, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
 
     @property
     def saves(self) -> bool:
-        """Whether what is met is kept, so that inputs of operations are worth a copy."""
+        """Whether values are saved, so that the inputs of operations must be copied."""
         return self._save is not None
 
     @property
     def listens(self) -> bool:
-        """Whether values are taken now: not between batches, nor of a probe's own work."""
+        """Whether values are taken now: within a batch, and not during a probe's own work."""
         return self._moment is not None and not self._paused and not self._busy
 
     @contextmanager
@@ -176,7 +175,7 @@ class ProbeCollector:
             self._paused = before
 
     def begin(self, moment: ProbePoint) -> None:
-        """Begin a batch; what was met before it and not ended is written first."""
+        """Begin a batch; a batch that was not ended is ended first."""
         self.end()
         self._moment = moment
         self._trace = Trace()
@@ -184,13 +183,13 @@ class ProbeCollector:
     def add(
         self, kind: str, name: str, value: object, content: Mapping[str, Any] | None = None
     ) -> None:
-        """Take a value that was met at a place; outside batches nothing is taken.
+        """Take the value at a place; do nothing outside batches.
 
         Args:
             kind: One of the kinds of places.
             name: The place's name.
             value: Anything.
-            content: What is saved in the place of the value's leaves.
+            content: Saved instead of the value's leaves.
         """
         if self._moment is None or self._paused:
             return
@@ -203,8 +202,8 @@ class ProbeCollector:
                 self._save_places(trace.places[before:], name, value, content)
         finally:
             self._busy = busy
-        if len(trace.met) >= MOST_PLACES:
-            self._part(self._moment)
+        if len(trace.met) >= RECORD_PLACES:
+            self._split_record(self._moment)
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
@@ -220,17 +219,17 @@ class ProbeCollector:
                     self._save(self._moment, place, {"value": tensor})
         finally:
             self._busy = busy
-        if len(trace.met) >= MOST_PLACES:
-            self._part(self._moment)
+        if len(trace.met) >= RECORD_PLACES:
+            self._split_record(self._moment)
 
     def end(self) -> None:
-        """End the batch, and write its record and those before it if it is time to."""
+        """End the batch; write its record and those before it if the last write is old enough."""
         moment, self._moment = self._moment, None
         if moment is None:
             return
-        self._set_aside(moment)
+        self._enqueue(moment)
         now = time.monotonic()
-        if now - self._written >= _TOGETHER_SECONDS or self._waiting_places >= MOST_PLACES:
+        if now - self._written >= _WRITE_SECONDS or self._waiting_places >= RECORD_PLACES:
             self._written = now
             self._write_waiting(keep=moment)
 
@@ -239,7 +238,7 @@ class ProbeCollector:
         self._write_waiting(keep=None)
 
     def close(self) -> None:
-        """Write everything that is still under way."""
+        """End the batch and write all records."""
         self.end()
         self.catch_up()
 
@@ -254,24 +253,24 @@ class ProbeCollector:
         for place, (_, leaf) in zip(places, list_pytree_leaves(value), strict=True):
             self._save(self._moment, place, {"value": leaf})
 
-    def _part(self, moment: ProbePoint) -> None:
-        """Let what the batch has so far become a record of its own."""
-        self._set_aside(moment)
+    def _split_record(self, moment: ProbePoint) -> None:
+        """Begin another record of the batch."""
+        self._enqueue(moment)
         self._trace = self._trace.restart()
 
-    def _set_aside(self, moment: ProbePoint) -> None:
+    def _enqueue(self, moment: ProbePoint) -> None:
         trace = self._trace
         if trace.met:
-            if trace.queue.flights:
-                trace.queue.depart()
+            if trace.queue.pending:
+                trace.queue.start_copies()
             self._waiting.append((moment, trace))
             self._waiting_places += len(trace.met)
 
     def _write_waiting(self, keep: ProbePoint | None) -> None:
-        """Write what waits, in order, up to a batch that is kept because a device has it."""
+        """Write the waiting batches in order; keep one whose digests a device still computes."""
         while self._waiting:
             moment, trace = self._waiting[0]
-            if trace.queue.flights and moment is keep:
+            if trace.queue.pending and moment is keep:
                 return
             del self._waiting[0]
             self._waiting_places -= len(trace.met)
@@ -279,8 +278,8 @@ class ProbeCollector:
 
     def _write_trace(self, moment: ProbePoint, trace: Trace) -> None:
         digests = trace.queue.fetch()
-        for start in range(0, len(digests), MOST_PLACES):
-            stop = start + MOST_PLACES
+        for start in range(0, len(digests), RECORD_PLACES):
+            stop = start + RECORD_PLACES
             record = {
                 "kind": "probes",
                 "epoch": moment.epoch,
@@ -295,7 +294,7 @@ class ProbeCollector:
         sequence = trace.sequence(start, stop)
         number = self._layouts.get(sequence)
         if number is None:
-            if self._remembered > _REMEMBERED_PLACES:
+            if self._remembered > _MAX_CACHED_PLACES:
                 self._layouts.clear()
                 self._remembered = 0
             number = self._layouts[sequence] = self._next_layout
@@ -307,11 +306,11 @@ class ProbeCollector:
 
 
 class TraceDifference(NamedTuple):
-    """Where two traces differ.
+    """The difference of two traces.
 
     Attributes:
         place: The first place, in order of execution.
-        expected: Its digest in the first trace; None if the place is not there.
+        expected: Its digest in the first trace; None if that lacks the place.
         actual: Its digest in the second.
         differing: Number of places that differ.
     """
@@ -323,7 +322,7 @@ class TraceDifference(NamedTuple):
 
 
 def find_difference(expected: Trace, actual: Trace) -> TraceDifference | None:
-    """Hold two traces of the same batch against each other, by place; order does not count."""
+    """Compare two traces of the same batch by place, in any order."""
     ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
     theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
     places = [*ours, *(place for place in theirs if place not in ours)]

@@ -1,6 +1,6 @@
-"""Ranks act together: what fails on one of them is raised on all, so that none waits for another.
+"""Collective calls: an error on one rank is raised on all, so that no rank waits for another.
 
-Framework-free: ranks talk through a function that is passed in.
+Framework-free: ranks communicate through a function that the caller passes.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,24 +24,24 @@ class Ranks:
 
     Args:
         rank: This rank.
-        gather: How ranks talk; None when there is one rank.
+        gather: Gathers integers from all ranks; None for a single rank.
     """
 
     def __init__(self, rank: int, gather: Gather | None = None) -> None:
         self.rank = rank
         self.gather = gather
 
-    def together(self, act: Callable[[], Result]) -> Result:
-        """Act, and raise on every rank when it fails on any.
+    def raise_on_all(self, func: Callable[[], Result]) -> Result:
+        """Call a function, and raise on every rank if it raises on any.
 
-        ``act`` itself must not talk to other ranks.
+        ``func`` must not communicate with other ranks.
 
         Raises:
             D9mError: When it failed on another rank; that rank raises its own error.
         """
         problem: Exception | None = None
         try:
-            result = act()
+            result = func()
         except Exception as error:  # noqa: BLE001 - it is raised below, when the others know
             problem = error
         try:

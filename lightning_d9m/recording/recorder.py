@@ -1,7 +1,6 @@
-"""One run's evidence: its ledger is written, and held against a reference and the other ranks.
+"""The recorder of a run: writes its ledger, and compares it with a reference and across ranks.
 
-Framework-free: ranks talk through ``Ranks``, so that what crosses them is tested without starting
-any.
+Framework-free: ranks communicate through ``Ranks``, so tests need no processes.
 """
 
 import os
@@ -25,7 +24,7 @@ from lightning_d9m.recording.replicated_state import ReplicatedState
 
 @dataclass(frozen=True)
 class Policy:
-    """What a run is held against, and what a difference means.
+    """The reference of a run, and the effect of differences.
 
     Attributes:
         reference: Ledger of an earlier run; None for none.
@@ -87,7 +86,7 @@ class Recorder:
         """The folder, and the check of the last record that was written; None once it is closed."""
         if self._writer is None:
             return None
-        return {"folder": str(self.folder.absolute()), "check": self._writer.check}
+        return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
 
     def begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None = None) -> None:
         """Write the header and the facts of the run, and accept or refuse the reference.
@@ -101,7 +100,7 @@ class Recorder:
             StackDifferenceError: When the reference's stack differs, unless the policy allows it.
             ReferenceRefusedError: When the reference comes from another experiment.
         """
-        self._ranks.together(lambda: self._begin(facts, resumed))
+        self._ranks.raise_on_all(lambda: self._begin(facts, resumed))
 
     def record(self, digests: Digests) -> int:
         """Write one moment's digests, and compare them.
@@ -114,7 +113,7 @@ class Recorder:
             LedgerError: When the ledger cannot be written.
         """
         found: list[DriftError] = []
-        self._ranks.together(lambda: found.extend(self._record(digests)))
+        self._ranks.raise_on_all(lambda: found.extend(self._record(digests)))
         found += self._across_ranks(digests, found)
         if not found:
             return 0

@@ -83,11 +83,11 @@ def find_replicated_state(
     synchronized: set[str] = set()
     local: set[str] = {plain_name(name) for name, _ in model.named_buffers() if name in ignored}
     for path, module in model.named_modules():
-        names = {plain_name(f"{path}.{name}" if path else name) for name in module._buffers}  # noqa: SLF001 - named_buffers() leaves out shared ones
-        if isinstance(module, SyncBatchNorm):
-            synchronized |= names
-        elif isinstance(module, _NormBase):
-            local |= names
+        if not isinstance(module, _NormBase):
+            continue
+        names = (f"{path}.{name}" if path else name for name, _ in module.named_buffers())
+        own = synchronized if isinstance(module, SyncBatchNorm) else local
+        own.update(map(plain_name, names))
     weights = [name for name in replicated_names(model) if name not in ignored]
     return ReplicatedState(
         weights=frozenset(() if sharded else weights),

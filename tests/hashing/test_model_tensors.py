@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.hashing.model_tensors import ModelTensors, Standing
+from lightning_d9m.hashing.model_tensors import ModelTensors, NamedTensors
 from lightning_d9m.hashing.pending import DigestQueue
 
 
@@ -43,7 +43,7 @@ def view_as_integers(weight):
 @pytest.mark.parametrize("change", [zero, point_elsewhere, reshape, cast, view_as_integers])
 def test_digests_are_those_of_the_tensors_as_they_are(change):
     weight = torch.randn(4, 4)
-    standing = Standing([("weight", weight), ("other", torch.arange(3))])
+    standing = NamedTensors([("weight", weight), ("other", torch.arange(3))])
     before = digest_standing(standing)
     assert before == digest_many(standing.values())
     change(weight)
@@ -54,7 +54,7 @@ def test_digests_are_those_of_the_tensors_as_they_are(change):
 
 
 def test_where_tensors_lie_is_found_out_once():
-    standing = Standing([("weight", torch.randn(4, 4))])
+    standing = NamedTensors([("weight", torch.randn(4, 4))])
     assert standing.locate() is standing.locate()
 
 
@@ -69,16 +69,16 @@ def test_where_tensors_lie_is_found_out_once():
     ids=["out of order", "complex", "sparse", "not initialized"],
 )
 def test_what_has_no_bytes_in_order_is_not_remembered(tensor):
-    assert Standing([("tensor", tensor)]).locate() is None
+    assert NamedTensors([("tensor", tensor)]).locate() is None
 
 
 def test_nothing_lies_anywhere():
-    assert Standing(()).locate() is None
+    assert NamedTensors(()).locate() is None
 
 
 def test_memory_that_was_freed_is_an_error():
     weight = torch.randn(4, 4)
-    standing = Standing([("weight", weight)])
+    standing = NamedTensors([("weight", weight)])
     standing.locate()
     weight.untyped_storage().resize_(0)
     with pytest.raises(DigestError, match="freed"):

@@ -32,7 +32,7 @@ def cut(size):
     return size
 def check(spans):
     memory = [(base + begin, size) for begin, size in spans]
-    actual = chunks_cuda.fetch_leaves(chunks_cuda.start_hashing(memory, CPU), memory)
+    actual = chunks_cuda.fetch_chunk_digests(chunks_cuda.start_hashing(memory, CPU), memory)
     expected = chunks_cpu.hash_chunks(memory)
     differ = [span for span, a, e in zip(spans, actual, expected, strict=True) if a != e]
     assert not differ, differ
@@ -81,7 +81,7 @@ expected = digest_module.digest_many(tensors)
 def start(data, device):
     memory = [digest_module.locate(tensor) for tensor in data]
     leaves = chunks_cuda.start_hashing(memory, device)
-    return lambda: chunks_cuda.fetch_leaves(leaves, memory)
+    return lambda: chunks_cuda.fetch_chunk_digests(leaves, memory)
 ours, digest_module._start_hashing = digest_module._start_hashing, start
 actual = digest_module.digest_many(tensors)
 digest_module._start_hashing = ours
@@ -156,18 +156,23 @@ def _break(monkeypatch, check):
 def test_kernel_that_disagrees_is_not_used(monkeypatch):
     _break(monkeypatch, lambda device: False)
     with pytest.warns(
-        UserWarning, match=r"on cuda:0 \(it does not give there .*Digests are the same"
+        UserWarning, match=r"on cuda:0 \(its digests differ from the CPU's.*Digests are the same"
     ):
         assert digest_module._load_kernel(torch.device("cuda", 0)) is None
 
 
-def test_kernel_without_a_compiler_is_not_used(monkeypatch):
+class TritonError(Exception):
+    """Stands for Triton's own, which is of no narrower class."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TritonError])
+def test_kernel_that_cannot_be_compiled_is_not_used(monkeypatch, kind):
     def fail(device):
-        raise RuntimeError("Failed to find C compiler.")
+        raise kind("Failed to find C compiler.")
 
     _break(monkeypatch, fail)
     with pytest.warns(
-        UserWarning, match=r"\(RuntimeError: Failed to find C compiler\.\)\. Digests"
+        UserWarning, match=rf"\({kind.__name__}: Failed to find C compiler\.\)\. Digests"
     ):
         assert digest_module._load_kernel(torch.device("cuda", 0)) is None
 

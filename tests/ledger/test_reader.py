@@ -109,7 +109,7 @@ class TestFinding:
         """A pipe would block, a device would never end."""
         os.mkfifo(tmp_path / "pipe")
         for path in (tmp_path / "pipe", "/dev/zero"):
-            with pytest.raises(LedgerError, match="is no regular file"):
+            with pytest.raises(LedgerError, match="is not a regular file"):
                 read_ledger(path)
 
     def test_a_renamed_rank(self, runs):

@@ -7,7 +7,7 @@ import pytest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.resumed_runs import find_breaks, holds_check
+from lightning_d9m.ledger.resumed_runs import find_breaks, holds_record
 from lightning_d9m.ledger.writer import LedgerWriter
 
 HEADER = Header(
@@ -32,7 +32,7 @@ def write(folder, records):
     """Write one rank's file; return the check of each record."""
     folder.mkdir(parents=True)
     with LedgerWriter(folder / "rank-0.jsonl") as writer:
-        return [(writer.write(record), writer.check)[1] for record in records]
+        return [(writer.write(record), writer.chain_hash)[1] for record in records]
 
 
 def resume(parent, check, *, epoch, batch=0, **extra):
@@ -153,9 +153,9 @@ def test_why_a_break_is_inexact_is_kept(chain):
 def test_a_record_is_found_anywhere_in_the_chain(chain):
     file = chain / "fit-003" / "rank-0.jsonl"
     first = (chain / "fit-001" / "rank-0.jsonl").read_text().splitlines()[4]
-    assert holds_check(file, first[-18:-2])
-    assert not holds_check(chain / "fit-000" / "rank-0.jsonl", first[-18:-2])
-    assert not holds_check(file, "0" * 16)
+    assert holds_record(file, first[-18:-2])
+    assert not holds_record(chain / "fit-000" / "rank-0.jsonl", first[-18:-2])
+    assert not holds_record(file, "0" * 16)
 
 
 def test_a_layout_of_probes_that_is_said_again_is_left_out(tmp_path):

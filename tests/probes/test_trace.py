@@ -16,7 +16,7 @@ from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.probes.monitor import monitor, monitors_heard
 from lightning_d9m.probes.trace import (
-    MOST_PLACES,
+    RECORD_PLACES,
     ProbeCollector,
     ProbePoint,
     Trace,
@@ -149,17 +149,17 @@ def test_tensors_together_survive_one_without_a_digest():
 
 def test_a_batch_with_many_places_is_written_in_parts():
     x = torch.ones(1)
-    records = write_batches([("op", "a", x)] * (MOST_PLACES + 10))
+    records = write_batches([("op", "a", x)] * (RECORD_PLACES + 10))
     sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
-    assert sizes == [MOST_PLACES, 10]
-    assert records[2]["places"][0] == ["op", "a", MOST_PLACES]
+    assert sizes == [RECORD_PLACES, 10]
+    assert records[2]["places"][0] == ["op", "a", RECORD_PLACES]
 
 
 def test_equal_parts_of_a_batch_are_other_calls():
     x = torch.ones(1)
-    records = write_batches(*[[("op", "a", x)] * (2 * MOST_PLACES)] * 2)
+    records = write_batches(*[[("op", "a", x)] * (2 * RECORD_PLACES)] * 2)
     layouts = [r["places"] for r in records if r["kind"] == "layout"]
-    assert [places[0][2] for places in layouts] == [0, MOST_PLACES]
+    assert [places[0][2] for places in layouts] == [0, RECORD_PLACES]
     assert [r["layout"] for r in records if r["kind"] == "probes"] == [0, 1, 0, 1]
 
 
@@ -168,10 +168,10 @@ def test_tensors_beyond_the_limit_are_written_in_parts():
     probes = ProbeCollector(records.append)
     probes.begin(ProbePoint(0, 0, 0))
     x = torch.ones(1)
-    probes.add_tensors("weight", {str(n): x for n in range(2 * MOST_PLACES + 1)})
+    probes.add_tensors("weight", {str(n): x for n in range(2 * RECORD_PLACES + 1)})
     probes.close()
     sizes = [len(r["digests"]) // 32 for r in records if r["kind"] == "probes"]
-    assert sizes == [MOST_PLACES, MOST_PLACES, 1]
+    assert sizes == [RECORD_PLACES, RECORD_PLACES, 1]
 
 
 def test_short_batches_are_written_together(monkeypatch):
@@ -198,7 +198,7 @@ def test_many_places_do_not_wait(monkeypatch):
     probes = ProbeCollector(records.append)
     for batch in range(6):
         probes.begin(ProbePoint(0, batch, batch))
-        probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(MOST_PLACES // 2)})
+        probes.add_tensors("weight", {str(n): torch.ones(1) for n in range(RECORD_PLACES // 2)})
         probes.end()
         written.append(len(records))
     assert written == [2, 2, 4, 4, 6, 6]
@@ -225,7 +225,7 @@ def test_a_queue_gives_what_digest_gives():
     queue.add_digest("f" * 32)
     queue.add(tensors)
     assert queue.fetch() == [*digest_many(tensors), "f" * 32, *digest_many(tensors)]
-    assert not queue.flights
+    assert not queue.pending
 
 
 def test_a_form_that_was_met_before_gives_the_same():

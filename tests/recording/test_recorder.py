@@ -166,7 +166,7 @@ def test_any_error_on_one_rank_is_raised_on_all():
             return rank
 
         try:
-            return Ranks(rank, threads.gather_of(rank)).together(act)
+            return Ranks(rank, threads.gather_of(rank)).raise_on_all(act)
         except (RuntimeError, D9mError) as error:
             return error
 

@@ -208,3 +208,10 @@ def test_entries_travel_only_when_their_digest_differs():
     assert agreement.compare([row, row]) == {}
     assert sent == []
     assert len(row) == 20
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+def test_a_torchscript_model_has_replicated_state():
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    replicated = find_replicated_state(model)
+    assert replicated.weights == {"0.weight", "0.bias", "1.weight", "1.bias"}

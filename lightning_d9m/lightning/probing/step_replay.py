@@ -243,7 +243,7 @@ class Replay:
             if error is not None:
                 raise error
 
-        ranks.together(tell)
+        ranks.raise_on_all(tell)
 
 
 def _do_nothing(*_: object, **__: object) -> None:

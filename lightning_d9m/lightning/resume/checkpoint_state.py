@@ -340,7 +340,7 @@ class CheckpointState:
         problems = describe_strangers(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._place(trainer).epoch)
         problems += describe_reloaded_generators(reloaded)
-        ranks_of(trainer).together(
+        ranks_of(trainer).raise_on_all(
             lambda: self._raise_or_warn(trainer, problems) if problems else None
         )
 
