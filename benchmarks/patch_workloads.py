@@ -19,7 +19,7 @@ class Workload:
     """One op on one shape.
 
     Attributes:
-        op: The name in the catalogue.
+        op: The name in the catalog.
         shape: A description of the shape.
         make: Builds the inputs on a device and returns the call.
         make_deterministic: Builds torch's own deterministic version, if there is one; called with

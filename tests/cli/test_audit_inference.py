@@ -211,7 +211,7 @@ def test_an_importable_module_serves_as_a_target(audit, capsys):
     [
         ("models.py", "allowed: module:function or path/to/script.py:function"),
         ("models.py:nothing", "models.py has no function 'nothing'"),
-        ("nowhere.py:make", "There is no script nowhere.py"),
+        ("nowhere.py:make", "The script nowhere.py does not exist"),
         ("no_such_module:make", "no_such_module cannot be imported"),
         ("models.py:wrong", "returned a Tensor; allowed: a pair (module, samples)"),
         ("models.py:lonely", "returned 1 samples; at least 2 are needed"),

@@ -316,7 +316,7 @@ def test_values_that_are_not_allowed(audit, words, message):
 
 
 def test_the_real_worker(tmp_path, capsys):
-    """The whole way once, on one op, in a process of its own."""
+    """One op, measured in a real worker process."""
     words = ["audit", "ops", "--quick", "--ops", "cumsum", "-o", str(tmp_path), "--json"]
     assert main(words) == 0
     result = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""What the tests of the patches share: ops whose gradient is patched, and ways of running them."""
+"""Ops whose gradient is patched, and functions that run and compare them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from lightning_d9m.patches.registration import patches_applied
 Forward = Callable[[Tensor], Tensor]
 Attempt = Callable[[], object]
 
-# The first switch of torch's flag loads Inductor, which sets TORCHINDUCTOR_CACHE_DIR for good.
+# The first change of torch's flag loads Inductor, which sets TORCHINDUCTOR_CACHE_DIR permanently.
 torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
 
@@ -235,7 +235,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def equal_bits(left: Tensor, right: Tensor) -> bool:
-    """Say whether two tensors are equal, a NaN being equal to a NaN."""
+    """Return whether two tensors are equal; a NaN equals a NaN."""
     return left.dtype == right.dtype and torch.allclose(left, right, 0, 0, equal_nan=True)
 
 
@@ -249,7 +249,7 @@ def answer(attempt: Attempt) -> object:
 
 
 def assert_alike(attempt: Attempt, *, tolerance: float = 0.0, include: Sequence[str] = ()) -> None:
-    """Hold the patched op, under torch's flag, against the original with the flag off."""
+    """Compare the patched op, under torch's flag, with the original without the flag."""
     expected = answer(attempt)
     with patches_applied("CPU", include=include):
         if isinstance(expected[0], type):

@@ -57,12 +57,11 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "cumsum": _counts,
     "scatter_reduce_.two": _takes_greatest_integers,
     "index_put_": _writes_alike_in_any_order,
-    "index_fill_.int_Scalar": lambda args, kwargs: True,  # one value, whoever writes it last
 }
 
 
 class Judge(TorchDispatchMode):
-    """Notes each aten op that is not known to be deterministic on CUDA.
+    """Records each aten op that is not known to be deterministic on CUDA.
 
     Attributes:
         refused: Their names.
@@ -79,7 +78,7 @@ class Judge(TorchDispatchMode):
         with self:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
-            return result  # composed of others, which were judged
+            return result  # composed of other ops, which were judged
         name = str(func).removeprefix("aten.").removesuffix(".default")
         self.seen.add(name)
         fine = (
@@ -95,9 +94,9 @@ class Judge(TorchDispatchMode):
 
 @contextmanager
 def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[str]]]:
-    """Let every replacement run before a judge; yield it and the paths of those that ran.
+    """Run every replacement under a judge; yield it and the paths of the replacements that ran.
 
-    What the host prepares once for each set of sizes is left out: it is copied to the device.
+    Tables that the host builds once for each set of sizes are not judged.
     """
     judge, ran = Judge(), set()
 
@@ -105,7 +104,7 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
         @wraps(replacement)
         def run(original: Callable[..., Any], *args: object, **kwargs: object) -> object:
             def fall_back(*given: object, **more: object) -> object:
-                # Of what those replace torch has a deterministic version, which takes the rest.
+                # torch has a deterministic version of what these replace, which handles the rest.
                 offered = path.startswith("lightning_d9m.patches.kernels.index_add:")
                 floats = [part for part in given if getattr(part, "is_floating_point", bool)()]
                 assert offered or not floats, f"{path} leaves floating point to the original."

@@ -78,7 +78,7 @@ def test_silence_ends_the_worker_and_not_the_run(worker) -> None:
 
 
 def test_what_no_time_is_left_for_says_so(worker) -> None:
-    """No time at all: rows all the same."""
+    """With no time left every row has an error."""
     words = Namespace(rounds=1, calls=2, seconds=0.0, limit=LONG)
     result = benchmark.measure_all(worker, words, lambda _: None)
     assert {row["error"] for row in result["ops"]} == {"out of time"}

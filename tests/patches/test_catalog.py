@@ -1,4 +1,4 @@
-"""The catalog accounts for every op that torch refuses, and chooses what is asked for."""
+"""The catalog covers every op that torch refuses, and selects the ops to patch."""
 
 from importlib import import_module
 from pathlib import Path

@@ -39,7 +39,7 @@ RELU = torch.ops.aten.relu.default
 
 
 def test_equal_results_are_compared_once() -> None:
-    """Three calls, one of them with a second computation; rounding is no disagreement."""
+    """Three calls, one of them computed twice; a rounding error is not a disagreement."""
     near = torch.tensor([1.0, 2.0 + 1e-6, float("nan")])
     replacement = Scripted(near, torch.tensor([1.0, 2.0, float("nan")]), near)
     kernel = make_kernel(replacement, RELU)

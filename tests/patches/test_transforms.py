@@ -55,7 +55,7 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "getitem": lambda x: x[ROWS],
     "embedding": lambda x: nnf.embedding(WHERE, x),
 }
-COUNTS = {"histc", "bincount"}  # of which there is no derivative
+COUNTS = {"histc", "bincount"}  # they have no derivative
 every_case = pytest.mark.parametrize("call", CASES.values(), ids=CASES)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),

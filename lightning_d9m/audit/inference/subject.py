@@ -121,7 +121,7 @@ def _load(place: str) -> Any:
             ) from error
     spec = spec_from_file_location(Path(place).stem, place)
     if spec is None or spec.loader is None or not Path(place).exists():
-        raise SettingError(f"There is no script {place}.")
+        raise SettingError(f"The script {place} does not exist.")
     loaded = module_from_spec(spec)
     sys.modules[spec.name] = loaded
     spec.loader.exec_module(loaded)

@@ -35,7 +35,7 @@ EXEMPT: tuple[Op, ...] = (
         status="exempt",
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Runs a deterministic kernel.",
-        cause="The index was that of whichever of several equal elements a thread found.",
+        cause="The index was that of one of several equal elements; the threads decided which.",
         reason="torch fixed it and removed it from its list before 2.13.",
     ),
     Op(

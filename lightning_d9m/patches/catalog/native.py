@@ -8,7 +8,7 @@ from lightning_d9m.patches.catalog.op import ATOMICS, FlagEffect, Op
 
 _SWITCHES = "Runs a deterministic version."
 _REASON = "torch itself is deterministic if deterministic algorithms are on."
-_LAST_WINS = "Of several values for one place, whichever thread writes last wins."
+_LAST_WINS = "Several threads write to one place in no fixed order, and the last value stays."
 
 
 def _make_entry(

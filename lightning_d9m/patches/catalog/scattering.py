@@ -63,7 +63,7 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.RAISES,
         documented=("torch.Tensor.put_",),
         torch_does="Raises; on a CPU only without accumulate.",
-        cause="Of several values for one place, whichever thread writes last wins.",
+        cause="Several threads write to one place in no fixed order, and the last value stays.",
         instead=(
             "All values for one place are set to the last one before they are written; with "
             "accumulate, index_put_ sorts and adds them."
@@ -100,7 +100,7 @@ SCATTERING: tuple[Op, ...] = (
             flag_effect=FlagEffect.RAISES,
             documented=("torch.median",) if name == "median" else (),
             torch_does="Raises for the median along a dimension.",
-            cause="The index is that of whichever of several equal elements a thread finds.",
+            cause="The index is that of one of several equal elements; the threads decide which.",
             instead="The value is selected first; the index is that of the first equal element.",
             bits="The value is torch's; the index may differ where elements are equal.",
             kernels={f"{name}.dim_values": f"{_ORDER_STATISTICS}:{name}_dim"},

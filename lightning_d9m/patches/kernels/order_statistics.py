@@ -1,7 +1,8 @@
 """Order statistics together with their indices: the median along a dimension, and ``topk``.
 
-torch's CUDA kernel of the median returns the index of whichever of several equal elements a thread
-finds. Here it is the first one. ``topk`` returns the elements that a stable sort puts first.
+torch's CUDA kernel of the median returns the index of one of several equal elements, which depends
+on the order of the threads. Here it is the first one. ``topk`` returns the elements that a stable
+sort puts first.
 """
 
 from functools import partial
