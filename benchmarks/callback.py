@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.loaders import LoaderControl
-from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.seeded_dataset import RngGuard
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -121,7 +121,7 @@ def time_entrances():
         run_state: ("capture_drawn",),
         LoaderControl: ("wrap_loader", "start_epoch"),
         RngGuard: ("begin", "end"),
-        Stream: ("derive",),
+        RandomStreams: ("derive",),
     }.items():
         for name in names:
             _time(owner, name)

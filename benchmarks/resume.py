@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.loaders import LoaderControl
-from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.resumable_sampler import SeededIndex
 from lightning_d9m.control.seeded_dataset import RngGuard, SeededDataset
 
@@ -199,7 +199,7 @@ def measure_seeding() -> dict[str, float]:
     indices = list(range(BATCH))
     for name, per_sample in (("batch", False), ("sample", True)):
         apart = RngGuard()
-        stream = Stream(1, 0, 0, "train")
+        stream = RandomStreams(1, 0, 0, "train")
         seeded = SeededDataset(Counted(SAMPLES), stream, per_sample, apart)
         plain = Counted(SAMPLES)
 

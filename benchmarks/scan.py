@@ -25,7 +25,7 @@ from lightning_d9m.cli.scan import choose_version, scan_entries
 from lightning_d9m.lint.files import SourceFile, list_files
 from lightning_d9m.lint.rules import RULES
 
-CORPUS = Path(__file__).parents[1] / "tests" / "scan" / "corpus"
+CORPUS = Path(__file__).parents[1] / "tests" / "lint" / "corpus"
 OPS = ("D9M101", "D9M102", "D9M103", "D9M104")
 
 

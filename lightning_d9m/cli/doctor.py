@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 if there is no problem, else 1."""
     # These load torch, which `d9m --help` must not.
-    from lightning_d9m.control.doctor import find_problems, sort_findings
+    from lightning_d9m.control.doctor import find_problems, sort_results
     from lightning_d9m.horovod.doctor import check_installation
     from lightning_d9m.ledger.stack import capture_stack
 
-    findings = sort_findings([*find_problems(), *check_installation()])
+    findings = sort_results([*find_problems(), *check_installation()])
     problems = sum(finding.status == "problem" for finding in findings)
     if arguments.json:
         report = {"findings": [asdict(f) for f in findings], "stack": capture_stack()}

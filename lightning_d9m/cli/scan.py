@@ -1,4 +1,4 @@
-"""``d9m scan``: what in a program's source would make its runs differ."""
+"""``d9m scan``: find causes of nondeterminism in source."""
 
 import argparse
 import os
@@ -18,14 +18,14 @@ from lightning_d9m.lint.scanner import LARGEST, FileScan, scan_file, scanning_pr
 from lightning_d9m.output.lint_text import render_json, render_sarif, render_table, render_text
 from lightning_d9m.patches.catalog.catalog import OPS
 
-# Which findings of these two stay is decided when all files are scanned.
+# The findings of these two rules depend on all files.
 _FLAGGED, _UNSEEDED = "D9M103", "D9M210"
-# Files handed to a process at a time: enough that the handing over costs nothing.
+# Files per task of a process, enough to make the overhead negligible.
 _CHUNK = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the words of ``d9m scan``."""
+    """Declare the arguments of ``d9m scan``."""
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files and folders")
     parser.add_argument(
         "--format",
@@ -34,24 +34,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text for a terminal (80 columns), JSON, or SARIF 2.1.0 (default: text)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write there, not to the terminal"
+        "--output", type=Path, metavar="FILE", help="write to a file instead of the terminal"
     )
-    rules = "rules, or the beginnings of their names, with commas: D9M2,D9M301"
+    rules = "rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301"
     parser.add_argument("--select", action="append", metavar="RULES", help=f"only these {rules}")
     parser.add_argument("--ignore", action="append", metavar="RULES", help=f"not these {rules}")
     parser.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="leave out what matches"
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="leave out paths or names that match",
     )
     parser.add_argument(
         "--torch",
         metavar="VERSION",
-        help="the torch whose ops are meant (default: the installed one)",
+        help="the torch release that decides about ops (default: the installed one)",
     )
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="deterministic algorithms are on: leave out what varies only without (D9M103). So it "
-        "is anyway if a scanned file turns them on",
+        help="assume deterministic algorithms: leave out ops that vary only without them (D9M103). "
+        "The default if a scanned file turns them on",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument(
@@ -64,19 +68,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="a run's ledger, or an audit's JSON: join what ran with what was found, op by op",
+        help="a run's ledger, or an audit's JSON: add a table of findings and measurements by op",
     )
-    parser.add_argument("--rules", action="store_true", help="list the rules and end")
+    parser.add_argument("--rules", action="store_true", help="list the rules and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Scan, print, and return 1 when something was found, else 0."""
+    """Scan, print, and return 1 if there are findings, else 0."""
     if arguments.rules:
         for rule in RULES.values():
             print(f"{rule.id}  {rule.severity:8}{rule.name}")
         return 0
     if not arguments.paths:
-        raise SettingError("d9m scan needs a file or a folder to scan.")
+        raise SettingError("d9m scan needs a path. Give a file or a folder.")
     if arguments.jobs < 1:
         raise SettingError(f"--jobs is {arguments.jobs}; allowed: 1 or more.")
     rules = choose_rules(arguments.select, arguments.ignore)
@@ -95,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not (turned_on and finding.rule == _FLAGGED)
         and not (finding.rule == _UNSEEDED and finding.file in seeded)
     )
-    facts = {
+    summary = {
         "torch": torch_version,
         "files": len(entries),
         "lines": sum(scan.lines for scan in scans),
@@ -103,11 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
     }
     table = join_ops(findings, records) if arguments.records else None
     if arguments.format == "json":
-        text = render_json(findings, facts, table)
+        text = render_json(findings, summary, table)
     elif arguments.format == "sarif":
         text = render_sarif(findings)
     else:
-        text = render_text(findings, facts) + (f"\n\n{render_table(table)}" if table else "")
+        text = render_text(findings, summary) + (f"\n\n{render_table(table)}" if table else "")
     if arguments.output is None:
         print(text)
     else:
@@ -140,7 +144,7 @@ def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> 
     """Return the ids that ``--select`` names, without those that ``--ignore`` names.
 
     Raises:
-        SettingError: A word names no rule.
+        SettingError: If a word does not match a rule.
     """
     chosen = _expand(select) if select else set(RULES)
     return frozenset(chosen - _expand(ignore or ()))
@@ -153,18 +157,20 @@ def _expand(words: Iterable[str]) -> set[str]:
             continue
         found = {rule for rule in RULES if rule.startswith(prefix)}
         if not found:
-            raise SettingError(f"{word.strip()!r} names no rule. `d9m scan --rules` lists them.")
+            raise SettingError(
+                f"{word.strip()!r} does not match a rule. `d9m scan --rules` lists them."
+            )
         ids |= found
     return ids
 
 
 def choose_version(given: str | None) -> str:
-    """Return the torch that is meant: the given, the installed, or the newest that is known.
+    """Return the torch release: the given, the installed, or the newest in the catalog.
 
-    What is older than the catalogue is read as the oldest that it knows.
+    Releases older than the catalog count as its oldest release.
 
     Raises:
-        SettingError: The given version is none.
+        SettingError: If the given version is not valid.
     """
     if given is None:
         try:
@@ -175,12 +181,14 @@ def choose_version(given: str | None) -> str:
         release = tuple(int(part) for part in given.split(".")[:2])
         oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
     except ValueError as error:
-        raise SettingError(f"{given!r} is no version of torch. Give one such as 2.13.0.") from error
+        raise SettingError(
+            f"{given!r} is not a version of torch. Give one such as 2.13.0."
+        ) from error
     return given if release >= oldest else ".".join(map(str, oldest))
 
 
 def _shorten(path: str) -> str:
-    """Return a path relative to the current folder where it lies below."""
+    """Return a path relative to the current folder if it is inside."""
     here = f"{Path.cwd()}{os.sep}"
     return path.removeprefix(here).removeprefix(f".{os.sep}") or path
 

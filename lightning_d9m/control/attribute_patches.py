@@ -1,4 +1,4 @@
-"""Attributes of the user's objects that were replaced, and what was there before."""
+"""Temporary replacement of attributes of the user's objects."""
 
 import weakref
 from collections.abc import Callable
@@ -9,31 +9,31 @@ _MISSING = object()
 
 
 class AttributePatches:
-    """Replaces attributes, and puts all of them back, in reverse.
+    """Replaces attributes and restores all of them in reverse order.
 
-    The owners are not kept alive: a loader that Lightning reloads every epoch may die meanwhile.
+    The owners are not kept alive, so that a loader that Lightning reloads every epoch can be freed.
     """
 
     def __init__(self) -> None:
         self._originals: list[tuple[Callable[[], Any], str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute; of several replacements the first one's original is kept.
+        """Set an attribute. Repeated replacements keep the first original value.
 
         Raises:
-            AttributeError: When the owner does not let it be set; nothing is changed then.
+            AttributeError: If the owner does not allow it; then nothing changes.
         """
         original = _find_original(owner, name)
-        # A DataLoader refuses to set `dataset` and its like once it is built, for it may have
-        # derived a sampler from it. What is set here has the same length and the same samples.
+        # A DataLoader does not allow to set `dataset` and similar attributes after construction,
+        # because its sampler may depend on them. Replacements here keep length and samples.
         object.__setattr__(owner, name, value)
-        if any(known() is owner and name == other for known, other, _ in self._originals):
+        if any(patched() is owner and name == other for patched, other, _ in self._originals):
             return
         self._originals = [entry for entry in self._originals if entry[0]() is not None]
-        self._originals.append((_refer(owner), name, original))
+        self._originals.append((_make_reference(owner), name, original))
 
     def undo(self) -> None:
-        """Put back every attribute whose owner still lives."""
+        """Restore every attribute whose owner still exists."""
         while self._originals:
             reference, name, original = self._originals.pop()
             owner = reference()
@@ -47,18 +47,18 @@ class AttributePatches:
 
 
 def _find_original(owner: Any, name: str) -> Any:
-    """Return what to put back: what a class supplies is seen again once the instance's is gone."""
+    """Return the instance's value, or a marker if the class supplies the attribute."""
     own = vars(owner) if hasattr(owner, "__dict__") else {}
     if name in own:
         return own[name]
-    # Properties and slots are set through the class.
+    # The class stores the values of properties and slots.
     return (
         getattr(owner, name) if hasattr(getattr(type(owner), name, None), "__set__") else _MISSING
     )
 
 
-def _refer(owner: Any) -> Callable[[], Any]:
+def _make_reference(owner: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(owner)
-    except TypeError:  # its class has slots and none for weak references
+    except TypeError:  # a class with slots and without `__weakref__`
         return lambda: owner

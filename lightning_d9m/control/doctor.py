@@ -1,4 +1,4 @@
-"""What in this process and on this machine would make a run nondeterministic, and each fix."""
+"""Checks of this process and machine for causes of nondeterminism, each with its fix."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,34 +16,34 @@ from lightning_d9m.control.torch_flags import capture_flags
 OLDEST_TORCH = (2, 11)
 Status = Literal["problem", "note", "ok"]
 
-# What a session lets each be, its own choice first, and what another value does.
+# The values that a session accepts, its own choice first, and the effect of any other value.
 _VARIABLES = {
     environment.CUBLAS: (
         environment.CUBLAS_ALLOWED,
-        "cuBLAS shares workspaces between streams with it, so products differ.",
+        "With it cuBLAS shares workspaces between streams, so products differ.",
     ),
-    environment.INDUCTOR: (("1", ""), "The compiler chooses kernels by timing them otherwise."),
+    environment.INDUCTOR: (("1", ""), "With it the compiler chooses kernels by timing them."),
     environment.FLASH_ATTENTION: (
         ("1", ""),
         "The backward kernel of flash-attn adds with atomics.",
     ),
     environment.TRANSFORMER_ENGINE: (
         ("0", ""),
-        "It lets Transformer Engine choose nondeterministic kernels.",
+        "With it Transformer Engine may choose nondeterministic kernels.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What was looked at.
-        status: ``"problem"`` makes runs differ, ``"note"`` may, ``"ok"`` does not.
-        found: What is so on this machine.
-        reason: The mechanism; empty where nothing is wrong.
-        fix: What to do; empty where nothing is to be done.
+        name: The setting, variable or package.
+        status: ``"problem"`` makes runs differ, ``"note"`` may do so, ``"ok"`` does not.
+        found: The state on this machine.
+        reason: The mechanism; empty if the status is ``"ok"``.
+        fix: The remedy; empty if there is nothing to do.
     """
 
     name: str
@@ -54,27 +54,27 @@ class CheckResult:
 
 
 def find_problems() -> list[CheckResult]:
-    """Look at the interpreter, torch, the variables and the threads; problems come first.
+    """Check the interpreter, torch, variables and threads; problems come first.
 
-    Nothing is changed, and no device is initialised.
+    The checks change nothing and do not initialize any device.
     """
-    return sort_findings(_look())
+    return sort_results(_run_checks())
 
 
-def sort_findings(findings: Iterable[CheckResult]) -> list[CheckResult]:
-    """Return problems first, then notes, each in the order that they came in."""
+def sort_results(results: Iterable[CheckResult]) -> list[CheckResult]:
+    """Return problems first, then notes, then the rest, each in their given order."""
     order = {"problem": 0, "note": 1, "ok": 2}
-    return sorted(findings, key=lambda finding: order[finding.status])
+    return sorted(results, key=lambda result: order[result.status])
 
 
-def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str) -> CheckResult:
-    """Judge a variable that need not be set.
+def check_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str) -> CheckResult:
+    """Check a variable that need not be set.
 
     Args:
         name: The variable.
-        allowed: The values that it may have, the best first.
-        reason: What another value does.
-        unset: What happens where it is not set.
+        allowed: The allowed values, the best first.
+        reason: The effect of any other value.
+        unset: The behavior if it is not set.
     """
     found = os.environ.get(name)
     if found is None:
@@ -84,27 +84,27 @@ def judge_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str
     return CheckResult(name, "problem", found, reason, f"Unset it, or set {name}={allowed[0]}.")
 
 
-def _look() -> Iterator[CheckResult]:
-    yield _look_at_torch_version()
-    yield _look_at_hash_seed()
-    yield _look_at_seed()
+def _run_checks() -> Iterator[CheckResult]:
+    yield _check_torch_version()
+    yield _check_hash_seed()
+    yield _check_seed()
     for name, (allowed, reason) in _VARIABLES.items():
-        yield judge_variable(name, allowed, reason, unset="the callback sets it")
-    yield _look_at_nccl()
-    yield from _look_at_flags()
-    yield _look_at_precision()
-    yield _look_at_threads()
-    yield _look_at_dynamic_threads()
+        yield check_variable(name, allowed, reason, unset="the callback sets it")
+    yield _check_nccl()
+    yield from _check_flags()
+    yield _check_precision()
+    yield _check_threads()
+    yield _check_dynamic_threads()
 
 
-def _look_at_torch_version() -> CheckResult:
+def _check_torch_version() -> CheckResult:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
         return CheckResult(
             "torch",
             "problem",
             torch.__version__,
-            "Older versions leave more operations nondeterministic than lightning_d9m knows of.",
+            "Older releases have nondeterministic operations that lightning_d9m does not know.",
             f"pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'",
         )
     if torch.version.hip is not None:
@@ -112,26 +112,26 @@ def _look_at_torch_version() -> CheckResult:
             "torch",
             "note",
             f"{torch.__version__} for ROCm",
-            "Memory-efficient attention by Composable Kernel adds in any order on AMD's devices, "
-            "whatever torch's flag says.",
+            "Memory-efficient attention by Composable Kernel adds in varying order on AMD devices, "
+            "even with torch's flag on.",
             "torch.backends.cuda.enable_mem_efficient_sdp(False)",
         )
     return CheckResult("torch", "ok", torch.__version__)
 
 
-def _look_at_hash_seed() -> CheckResult:
+def _check_hash_seed() -> CheckResult:
     if describe_hash_seed_problem() is None:
         return CheckResult("PYTHONHASHSEED", "ok", "fixed")
     return CheckResult(
         "PYTHONHASHSEED",
         "problem",
         "not fixed",
-        "Sets of strings have another order in each run; Python reads it when it starts.",
+        "Sets of strings have a different order in each run; Python reads it when it starts.",
         "Start programs with PYTHONHASHSEED=0 (`d9m repeat` does).",
     )
 
 
-def _look_at_seed() -> CheckResult:
+def _check_seed() -> CheckResult:
     text = os.environ.get("PL_GLOBAL_SEED")
     if not text:
         return CheckResult("PL_GLOBAL_SEED", "ok", "not set; seed_everything sets it")
@@ -141,13 +141,13 @@ def _look_at_seed() -> CheckResult:
         "PL_GLOBAL_SEED",
         "problem",
         text,
-        "It is no seed: the callback, which takes its own from it, refuses it, and seed_everything "
-        "takes another.",
+        "It is not a valid seed: the callback, which reads its seed from it, raises, and "
+        "seed_everything chooses a different one.",
         f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
     )
 
 
-def _look_at_nccl() -> CheckResult:
+def _check_nccl() -> CheckResult:
     found = os.environ.get(environment.NCCL)
     if found is None or not environment.allows_nvls(found):
         return CheckResult(environment.NCCL, "ok", found or "not set; the callback sets it")
@@ -155,12 +155,12 @@ def _look_at_nccl() -> CheckResult:
         environment.NCCL,
         "problem",
         found,
-        "NVLS reduces inside the switch, in an order that differs between calls.",
+        "NVLS reduces inside the network switch, in an order that differs between calls.",
         f"Unset it, or set {environment.NCCL}={environment.NCCL_DEFAULT}.",
     )
 
 
-def _look_at_flags() -> Iterator[CheckResult]:
+def _check_flags() -> Iterator[CheckResult]:
     flags = capture_flags()
     on = flags["torch.deterministic_algorithms"]
     found = "on" if on else "off, as torch starts; the callback switches them on"
@@ -178,7 +178,7 @@ def _look_at_flags() -> Iterator[CheckResult]:
         yield CheckResult("cuDNN benchmark", "ok", "off")
 
 
-def _look_at_precision() -> CheckResult:
+def _check_precision() -> CheckResult:
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     allowed = {
         "TF32 in matrix products": _uses_tf32(cuda),
@@ -194,41 +194,41 @@ def _look_at_precision() -> CheckResult:
         "precision",
         "note",
         f"{', '.join(names)} on CUDA devices",
-        "They are deterministic, and give other bits than full precision does; they are left as "
-        "they are, and recorded.",
+        "They are deterministic, but round differently from full precision. The callback leaves "
+        "them unchanged and records them.",
     )
 
 
 def _uses_tf32(backend: Any) -> bool:
-    # Not `allow_tf32`: that raises once a program has used the newer name.
+    # `allow_tf32` raises after a program has used the newer name.
     return getattr(backend, "fp32_precision", None) == "tf32"
 
 
-def _look_at_threads() -> CheckResult:
+def _check_threads() -> CheckResult:
     cores, usable = os.cpu_count() or 1, _count_usable_cores()
     found = f"{torch.get_num_threads()} on {usable} of {cores} cores"
-    # One number for each level of nesting; torch takes the first, and ignores what is no number.
+    # One number per nesting level; torch takes the first and ignores anything but numbers.
     if os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit():
         return CheckResult("CPU threads", "ok", f"{found}, fixed by OMP_NUM_THREADS")
     return CheckResult(
         "CPU threads",
         "note",
         f"{found}, chosen by torch",
-        "CPU results differ between numbers of threads, and torch chooses by the cores that it may "
-        "use here" + (", of which this container or job has a part." if usable < cores else "."),
-        "To get the same bits on several machines, set OMP_NUM_THREADS or "
+        "CPU results depend on the number of threads, and torch chooses it by the number of usable "
+        "cores" + (", which this container or job limits." if usable < cores else "."),
+        "To get equal results on several machines, set OMP_NUM_THREADS or "
         "DeterminismCallback(threads=...).",
     )
 
 
 def _count_usable_cores() -> int:
-    """Return what OpenMP counts. It does not look at a container's quota of time."""
+    """Return the number of cores that OpenMP counts. It ignores a container's CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _look_at_dynamic_threads() -> CheckResult:
+def _check_dynamic_threads() -> CheckResult:
     found = os.environ.get(DYNAMIC)
     if not threads_vary():
         return CheckResult(DYNAMIC, "ok", found or "not set")
@@ -236,6 +236,6 @@ def _look_at_dynamic_threads() -> CheckResult:
         DYNAMIC,
         "problem",
         str(found),
-        "OpenMP chooses the number of threads by the load of the machine, at every operation.",
+        "OpenMP chooses the number of threads for every operation by the load of the machine.",
         f"Unset it, or set {DYNAMIC}=false.",
     )

@@ -1,7 +1,7 @@
-"""Generators as plain values: what a checkpoint holds of them, without pickled objects.
+"""States of random generators as plain values for checkpoints.
 
-Everything here loads with ``torch.load(..., weights_only=True)``: tensors, numbers, texts, lists
-and dicts.
+All values load with ``torch.load(..., weights_only=True)``: tensors, numbers, strings,
+lists and dicts.
 """
 
 import random
@@ -16,9 +16,9 @@ from lightning_d9m.control.seeding import RngState
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# What these packages keep is theirs; only what they are given as an owner is looked into.
+# Objects of these packages are searched only if they are owners.
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
-# Most of what is found, and never a generator.
+# The most frequent types, none of which holds a generator.
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray})
 _CONTAINERS = (dict, list, tuple)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
@@ -46,7 +46,7 @@ def encode_rng(state: RngState) -> dict[str, Any]:
 
 
 def decode_rng(encoded: Mapping[str, Any]) -> RngState:
-    """Return the state that ``encode_rng`` gave as plain values."""
+    """Return the state from the plain values of ``encode_rng``."""
     return RngState(
         python=_decode_python(encoded["python"]),
         numpy=_decode_plain(encoded["numpy"]),
@@ -56,10 +56,10 @@ def decode_rng(encoded: Mapping[str, Any]) -> RngState:
 
 
 def capture_generators(owners: Mapping[str, object]) -> dict[str, Any]:
-    """Return the state of every generator that the objects keep for themselves.
+    """Return the state of every generator that the objects hold.
 
     Args:
-        owners: Objects by name. Their attributes are searched, and those of what they hold.
+        owners: Objects by name. See ``find_generators`` for the search.
 
     Returns:
         Plain values by the generator's path, such as ``"model.noise"``.
@@ -68,11 +68,10 @@ def capture_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 
 
 def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any]) -> list[str]:
-    """Put every generator back into its captured state.
+    """Restore every generator to its captured state.
 
     Returns:
-        The paths of generators that were captured and are no more, or are there and were not
-        captured.
+        The paths of generators that were captured and are missing now, or were not captured.
     """
     found = find_generators(owners)
     for path in encoded.keys() & found.keys():
@@ -81,7 +80,7 @@ def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any])
 
 
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
-    """Return the generators that objects keep in attributes, lists and dicts, by path.
+    """Return the generators in attributes, lists and dicts of objects, by path.
 
     The search goes from the outside in, four levels deep. It leaves out lists that are too long to
     hold anything but data, and ends when it has visited 20,000 objects.
@@ -133,7 +132,7 @@ def _list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, An
     if isinstance(value, _OPAQUE):
         return ()
     if depth and type(value).__module__.partition(".")[0] in _FOREIGN:
-        return ()  # a Trainer, a loader under control
+        return ()  # a Trainer, a controlled loader
     return getattr(value, "__dict__", {}).items()
 
 
@@ -151,7 +150,7 @@ def _encode(generator: Any) -> dict[str, Any]:
         return {"kind": "legacy", "state": _encode_plain(generator.get_state(legacy=False))}
     try:
         return {"kind": "python", "state": _encode_python(generator.getstate())}
-    except NotImplementedError:  # the system's generator has none
+    except NotImplementedError:  # SystemRandom does not have a state
         return {"kind": "none", "state": None}
 
 
@@ -169,7 +168,7 @@ def _restore(generator: Any, encoded: Mapping[str, Any]) -> None:
 
 def _encode_python(state: tuple[Any, ...]) -> dict[str, Any]:
     version, words, gauss = state
-    # Through NumPy: torch alone looks at every word in Python.
+    # torch.tensor would read every word in Python; NumPy is faster.
     words = torch.from_numpy(np.array(words, dtype=np.int64))
     return {"version": version, "words": words, "gauss": gauss}
 
@@ -179,7 +178,7 @@ def _decode_python(encoded: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _encode_plain(value: Any) -> Any:
-    """Return NumPy's nested state with arrays as tensors, and long numbers as texts."""
+    """Return NumPy's nested state with arrays as tensors, and long integers as strings."""
     if isinstance(value, Mapping):
         return {str(key): _encode_plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):

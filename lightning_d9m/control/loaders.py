@@ -1,7 +1,7 @@
-"""Loaders under control: order and workers depend on (seed, epoch) alone.
+"""Controlled loaders, whose order and workers depend only on (seed, epoch).
 
-Knows torch's ``DataLoader``, not Lightning. Every attribute of the user's objects that is replaced
-is put back by ``release``.
+This module knows torch's ``DataLoader``, not Lightning. ``release`` restores every replaced
+attribute of the user's objects.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.generators import capture_generators, restore_generators
-from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.resumable_sampler import ResumableSampler, is_foreign, unwrap
 from lightning_d9m.control.samplers import copy_loader, find_samplers, is_rankless, make_generator
 from lightning_d9m.control.seeded_dataset import (
@@ -30,8 +30,8 @@ from lightning_d9m.control.seeded_dataset import (
 )
 from lightning_d9m.errors import SettingError
 
-# torch adds the epoch to a DistributedSampler's seed; users' subclasses give the sum to generators
-# of 32 bits.
+# torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
+# generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
 
 
@@ -41,9 +41,9 @@ class LoaderControl:
     Args:
         seed: The base seed.
         fit: Ordinal of the fit in its process.
-        rank: The data-parallel rank: workers of other ranks draw other numbers.
-        per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that what it
-            draws does not depend on the batch that it is in, nor on the rank.
+        rank: The data-parallel rank; workers of different ranks draw different numbers.
+        per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that its
+            draws depend neither on its batch nor on the rank.
     """
 
     def __init__(self, seed: int, *, fit: int, rank: int, per_sample_rng: bool) -> None:
@@ -51,12 +51,12 @@ class LoaderControl:
         self._fit = fit
         self._rank = rank
         self._per_sample_rng = per_sample_rng
-        self._taken: list[_ControlledLoader] = []
+        self._controlled: list[_ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, _Consumed] = {}
 
     def resume(self, fit: int) -> None:
-        """Draw what another process's fit would draw; before any loader is taken over."""
+        """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
         self._fit = fit
 
     def resume_epoch(
@@ -68,56 +68,55 @@ class LoaderControl:
         cycled: Callable[[], bool],
         samplers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Go on within an epoch, whose first batches were consumed; before it is started.
+        """Continue an epoch after its first batches. Call it before the epoch starts.
 
         Args:
-            stage: Whose loaders.
+            stage: The stage of the loaders.
             epoch: The epoch.
-            batches: How many batches each loader has given.
-            cycled: Whether a loader that ends before the epoch does is iterated anew.
-            samplers: What ``capture_samplers`` gave.
+            batches: Number of batches that each loader has given.
+            cycled: Returns whether a loader that ends before the epoch is iterated again.
+            samplers: The result of ``capture_samplers``.
         """
         self._consumed[stage] = _Consumed(epoch, batches, cycled, samplers or {})
 
     def capture_samplers(self, stage: str, *, within: bool) -> dict[str, Any]:
-        """Return the states of the generators that samplers of the user's keep for themselves.
+        """Return the states of the generators that the user's samplers hold.
 
         Args:
-            stage: Whose loaders.
-            within: Whether an epoch is under way. Its order is drawn from the states that it began
-                with, so these are what it is resumed from.
+            stage: The stage of the loaders.
+            within: True within an epoch: return the states at its start, from which its order was
+                drawn.
 
         Returns:
             Plain values.
         """
         return {
-            str(taken.number): taken.at_start if within else taken.capture_samplers()
-            for taken in self._taken
-            if taken.stage == stage and taken.at_start
+            str(control.number): control.at_start if within else control.capture_samplers()
+            for control in self._controlled
+            if control.stage == stage and control.at_start
         }
 
     def wrap_loader(self, loader: Any, stage: str) -> Any:
-        """Let a loader draw from streams of its own; return what to iterate.
+        """Give a loader its own random streams; return the loader to iterate.
 
-        That is the loader itself, but for one that another stage has taken over already: it is
-        copied, so that validation never changes what training draws. Loaders in lists, tuples,
-        dicts and Lightning's ``CombinedLoader`` are found. Anything that is not torch's
-        ``DataLoader`` is returned as it is: there is nothing of it to seed but the generators of
-        the process. Call ``start_epoch`` before it is iterated.
+        Returns the loader itself, or a copy if another stage already controls it, so that
+        validation never changes the draws of training. Finds loaders in lists, tuples, dicts and
+        Lightning's ``CombinedLoader``. Returns any object that is not a ``DataLoader`` unchanged:
+        only the generators of the process affect it. Call ``start_epoch`` before you iterate.
 
         Args:
-            loader: What is iterated for batches.
+            loader: An iterable of batches, or a container of such.
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            SettingError: When a seed for each sample is asked of a dataset without indices.
+            SettingError: If per_sample_rng is on and the dataset does not have indices.
         """
         if isinstance(loader, DataLoader):
-            return self._take(loader, stage)
+            return self._control(loader, stage)
         if isinstance(loader, Mapping):
-            taken = {key: self.wrap_loader(value, stage) for key, value in loader.items()}
-            same = all(taken[key] is loader[key] for key in taken)
-            return loader if same else taken
+            wrapped = {key: self.wrap_loader(value, stage) for key, value in loader.items()}
+            same = all(wrapped[key] is loader[key] for key in wrapped)
+            return loader if same else wrapped
         if isinstance(loader, list | tuple):
             items = [self.wrap_loader(item, stage) for item in loader]
             same = all(new is old for new, old in zip(items, loader, strict=True))
@@ -132,58 +131,58 @@ class LoaderControl:
     def start_epoch(self, stage: str, epoch: int) -> None:
         """Seed the streams of a stage's loaders for an epoch.
 
-        An epoch that has been started is not started again: its order may be drawn already.
+        Does not start the same epoch twice, because its order may be drawn already.
         """
-        present = [taken for taken in self._taken if taken.stage == stage]
-        for taken in present:
-            if taken.first_epoch is None:
-                # Counted among those that were loaded together, so that a loader which is loaded
-                # anew every epoch draws the same, whether or not the run was resumed before it.
-                taken.enter(sum(other.first_epoch == epoch for other in present), epoch)
-            taken.start_epoch(epoch, self._consumed.get(stage))
+        present = [control for control in self._controlled if control.stage == stage]
+        for control in present:
+            if control.first_epoch is None:
+                # Numbered among the loaders of the same first epoch, so that a loader that is
+                # reloaded every epoch draws the same in a resumed run.
+                control.enter(sum(other.first_epoch == epoch for other in present), epoch)
+            control.start_epoch(epoch, self._consumed.get(stage))
 
     def restart(self, stage: str) -> None:
-        """Let a stage's loaders start their epoch anew: what they drew in it counts for nothing."""
-        for taken in self._taken:
-            if taken.stage == stage:
-                taken.started = None
+        """Let the next ``start_epoch`` of a stage start the same epoch again."""
+        for control in self._controlled:
+            if control.stage == stage:
+                control.started = None
 
     def restart_epoch(self, stage: str, epoch: int) -> None:
-        """Start an epoch again: a stage's loaders are about to be iterated anew from its beginning.
+        """Start an epoch again, before a stage's loaders are iterated again from its beginning.
 
-        Workers may have been given batches of an iteration that nothing was taken from.
+        Workers may already hold batches of an iteration that was not consumed.
         """
-        for taken in self._taken:
-            if taken.stage == stage:
-                taken.unwrap_loader(epoch)
+        for control in self._controlled:
+            if control.stage == stage:
+                control.reset(epoch)
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:
-        """Put back every attribute that was replaced, in reverse."""
-        self._taken.clear()
+        """Restore every replaced attribute in reverse order."""
+        self._controlled.clear()
         self._replacements.undo()
 
-    def _take(self, loader: Any, stage: str) -> Any:
-        # Loaders that are loaded anew every epoch must not be kept alive.
-        self._taken = [taken for taken in self._taken if taken.loader() is not None]
-        for taken in self._taken:
-            if taken.loader() is loader:
-                if taken.stage == stage:
-                    taken.started = None  # it is about to be iterated from the beginning
+    def _control(self, loader: Any, stage: str) -> Any:
+        # Do not keep loaders alive that are reloaded every epoch.
+        self._controlled = [control for control in self._controlled if control.loader() is not None]
+        for control in self._controlled:
+            if control.loader() is loader:
+                if control.stage == stage:
+                    control.started = None  # it is iterated from the beginning next
                     return loader
                 loader = _copy_original(loader)
                 break
-        stream = Stream(self._seed, self._fit, self._rank, stage)
-        taken = _ControlledLoader(
+        stream = RandomStreams(self._seed, self._fit, self._rank, stage)
+        control = _ControlledLoader(
             loader, stream, self._replacements, per_sample=self._per_sample_rng
         )
-        self._taken.append(taken)
+        self._controlled.append(control)
         return loader
 
 
 @dataclass(frozen=True)
 class _Consumed:
-    """How far an epoch had got when its run was interrupted."""
+    """The position in an epoch at which its run was interrupted."""
 
     epoch: int
     batches: int
@@ -192,10 +191,15 @@ class _Consumed:
 
 
 class _ControlledLoader:
-    """One loader under control."""
+    """One controlled loader."""
 
     def __init__(
-        self, loader: Any, stream: Stream, replacements: AttributePatches, *, per_sample: bool
+        self,
+        loader: Any,
+        stream: RandomStreams,
+        replacements: AttributePatches,
+        *,
+        per_sample: bool,
     ) -> None:
         self.loader = weakref.ref(loader)
         self.stage = stream.stage
@@ -210,7 +214,7 @@ class _ControlledLoader:
                 "its samples have no index to seed them by. Use a dataset with indices, or switch "
                 "per_sample_rng off; runs are exact without it."
             )
-        # The base seed of the workers is drawn from here, not from the generator of the training.
+        # torch draws the base seed of the workers from this generator.
         self._generator = torch.Generator()
         self._orders: dict[int, torch.Generator] = {}
         self._rankless = is_rankless(loader)
@@ -228,26 +232,26 @@ class _ControlledLoader:
             init = WorkerInit(stream, loader.worker_init_fn)
             replacements.replace(loader, "worker_init_fn", init)
             if loader.persistent_workers:
-                # Workers that live already know nothing of these streams: new ones are started.
+                # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
                 if iterable:
                     stream.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
         self.at_start: dict[str, Any] = {}
         self._foreign = is_foreign(find_samplers(loader))
-        users = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        still = draws_nothing(loader)
-        self._requests = ResumableSampler(users, stream, foreign=self._foreign, still=still)
+        user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        draws = not draws_nothing(loader)
+        self._requests = ResumableSampler(user_sampler, stream, foreign=self._foreign, draws=draws)
         batching = loader.batch_sampler is not None
         replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
         if not iterable:
             if hasattr(loader, "load_state_dict"):
-                # torchdata's: the place in the epoch is found here.
+                # torchdata's loader; this class restores the position in the epoch.
                 replacements.replace(loader, "load_state_dict", _ignore)
-            apart = NoRngGuard() if still else RngGuard()
-            seeded = SeededDataset(loader.dataset, stream, per_sample and not still, apart)
+            guard = RngGuard() if draws else NoRngGuard()
+            seeded = SeededDataset(loader.dataset, stream, per_sample and draws, guard)
             replacements.replace(loader, "dataset", seeded)
-            replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, apart))
-        # torch itself seeds a data pipe anew in every epoch, and takes it apart to do so.
+            replacements.replace(loader, "collate_fn", SeededCollate(loader.collate_fn, guard))
+        # torch itself seeds a data pipe in every epoch, and traverses it to do so.
         elif stream.shared is not None and not isinstance(loader.dataset, IterDataPipe):
             seeded = SeededDataset(loader.dataset, stream, per_sample, RngGuard())
             replacements.replace(loader, "dataset", seeded)
@@ -258,7 +262,7 @@ class _ControlledLoader:
         return self._stream.number
 
     def capture_samplers(self) -> dict[str, Any]:
-        """Return the states of the generators that samplers of the user's keep for themselves."""
+        """Return the states of the generators that the user's samplers hold."""
         return capture_generators(self._owners())
 
     def _owners(self) -> dict[str, object]:
@@ -266,14 +270,14 @@ class _ControlledLoader:
         samplers = [] if loader is None or not self._foreign else find_samplers(loader)
         return {str(number): sampler for number, sampler in enumerate(samplers)}
 
-    def unwrap_loader(self, epoch: int) -> None:
-        """Forget what samplers have drawn in an epoch that was started."""
+    def reset(self, epoch: int) -> None:
+        """Restore the samplers' generators to the start of the current epoch."""
         if self.started == epoch:
             restore_generators(self._owners(), self.at_start)
             self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
-        """Number the loader among those whose first epoch is the same."""
+        """Set the loader's first epoch and its number among the loaders of that epoch."""
         self.first_epoch = epoch
         self._stream.number = number
 
@@ -286,7 +290,7 @@ class _ControlledLoader:
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)
         if loader.num_workers > 0:
-            # As torch draws it; see `WorkerInit`.
+            # The same draw as torch's; see `WorkerInit`.
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             self._stream.workers = int(drawn)
             self._generator.manual_seed(seed)
@@ -295,7 +299,7 @@ class _ControlledLoader:
             restore_generators(self._owners(), consumed.samplers.get(str(self.number), {}))
         self._seed_samplers(loader, epoch)
         self.at_start = self.capture_samplers()
-        # A loader of an iterable dataset finds its place by itself, or not at all.
+        # A loader of an iterable dataset restores its position itself, or cannot.
         if consumed is not None and resumed and not self._iterable:
             self._requests.start_epoch(consumed.batches, consumed.cycled)
         else:
@@ -304,7 +308,7 @@ class _ControlledLoader:
     def _seed_samplers(self, loader: Any, epoch: int) -> None:
         for number, sampler in enumerate(find_samplers(loader)):
             if isinstance(sampler, DistributedSampler):
-                # All ranks must cut one and the same permutation.
+                # All ranks must split the same permutation.
                 seed = self._stream.derive("shards", worker=number, shared=True)
                 self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
                 continue
@@ -312,8 +316,8 @@ class _ControlledLoader:
             if generator is None:
                 continue
             self._orders[number] = generator
-            # Again in every epoch: another stage's loader may hold the same sampler.
-            with suppress(AttributeError):  # one that does not let it be set keeps its own
+            # In every epoch, because another stage's loader may hold the same sampler.
+            with suppress(AttributeError):  # a read-only attribute keeps its value
                 self._replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
             generator.manual_seed(self._stream.derive("order", worker=number, shared=shared))
@@ -333,16 +337,16 @@ class _ControlledLoader:
 
 
 def _ignore(state: object) -> None:
-    """Leave out what is known already."""
+    """Ignore the state; the position comes from ``resume_epoch``."""
 
 
 def _copy_original(loader: Any) -> Any:
-    """Copy a loader that has been taken over, as it was before."""
-    twin = copy_loader(loader)
-    if isinstance(twin.worker_init_fn, WorkerInit):
-        twin.worker_init_fn = twin.worker_init_fn.users
-    if type(twin.collate_fn) is SeededCollate:
-        twin.collate_fn = twin.collate_fn.users
-    if type(twin.dataset) is SeededDataset:
-        object.__setattr__(twin, "dataset", vars(twin.dataset)["_dataset"])
-    return twin
+    """Copy a controlled loader without its control."""
+    duplicate = copy_loader(loader)
+    if isinstance(duplicate.worker_init_fn, WorkerInit):
+        duplicate.worker_init_fn = duplicate.worker_init_fn.user_function
+    if type(duplicate.collate_fn) is SeededCollate:
+        duplicate.collate_fn = duplicate.collate_fn.user_function
+    if type(duplicate.dataset) is SeededDataset:
+        object.__setattr__(duplicate, "dataset", vars(duplicate.dataset)["_dataset"])
+    return duplicate

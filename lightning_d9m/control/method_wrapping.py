@@ -1,21 +1,21 @@
-"""Methods of one object that something is put around, for a while."""
+"""Temporary wrappers around methods of one object."""
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-_MISSING = object()
+from lightning_d9m.control.attribute_patches import AttributePatches
 
 
 def wrap_method(
     stack: ExitStack, owner: Any, name: str, around: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Let each call of a method run inside a context, until ``stack`` is closed.
+    """Run each call of a method inside a context, until ``stack`` is closed.
 
     Args:
-        stack: What takes it off again.
-        owner: The object; its class stays as it is.
+        stack: Restores the method.
+        owner: The object. Its class stays unchanged.
         name: The method.
         around: Makes the context of one call.
     """
@@ -30,14 +30,7 @@ def wrap_method(
 
 
 def replace_method(stack: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:
-    """Give one object another method, until ``stack`` is closed."""
-    before = vars(owner).get(name, _MISSING)
-    vars(owner)[name] = method
-
-    def restore() -> None:
-        if before is _MISSING:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = before
-
-    stack.callback(restore)
+    """Replace a method of one object, until ``stack`` is closed."""
+    patches = AttributePatches()
+    patches.replace(owner, name, method)
+    stack.callback(patches.undo)

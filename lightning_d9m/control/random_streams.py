@@ -8,7 +8,7 @@ from lightning_d9m.control.seeding import derive_seed
 
 
 @dataclass
-class Stream:
+class RandomStreams:
     """The seeds of a loader's random streams. Each worker gets a copy when it starts.
 
     Attributes:
@@ -38,7 +38,7 @@ class Stream:
         if self.shared is not None:
             self.shared.fill_(epoch)
 
-    def at_epoch(self) -> "Stream":
+    def at_epoch(self) -> "RandomStreams":
         """Return a copy that stays in the current epoch."""
         return replace(self, shared=None)
 

@@ -1,4 +1,4 @@
-"""The samplers of a loader, wherever they are: in batch samplers and in wrappers of Lightning's."""
+"""The samplers of a loader, including those in batch samplers and in Lightning's wrappers."""
 
 import copy
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.control.resumable_sampler import unwrap
 
-# A loader keeps both, a batch sampler the first. Lightning's distributed wrapper keeps a `dataset`
-# that keeps the user's sampler as `_sampler`.
+# A loader has both `sampler` and `batch_sampler`, a batch sampler has `sampler`. Lightning's
+# distributed wrapper has a `dataset` that has the user's sampler as `_sampler`.
 _LINKS = ("sampler", "batch_sampler", "_sampler", "dataset")
-# torch's own samplers that know nothing of ranks.
+# torch's samplers that do not depend on the rank.
 _RANKLESS = (
     BatchSampler,
     RandomSampler,
@@ -35,25 +35,25 @@ def find_samplers(loader: Any) -> list[Any]:
     pending = [loader]
     while pending:
         for _, sampler in _links(pending.pop(0)):
-            if not any(sampler is known for known in found):
+            if not any(sampler is other for other in found):
                 found.append(sampler)
                 pending.append(sampler)
     return found
 
 
 def is_rankless(loader: Any) -> bool:
-    """Return whether each rank may draw an order of its own.
+    """Return whether each rank may draw a different order.
 
-    A sampler that deals one order out to the ranks needs that order to be equal on all of them, and
-    any sampler that is not torch's own may be one.
+    A sampler that splits one order among the ranks needs the same order on all of them. Any sampler
+    that is not torch's may do that.
     """
     return all(type(sampler) in _RANKLESS for sampler in find_samplers(loader))
 
 
 def make_generator(sampler: Any) -> torch.Generator | None:
-    """Return a new generator of the kind that a sampler draws from, or None if it takes none.
+    """Return a new generator of the kind that a sampler draws from, or None.
 
-    One of NumPy's or of another kind is left to the user.
+    None if the sampler does not take a generator, or takes one of NumPy or of another kind.
     """
     if not hasattr(sampler, "generator"):
         return None
@@ -66,27 +66,27 @@ def make_generator(sampler: Any) -> torch.Generator | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Return a loader over the same dataset that shares no sampler and no workers with it."""
-    twin = _copy(loader, {})
-    object.__setattr__(twin, "_iterator", None)
-    return twin
+    """Return a loader over the same dataset that does not share samplers or workers."""
+    duplicate = _copy(loader, {})
+    object.__setattr__(duplicate, "_iterator", None)
+    return duplicate
 
 
 def _copy(holder: Any, copies: dict[int, Any]) -> Any:
     if id(holder) not in copies:
-        copies[id(holder)] = twin = copy.copy(holder)
+        copies[id(holder)] = duplicate = copy.copy(holder)
         for name, sampler in _links(holder):
-            object.__setattr__(twin, name, _copy(sampler, copies))
+            object.__setattr__(duplicate, name, _copy(sampler, copies))
     return copies[id(holder)]
 
 
 def _links(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name of attribute, sampler) for each sampler that is kept in ``holder``."""
+    """Yield (name of attribute, sampler) for each sampler of ``holder``."""
     for name in _LINKS:
         kept = unwrap(getattr(holder, name, None))
         if kept is None:
             continue
-        # A dataset is no sampler, but that of Lightning's wrapper leads to one.
+        # The dataset of Lightning's wrapper leads to a sampler.
         wraps = isinstance(holder, DistributedSampler) and hasattr(kept, "_sampler")
         if name != "dataset" or wraps:
             yield name, kept

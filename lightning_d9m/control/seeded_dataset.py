@@ -1,6 +1,6 @@
-"""Seeding inside loader workers, and for single batches and samples.
+"""Seeds for loader workers, batches and samples.
 
-What is sent to a worker must survive pickling (``spawn``), so nothing here is a closure.
+Objects that are sent to workers must be picklable (``spawn``), so this module avoids closures.
 """
 
 import operator
@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as _collate
 
-from lightning_d9m.control.random_streams import Stream
+from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.resumable_sampler import SeededIndex
 from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
 from lightning_d9m.errors import SettingError
@@ -28,45 +28,45 @@ from lightning_d9m.errors import SettingError
 class WorkerInit:
     """Seeds a worker when it starts, then calls the user's own ``worker_init_fn``."""
 
-    stream: Stream
-    users: Callable[[int], None] | None
+    stream: RandomStreams
+    user_function: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         """Seed Python, NumPy and torch in this worker."""
         info = get_worker_info()
         drawn = self.stream.workers if info is None else info.seed - worker
-        # A loader that is iterated again within an epoch (the shorter one of two) has new workers,
-        # which must not draw the same again; torch draws another base seed for them.
+        # A loader that is iterated again within an epoch (the shorter of two) gets new workers,
+        # which must not repeat the draws. torch draws a different base seed for them.
         index = 0 if drawn == self.stream.workers else drawn
         seed_host(self.stream.derive("worker", worker=worker, index=index))
-        if self.users is not None:
-            self.users(worker)
+        if self.user_function is not None:
+            self.user_function(worker)
 
 
 class RngGuard:
-    """The generators of the process while a batch is loaded in it: seeded, and then given back.
+    """Seeds the generators while the main process loads a batch, and restores them.
 
-    In a worker there is nothing to give back.
+    In a worker the generators need not be restored.
     """
 
     def __init__(self) -> None:
-        self._kept: RngState | None = None
+        self._saved: RngState | None = None
 
     def begin(self, seed: int) -> None:
-        """Seed the generators, and keep what they were."""
-        if get_worker_info() is None and self._kept is None:
-            self._kept = capture_host_rng()
+        """Save the state of the generators and seed them."""
+        if get_worker_info() is None and self._saved is None:
+            self._saved = capture_host_rng()
         seed_host(seed)
 
     def end(self) -> None:
-        """Give the generators back; where nothing was begun, do nothing."""
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            restore_rng(kept)
+        """Restore the generators; do nothing without a ``begin``."""
+        if self._saved is not None:
+            saved, self._saved = self._saved, None
+            restore_rng(saved)
 
 
 class NoRngGuard(RngGuard):
-    """For data that ``draws_nothing``: what nobody draws from is neither seeded nor kept."""
+    """Leaves the generators alone, for loaders that ``draws_nothing`` accepts."""
 
     def begin(self, seed: int) -> None:
         """Do nothing."""
@@ -76,10 +76,10 @@ class NoRngGuard(RngGuard):
 
 
 def draws_nothing(loader: Any) -> bool:
-    """Return whether no code but torch's own makes a batch, and that draws no random number.
+    """Return whether only code of torch makes a batch, without random numbers.
 
-    So it is with a ``TensorDataset`` of plain tensors, or a ``Subset`` of one. To leave the
-    generators alone there saves most of what control costs per batch.
+    This holds for a ``TensorDataset`` of plain tensors, or a ``Subset`` of one. Such a loader needs
+    no seeding, which saves most of the overhead per batch.
     """
     dataset = loader.dataset
     while type(dataset) is Subset:
@@ -93,43 +93,44 @@ def draws_nothing(loader: Any) -> bool:
 
 
 class SeededCollate:
-    """The user's ``collate_fn``, which draws on from where the samples of its batch left off."""
+    """The user's ``collate_fn``, which continues the random streams of its samples."""
 
-    def __init__(self, users: Callable[[Any], Any], apart: RngGuard) -> None:
-        vars(self).update(users=users, _apart=apart)
+    def __init__(self, user_function: Callable[[Any], Any], guard: RngGuard) -> None:
+        vars(self).update(user_function=user_function, _guard=guard)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "users" not in vars(self):
+        if name.startswith("__") or "user_function" not in vars(self):
             raise AttributeError(name)
-        return getattr(self.users, name)
+        return getattr(self.user_function, name)
 
     def __call__(self, samples: Any) -> Any:
         """Make a batch of samples."""
         try:
-            return self.users(samples)
+            return self.user_function(samples)
         finally:
-            self._apart.end()
+            self._guard.end()
 
 
 class SeededDataset:
-    """A dataset that seeds the generators before it hands out samples.
+    """A proxy of the user's dataset that seeds the generators before it returns samples.
 
-    It stands in for the user's dataset while a loader is under control, and answers for it in
-    everything else: ``isinstance`` sees the user's class, attributes are got from the user's object
-    and set there (which is how a ``worker_init_fn`` shares a stream out among workers).
+    ``isinstance`` sees the user's class. Attributes are read from the user's object and set there,
+    so that a ``worker_init_fn`` can split a stream among workers.
 
     Args:
         dataset: The user's dataset.
         stream: The loader's random streams.
         per_sample: Seed before each sample by (seed, epoch, index); otherwise before each batch, by
             (seed, rank, epoch, number of the batch).
-        apart: What gives the generators back when the batch is made.
+        guard: Restores the generators when the batch is made.
     """
 
-    def __init__(self, dataset: Any, stream: Stream, per_sample: bool, apart: RngGuard) -> None:
-        # Not as attributes: those are the user's dataset's.
+    def __init__(
+        self, dataset: Any, stream: RandomStreams, per_sample: bool, guard: RngGuard
+    ) -> None:
+        # `__setattr__` sets attributes of the user's dataset.
         vars(self).update(
-            _dataset=dataset, _stream=stream, _per_sample=per_sample, _apart=apart, _iterated=False
+            _dataset=dataset, _stream=stream, _per_sample=per_sample, _guard=guard, _iterated=False
         )
 
     @property  # type: ignore[misc]
@@ -137,7 +138,7 @@ class SeededDataset:
         return type(self._dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeededDataset, (self._dataset, self._stream, self._per_sample, self._apart)
+        return SeededDataset, (self._dataset, self._stream, self._per_sample, self._guard)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -154,44 +155,44 @@ class SeededDataset:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        # Called in a worker, at its start (`WorkerInit` has seeded it) and when an epoch begins.
+        # Called in a worker at its start, after `WorkerInit` has seeded it, and in every epoch.
         info = get_worker_info()
         if self._iterated and info is not None and self._stream.follow():
             seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
         return iter(self._dataset)
 
-    def __getitem__(self, asked: Any) -> Any:
-        # A sample on its own: of a loader that does not batch, or of code that is no loader.
-        if isinstance(asked, SeededIndex):
-            return self._fetch(asked, lambda: self._fetch_sample(asked.indices, asked.epoch))
+    def __getitem__(self, request: Any) -> Any:
+        # A single sample: of a loader that does not batch, or of other code.
+        if isinstance(request, SeededIndex):
+            return self._fetch(request, lambda: self._fetch_sample(request.indices, request.epoch))
         if not self._per_sample:
-            return self._dataset[asked]
-        alone = SeededIndex(asked, 0, self._stream.epoch)
+            return self._dataset[request]
+        single = SeededIndex(request, 0, self._stream.epoch)
         try:
-            return self[alone]
+            return self[single]
         finally:
-            self._apart.end()
+            self._guard.end()
 
-    def __getitems__(self, asked: Any) -> Any:
-        """Fetch a batch at once, as torch's loader asks for it."""
-        if isinstance(asked, SeededIndex):
-            return self._fetch(asked, lambda: self._fetch_batch(asked.indices, asked.epoch))
+    def __getitems__(self, request: Any) -> Any:
+        """Fetch a whole batch, as torch's loader does."""
+        if isinstance(request, SeededIndex):
+            return self._fetch(request, lambda: self._fetch_batch(request.indices, request.epoch))
         if self._per_sample:
-            return [self[index] for index in asked]
-        return self._fetch_batch(asked, self._stream.epoch)
+            return [self[index] for index in request]
+        return self._fetch_batch(request, self._stream.epoch)
 
-    def _fetch(self, asked: SeededIndex, fetch: Callable[[], Any]) -> Any:
-        self._apart.begin(asked.seed)
+    def _fetch(self, request: SeededIndex, fetch: Callable[[], Any]) -> Any:
+        self._guard.begin(request.seed)
         try:
             return fetch()
         except BaseException:
-            self._apart.end()
+            self._guard.end()
             raise
 
     def _fetch_batch(self, indices: Any, epoch: int) -> Any:
         fetch = getattr(self._dataset, "__getitems__", None)
-        # With a seed for each sample they are fetched one by one.
+        # With a seed per sample, fetch them one by one.
         if self._per_sample or fetch is None:
             return [self._fetch_sample(index, epoch) for index in indices]
         return fetch(indices)
@@ -199,14 +200,14 @@ class SeededDataset:
     def _fetch_sample(self, index: Any, epoch: int) -> Any:
         if self._per_sample:
             stream = self._stream
-            if stream.epoch != epoch:  # in a worker that was started in another one
+            if stream.epoch != epoch:  # in a worker that started in a different epoch
                 stream = replace(stream, epoch=epoch, shared=None)
             seed_host(stream.derive("sample", index=_index_text(index), shared=True))
         return self._dataset[index]
 
 
 def _index_text(index: Any) -> int | str:
-    """Return what identifies a sample: the same in every run, whatever holds the numbers."""
+    """Return the identity of a sample as text, independent of the type of its numbers."""
     if isinstance(index, str):
         return repr(str(index))
     if isinstance(index, float):
@@ -217,7 +218,7 @@ def _index_text(index: Any) -> int | str:
         return operator.index(index)
     except TypeError:
         raise SettingError(
-            f"per_sample_rng is on and the sampler gives {index!r} as an index; allowed are whole "
-            "numbers, strings, floats, and tuples or lists of them, for the seed of a sample is "
+            f"per_sample_rng is on and the sampler gives {index!r} as an index; allowed: integers, "
+            "strings, floats, and tuples or lists of them, because the seed of a sample is "
             "derived from its index. Change the sampler, or switch per_sample_rng off."
         ) from None

@@ -1,6 +1,6 @@
 """Random number generators: seeds derived by hashing, and the state of all generators as one value.
 
-Seeds are never added to: seed 1 of epoch 2 and seed 2 of epoch 1 must not be the same stream.
+Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in epoch 1.
 """
 
 import os
@@ -50,21 +50,21 @@ def seed_all(seed: int) -> None:
         seed: From 0 to 2**64 - 1.
     """
     seed_host(seed)
-    # Whether this torch was built for one: to ask for the devices themselves would start the
-    # driver, after which a launcher can no longer fork.
+    # This only tells which accelerator torch was built for. Listing devices would start the driver,
+    # after which a launcher can no longer fork.
     if torch.accelerator.current_accelerator() is not None:
-        # Every device, and lazily: one that is initialised later gets the seed then.
+        # Seeds every device, also those that are initialized later.
         torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the CPU: Python's, NumPy's and torch's.
 
-    For loader workers and single samples: it takes microseconds, for no device is looked at.
+    It takes microseconds because it does not touch devices: for loader workers and single samples.
     NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
     random.seed(seed)
-    # NumPy's takes 32 bits; two words of 32 would take six times as long.
+    # NumPy's seed has 32 bits; an array of two words would take six times as long.
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it
     torch.default_generator.manual_seed(seed)
 
@@ -87,18 +87,18 @@ class RngState:
 
 
 def capture_rng() -> RngState:
-    """Return the state of every generator, without initialising any device.
+    """Return the state of every generator, without initializing any device.
 
-    A device that is initialised later is not in it, and is not restored.
+    The state does not include devices that are initialized later.
     """
     return replace(
         capture_host_rng(),
-        devices={name: _device_states(module) for name, module in _initialised_devices()},
+        devices={name: _device_states(module) for name, module in _list_initialized_devices()},
     )
 
 
 def capture_host_rng() -> RngState:
-    """Return the state of the generators that ``seed_host`` seeds, without waiting for a device."""
+    """Return the state of the generators that ``seed_host`` seeds, without using a device."""
     return RngState(
         python=random.getstate(),
         numpy=capture_numpy(),
@@ -108,7 +108,7 @@ def capture_host_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Put every generator back into a captured state."""
+    """Restore every generator to a captured state."""
     random.setstate(state.python)
     restore_numpy(state.numpy)
     torch.set_rng_state(state.torch_cpu)
@@ -122,7 +122,7 @@ def restore_rng(state: RngState) -> None:
 
 @contextmanager
 def rng_restored() -> Iterator[None]:
-    """Leave every generator as it was, whatever the body draws or seeds."""
+    """Restore every generator after the body."""
     state = capture_rng()
     try:
         yield
@@ -131,26 +131,25 @@ def rng_restored() -> Iterator[None]:
 
 
 def describe_hash_seed_problem() -> str | None:
-    """Return a sentence if the order of sets of strings changes from run to run, or else None.
+    """Return a sentence if the order of sets of strings changes from run to run, else None.
 
-    Python reads ``PYTHONHASHSEED`` when it starts; setting it in a running interpreter does
-    nothing, so what counts is whether this one started with a fixed one.
+    Python reads ``PYTHONHASHSEED`` only when it starts, so the value at the start counts.
     """
     if not sys.flags.hash_randomization:
         return None  # PYTHONHASHSEED=0
-    # Python accepts a number, "random" or nothing; with a number it says "randomised" all the same.
-    # Started with -E or -I it does not read the variable.
+    # Python accepts a number, "random" or nothing. `sys.flags` reports randomization even with a
+    # number. With -E or -I Python does not read the variable.
     if _startup_hash_seed().isdigit() and not sys.flags.ignore_environment:
         return None
     return (
         "PYTHONHASHSEED was not fixed when Python started, so sets of strings may be iterated in "
-        "another order in each run. Start the program with PYTHONHASHSEED=0 (and without Python's "
-        "-E and -I, which ignore it); `d9m repeat` does."
+        "a different order in each run. Start the program with PYTHONHASHSEED=0 (and without "
+        "Python's -E and -I, which ignore it); `d9m repeat` does."
     )
 
 
 def _startup_hash_seed() -> str:
-    """Return the variable as this process was started with it, where the system can tell."""
+    """Return the variable's value at the start of this process, as far as the system knows it."""
     try:
         with open("/proc/self/environ", "rb") as stream:  # noqa: PTH123 - procfs
             entries = stream.read().split(b"\0")
@@ -162,20 +161,20 @@ def _startup_hash_seed() -> str:
     return ""
 
 
-def _initialised_devices() -> Iterator[tuple[str, Any]]:
-    """Yield (name, module of torch) of each accelerator that this process has initialised."""
+def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
+    """Yield (name, module of torch) of each accelerator that this process has initialized."""
     accelerator = torch.accelerator.current_accelerator()
     built = set() if accelerator is None else {accelerator.type}
     for name in sorted({"cuda", "xpu"} | built):
         module = getattr(torch, name, None)
-        # Apple's has no word for it, and is always on.
+        # torch.mps has no such function and is always initialized.
         started = getattr(module, "is_initialized", getattr(module, "is_available", bool))
         if started() and hasattr(module, "get_rng_state"):
             yield name, module
 
 
 def _device_states(module: Any) -> list[torch.Tensor]:
-    """Return the states of a kind of device's generators; Apple's has one, and no such function."""
+    """Return the generator states of one kind of device; torch.mps has a single generator."""
     if hasattr(module, "get_rng_state_all"):
         return list(module.get_rng_state_all())
     return [module.get_rng_state()]

@@ -1,7 +1,6 @@
-"""A deterministic session: all switches together, and all of them restored.
+"""A deterministic session sets all flags, variables and seeds, and restores them.
 
-``with deterministic(seed=1):`` and ``enable(seed=1)`` open the same session, and so does the
-callback.
+``with deterministic(seed=1):``, ``enable(seed=1)`` and the callback open the same session.
 """
 
 import threading
@@ -32,21 +31,21 @@ _lock = threading.RLock()
 
 
 class Session:
-    """Everything that makes this process deterministic, from opening to ``close``.
+    """The deterministic state of this process, from the constructor to ``close``.
 
     Args:
-        settings: What to switch, and the seed of all generators.
+        settings: The flags to set, and the seed of all generators.
 
     Attributes:
-        settings: The same.
-        fits: How many fits began while it was the active session.
+        settings: The settings.
+        fits: Number of fits that began while it was the active session.
         thread: The thread that opened it.
-        seed_is_default: True if nobody chose the seed, so that a Trainer may take another one.
+        seed_is_default: True if the seed is the default, so that a Trainer may choose another one.
 
     Raises:
-        SettingError: When a variable of the user's asks for the opposite, or another thread holds a
+        SettingError: If a variable of the user allows nondeterminism, or another thread holds a
             session open.
-        TooLateError: When a switch can no longer take effect.
+        TooLateError: If a variable can no longer take effect.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -58,8 +57,8 @@ class Session:
         self._switching = control_is_on()
         if not self._switching:
             warnings.warn(
-                f"The variable {CONTROL} is 'off': this run is seeded and recorded, and not "
-                "deterministic. Unset it for any other purpose than to measure that.",
+                f"The variable {CONTROL} is 'off': this run is seeded and recorded, but not "
+                "deterministic. Unset it unless you measure the cost of determinism.",
                 stacklevel=2,
             )
         with _lock, ExitStack() as stack:
@@ -78,26 +77,25 @@ class Session:
     def _switch(self, stack: ExitStack) -> None:
         fill = self.settings.fill_uninitialized_memory
         stack.enter_context(torch_flags.algorithms_switched(fill_uninitialized_memory=fill))
-        # Whether torch was built for CUDA: to ask for a device would start the driver, after which
-        # a launcher can no longer fork.
+        # `is_built` does not start the driver, after which a launcher could no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
-        if patching and not _patching(self.settings):
+        if patching and not _is_patched(self.settings):
             stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
 
     def verify(self) -> None:
-        """Raise a ``SettingError`` if somebody has changed a switch since."""
+        """Raise a ``SettingError`` if a flag or the number of threads has changed since."""
         if self._switching:
             fill = self.settings.fill_uninitialized_memory
             torch_flags.verify_flags(fill_uninitialized_memory=fill)
         verify_threads(self.settings.threads)
 
     def close(self) -> None:
-        """Restore everything, in reverse, the generators included. A second call does nothing.
+        """Restore everything in reverse order, including generators. A second call does nothing.
 
-        Sessions that ``enable`` opened since, and left open, are closed first.
+        Sessions that ``enable`` opened later and left open are closed first.
 
         Raises:
-            SettingError: When a ``with`` block that began later still holds its session open.
+            SettingError: If a ``with`` block that began later still holds its session open.
         """
         with _lock:
             if self not in _open:
@@ -106,8 +104,8 @@ class Session:
                 _open[-1].close()
             if _open[-1] is not self:
                 raise SettingError(
-                    "A session that was opened later is still open, and would be left with the "
-                    "wrong switches. Close sessions in reverse order, or use `with "
+                    "A session that was opened later is still open and would restore the wrong "
+                    "flags. Close sessions in reverse order, or use `with "
                     "deterministic(...)`."
                 )
             _open.pop()
@@ -129,7 +127,7 @@ class Session:
 
     @property
     def in_scope(self) -> bool:
-        """Whether a ``with`` block holds the session open."""
+        """True while a ``with`` block holds the session open."""
         return self._scopes > 0
 
 
@@ -145,8 +143,8 @@ def _refuse_second_thread() -> None:
         )
 
 
-def _patching(settings: Settings) -> bool:
-    """Return whether a session that is open has patched the operations that these ask for."""
+def _is_patched(settings: Settings) -> bool:
+    """Return whether an open session has patched the operations of these settings."""
     for session in _open:
         if session.settings.patch_ops:
             expected, actual = session.settings.unpatched_ops, settings.unpatched_ops
@@ -161,20 +159,20 @@ def _patching(settings: Settings) -> bool:
 
 
 def enable(settings: Settings | None = None, **overrides: Any) -> Session:
-    """Make this process deterministic from here on: call it at the top of the program.
+    """Make this process deterministic; call it at the top of the program.
 
-    Every generator is seeded with the seed itself, as ``torch.manual_seed(seed)`` does. The session
-    stays open until its ``close``, or the end of the program. A second call takes the place of the
-    first, whose session is closed, as when a cell of a notebook is run again. Within the ``with``
-    block of a session, or a Trainer's run, it opens an inner one, which ends with the outer one.
+    Every generator gets the seed itself, as with ``torch.manual_seed(seed)``. The session stays
+    open until its ``close`` or the end of the program. A second call closes the session of the
+    first one, so that you can run a cell of a notebook again. Within the ``with`` block of a
+    session or a Trainer's run it opens an inner session, which ends with the outer one.
 
     Args:
         settings: All settings; the defaults when None.
         overrides: Single settings by name, such as ``seed=42``.
 
     Raises:
-        SettingError: When a value or a name is not allowed.
-        TooLateError: When a switch can no longer take effect.
+        SettingError: If a value or a name is not allowed.
+        TooLateError: If a variable can no longer take effect.
 
     >>> import torch
     >>> with enable(seed=1):
@@ -191,7 +189,7 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
 
 @contextmanager
 def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterator[Session]:
-    """Compute the body deterministically, in a session of its own; see :func:`enable`."""
+    """Run the body in a deterministic session; see :func:`enable`."""
     chosen = _choose(settings, overrides)
     with ExitStack() as stack:
         with _lock:
@@ -207,23 +205,23 @@ def _choose(settings: Settings | None, overrides: dict[str, Any]) -> Settings:
         )
     unknown = ", ".join(sorted(set(overrides) - set(Settings.__dataclass_fields__)))
     if unknown:
-        known = ", ".join(Settings.__dataclass_fields__)
-        raise SettingError(f"There is no setting {unknown}; the settings are {known}.")
+        names = ", ".join(Settings.__dataclass_fields__)
+        raise SettingError(f"There is no setting {unknown}; the settings are {names}.")
     return replace(settings or Settings(), **overrides)
 
 
 def active_session() -> Session | None:
-    """Return the session that was opened last and is still open."""
+    """Return the innermost open session."""
     return _open[-1] if _open else None
 
 
 def next_fit() -> int:
-    """Return the ordinal of a fit, from 0, in the active session or else the process; and count it.
+    """Count a fit; return its number, from 0, in the active session or else in the process.
 
-    Two fits in one session draw other numbers, and each equals its counterpart in another run. A
-    session begins anew: ``with deterministic(seed=1)`` around a fit gives the same fit each time.
+    Two fits in one session draw different numbers, and each equals its counterpart in another run.
+    Each session counts from 0: ``with deterministic(seed=1)`` around a fit repeats the same fit.
     """
-    global _fits  # noqa: PLW0603 - a process counts its fits, whoever trains
+    global _fits  # noqa: PLW0603 - one counter for the process
     session = active_session()
     if session is not None:
         session.fits += 1

@@ -1,4 +1,4 @@
-"""What a user may choose of a deterministic session. This module needs no torch."""
+"""Settings of a deterministic session. This module does not import torch."""
 
 import sys
 from dataclasses import asdict, dataclass, field
@@ -32,17 +32,17 @@ class Settings:
     Attributes:
         seed: Base of every seed, from 0 to 4294967295.
         per_sample_rng: Seed the random generators for every sample by (seed, epoch, index), so
-            that what a sample draws does not depend on its batch; else for every batch.
-        threads: Number of intra-op CPU threads to pin, from 1; None keeps what is set.
-        fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialised
-            memory is exact too; it changes no bit of a correct program.
+            that its draws do not depend on its batch; otherwise seed them for every batch.
+        threads: Number of intra-op CPU threads to pin, from 1; None keeps the current number.
+        fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialized
+            memory is exact too. It does not change the results of a correct program.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic;
             see ``d9m ops``. Without it, torch raises where it has no deterministic kernel. The
             default is True if torch was built for CUDA.
-        unpatched_ops: Names of operations to leave to torch all the same.
+        unpatched_ops: Names of operations that torch computes anyway.
 
     Raises:
-        SettingError: When a value is not allowed.
+        SettingError: If a value is not allowed.
     """
 
     seed: int = 0
@@ -53,9 +53,9 @@ class Settings:
     unpatched_ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_whole("seed", self.seed, 0, HIGHEST_SEED)
+        _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
-            _check_whole("threads", self.threads, 1, HIGHEST_THREADS)
+            _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
         for name in ("per_sample_rng", "fill_uninitialized_memory", "patch_ops"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -66,14 +66,14 @@ class Settings:
                 "patched. Switch patch_ops on, or leave unpatched_ops out."
             )
         for name in self.unpatched_ops:
-            find_op(name)  # a misspelt name is an error
+            find_op(name)  # raises for a misspelled name
 
     def as_record(self) -> dict[str, int | bool | str | None]:
-        """Return the settings as the ledger keeps them."""
+        """Return the settings as the ledger stores them."""
         return asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
 
 
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    # True is an int to Python, and as a seed surely a slip.
+def _validate_integer(name: str, value: object, low: int, high: int) -> None:
+    # True is an int in Python, and surely a mistake as a seed.
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise SettingError(f"{name} is {value!r}; allowed: a whole number from {low} to {high}.")

@@ -1,4 +1,4 @@
-"""Read Python source without running it, and find what would make a run nondeterministic.
+"""Static checks of Python source for causes of nondeterminism.
 
-Nothing here imports torch. What is known of torch's ops comes from the catalogue in ``patches``.
+This package does not import torch. Its knowledge of torch's ops is the catalog in ``patches``.
 """

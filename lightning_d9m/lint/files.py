@@ -1,4 +1,4 @@
-"""Which files a scan reads."""
+"""The files that a scan reads."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,16 +30,16 @@ SKIPPED_FOLDERS = frozenset(
         ".hypothesis",
     }
 )
-"""Names of folders that hold no source of the project's own."""
+"""Names of folders that do not hold source of the project."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to scan, or why something is not.
+    """A file to scan, or a path with the reason why it is not scanned.
 
     Attributes:
-        path: The path, as given or below the folder that was given.
-        problem: Why it is not scanned; empty for a file to scan.
+        path: The path as given, or below the given folder.
+        problem: The reason why it is not scanned; empty for a file to scan.
     """
 
     path: str
@@ -47,21 +47,19 @@ class SourceFile:
 
 
 def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[SourceFile]:
-    """Yield each file once, in the order of the paths given and then of names.
+    """Yield each file once, in the order of the given paths and then of names.
 
     Args:
-        paths: Files, scanned whatever they are called, and folders.
+        paths: Files, scanned whatever their names are, and folders.
         exclude: Globs that a path below a folder, or a name, must not match.
 
     Raises:
-        SettingError: A path does not exist, or is neither a file nor a folder.
+        SettingError: If a path does not exist, or is neither a file nor a folder.
     """
     patterns = tuple(exclude)
     for path in paths:
         if not os.path.lexists(path):
-            raise SettingError(
-                f"There is nothing to scan at {str(path)!r}. Give a file or a folder."
-            )
+            raise SettingError(f"{str(path)!r} does not exist. Give a file or a folder to scan.")
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
     seen: set[tuple[int, int]] = set()
@@ -84,7 +82,7 @@ def _walk(  # noqa: C901 - one case for each kind of entry
         key = (state.st_dev, state.st_ino)
         if key in above:
             yield SourceFile(
-                folder, "This link leads back to a folder around it; it is not followed."
+                folder, "This link leads to a folder that contains it, so it is not followed."
             )
             return
         if key in seen:
@@ -119,7 +117,7 @@ def _walk(  # noqa: C901 - one case for each kind of entry
 
 
 def _is_new(path: str, seen: set[tuple[int, int]]) -> bool:
-    """Say whether a file was not yielded yet; one that cannot be looked at is, to be reported."""
+    """Return whether a file is new, or cannot be read and must be reported."""
     try:
         state = Path(path).stat()
     except OSError:

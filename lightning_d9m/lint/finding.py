@@ -1,4 +1,4 @@
-"""What a scan finds."""
+"""The findings of a scan."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,23 +7,23 @@ from lightning_d9m.lint.rules import RULES, Certainty, Severity
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Finding:
-    """One line of a scan.
+    """One finding of a scan.
 
     Attributes:
-        file: The file's path, as given or below the folder that was given.
-        cell: The number of a notebook's cell, from 1, all kinds counted; 0 in a Python file.
+        file: The file's path as given, or below the given folder.
+        cell: The number of a notebook's cell among all cells, from 1; 0 in a Python file.
         line: In the file, or in the cell; from 1.
         column: In characters, from 1.
         rule: The rule's id.
-        end_line: The last line of what was found.
+        end_line: The last line of the code.
         end_column: The column behind it.
         file_line: In the file, also for a notebook.
-        certainty: ``"certain"`` where all that it depends on was read in the source (the device is
-            taken to be CUDA, and gradients to be asked for); else ``"depends"``.
-        reason: Why it was found.
-        fix: What to do.
-        code: The source of what was found, cut to one line.
-        op: The catalogue's name of the op; empty where it is none.
+        certainty: ``"certain"`` if the source shows everything that matters (assuming CUDA and
+            gradients); otherwise ``"depends"``.
+        reason: The mechanism.
+        fix: The remedy.
+        code: The code, cut to one line.
+        op: The catalog's name of the op; empty if the finding is not about an op.
     """
 
     file: str
@@ -42,7 +42,7 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """That of the rule; what only depends is no error."""
+        """The rule's severity; an uncertain error is downgraded to a warning."""
         severity = RULES[self.rule].severity
         uncertain = self.certainty == "depends" and severity == "error"
         return "warning" if uncertain else severity
@@ -54,7 +54,7 @@ class Finding:
         return f"{self.file}:{cell}{self.line}:{self.column}"
 
     def as_record(self) -> dict[str, object]:
-        """Return the finding in the types that JSON knows."""
+        """Return the finding as JSON types."""
         return {
             **asdict(self),
             "name": RULES[self.rule].name,

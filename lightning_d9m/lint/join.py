@@ -1,15 +1,14 @@
-"""Join what a scan found with what ran: a run's alerts and an audit's figures, op by op.
+"""Join findings with the alerts of runs and the figures of audits, op by op.
 
-What is read, all JSON:
+Reads JSON of these kinds:
 
-- an audit, as ``d9m audit ops`` writes it: ``ops.json``, an object with ``rows``, or ``ops.jsonl``,
-  a line for each row. A row has ``op``, where it differs ``entry`` (the catalog's name), and
-  ``conditions``; the one named ``default`` has ``outcome`` and, where it ran, ``spread`` with
-  ``distinct``, ``runs``, ``vs``, ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these
-  figures does too;
-- a ledger: a file ``rank-N.jsonl``, or a folder of these. Of its records the last one is read: its
-  ``error``, where that is torch's alert, which ended the run;
-- any list, or lines, of such objects.
+- an audit of ``d9m audit ops``: ``ops.json``, an object with ``rows``, or ``ops.jsonl``, one row
+  per line. A row has ``op``, ``entry`` (the catalog's name, if it differs) and ``arms``; the arm
+  ``default`` has ``outcome`` and, if it ran, ``spread`` with ``distinct``, ``runs``, ``vs``,
+  ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these figures is also valid;
+- a ledger: a file ``rank-N.jsonl``, or a folder of these. A record may have an ``error``: torch's
+  alert, which ended the run;
+- a list of such objects, or one object per line.
 """
 
 import json
@@ -25,10 +24,10 @@ from lightning_d9m.lint.finding import Finding
 from lightning_d9m.patches.catalog.catalog import OPS
 
 _ALERT = re.compile(r"([A-Za-z_]\w*)[^:\n]* does not have a deterministic implementation")
-# What torch's alerts add to the name of an op.
+# Affixes that torch's alerts add to the name of an op.
 _DRESSING = re.compile(r"(_forward)?(_out)?(_cuda|_gpu|_cpu)?(_template|_max|_kernel)?_?$")
 
-# What an audit or torch's alert calls an op which the catalogue has under another name.
+# The catalog's names of ops that audits or torch's alerts call differently.
 _ENTRIES = {
     "getitem_backward": "index_put_accumulate",
     "put_accumulate": "put_",
@@ -46,7 +45,7 @@ _ENTRIES = {
 
 @dataclass(frozen=True)
 class MeasuredOp:
-    """What an audit measured of an op in torch's default arm."""
+    """An audit's figures of an op in torch's default arm."""
 
     distinct: int
     runs: int
@@ -57,12 +56,12 @@ class MeasuredOp:
 
 @dataclass
 class OpRow:
-    """One op.
+    """The findings, alerts and measurements of one op.
 
     Attributes:
-        op: The catalogue's name, or that of the record.
-        lines: Where the scan found it.
-        alerts: How many ranks of the runs were ended by torch's alert of it.
+        op: The catalog's name, or the record's.
+        lines: The places of its findings.
+        alerts: Number of ranks that ended with torch's alert of it.
         measured: An audit's figures, one for each case.
     """
 
@@ -73,11 +72,11 @@ class OpRow:
 
     @property
     def worst(self) -> MeasuredOp | None:
-        """The case with the most distinct outputs, and of these that with the greatest Vermv."""
+        """The case with the most distinct outputs; among equals, with the greatest Vermv."""
         return max(self.measured, key=lambda m: (m.distinct, m.vermv or 0.0), default=None)
 
     def as_record(self) -> dict[str, object]:
-        """Return the row in the types that JSON knows."""
+        """Return the row as JSON types."""
         return asdict(self)
 
 
@@ -85,19 +84,21 @@ def read_records(path: Path) -> list[Mapping[str, Any]]:
     """Read a ledger or an audit.
 
     Raises:
-        SettingError: There is nothing there, or it is no JSON.
+        SettingError: If the path does not exist or is not valid JSON.
     """
     try:
         files = sorted(path.glob("**/*.jsonl")) if path.is_dir() else [path]
         if not files:
-            raise SettingError(f"{path} holds no file *.jsonl. Give a ledger's folder or a file.")
+            raise SettingError(
+                f"{path} does not hold *.jsonl files. Give a ledger's folder or a file."
+            )
         return [record for file in files for record in _read_file(file)]
     except OSError as error:
         raise SettingError(
             f"{path} cannot be read: {error.strerror or error}. Give a ledger or an audit's JSON."
         ) from error
     except ValueError as error:
-        raise SettingError(f"{path} is no JSON that can be read: {error}.") from error
+        raise SettingError(f"{path} is not valid JSON: {error}.") from error
 
 
 def _read_file(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -112,14 +113,14 @@ def _read_file(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) -> list[OpRow]:
-    """Return one row for each op that was found, alerted or measured to vary.
+    """Return one row for each op that was found, that raised an alert, or that varied in an audit.
 
     Args:
-        findings: A scan's.
-        records: Of ledgers and audits.
+        findings: The findings of a scan.
+        records: The records of ledgers and audits.
 
     Returns:
-        First what was both found and seen to vary, then by name.
+        Rows with the most kinds of evidence first, then by name.
     """
     rows: dict[str, OpRow] = {}
 
@@ -139,11 +140,11 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
     for op, cases in measured.items():
         if op in rows or any(case.distinct > 1 for case in cases):
             row(op).measured += cases
-    return sorted(rows.values(), key=lambda entry: (-_count_signs(entry), entry.op))
+    return sorted(rows.values(), key=lambda entry: (-_count_evidence(entry), entry.op))
 
 
 def name_alert(kernel: str) -> str:
-    """Return the catalogue's name of the op that torch's alert calls by a kernel's name.
+    """Return the catalog's name of an op from the kernel's name in torch's alert.
 
     >>> name_alert("adaptive_avg_pool2d_backward_cuda"), name_alert("_histc_cuda")
     ('adaptive_avg_pool2d_backward', 'histc')
@@ -159,7 +160,7 @@ def name_alert(kernel: str) -> str:
 
 
 def _read_measured(record: Mapping[str, Any]) -> MeasuredOp | None:
-    """Return the figures of a row of an audit in torch's default arm, if it is one that ran."""
+    """Return an audit row's figures in torch's default arm; None if that arm did not run."""
     if "op" not in record:
         return None
     figures: Any = record
@@ -177,6 +178,6 @@ def _read_measured(record: Mapping[str, Any]) -> MeasuredOp | None:
     )
 
 
-def _count_signs(row: OpRow) -> int:
+def _count_evidence(row: OpRow) -> int:
     varied: Sequence[bool] = [case.distinct > 1 for case in row.measured]
     return bool(row.lines) + bool(row.alerts) + any(varied)

@@ -1,4 +1,4 @@
-"""Programs: whether a module is one, what it imports, and whether any of that seeds torch."""
+"""Detection of programs, their imports, and calls that seed torch."""
 
 import ast
 import re
@@ -10,14 +10,14 @@ from pathlib import Path, PurePath
 from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
 from lightning_d9m.lint.source import SourceError, read_notebook, read_python
 
-# Their names hold the word, and they set nothing.
+# Names that contain "seed", of functions that do not set a seed.
 _READS = re.compile(r"(initial|get|derive|make|next|new)_?\w*seed|SeedSequence", re.IGNORECASE)
-# They seed without saying so.
+# Packages and classes that seed torch.
 _SEEDED = re.compile(r"lightning_d9m\b|\bLightningCLI$")
 
 
 def runs(tree: ast.Module) -> bool:
-    """Say whether a module is a program: guarded by its name, or calling what it defines."""
+    """Return whether a module has a ``__name__`` guard or calls a function that it defines."""
     defined = {getattr(statement, "name", "") for statement in tree.body}
     return any(
         (isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test))
@@ -31,7 +31,7 @@ def runs(tree: ast.Module) -> bool:
 
 
 def seeds(tree: ast.Module) -> bool:
-    """Say whether a module seeds torch, or calls what by its name does."""
+    """Return whether a module seeds torch, or calls a function whose name says so."""
     scope = Scope(tree, None, "")
     return any(_SEEDED.search(name) for name in list_imports(tree)) or any(
         isinstance(node, ast.Call) and _seeds_torch(node, scope) for node in ast.walk(tree)
@@ -41,13 +41,13 @@ def seeds(tree: ast.Module) -> bool:
 def _seeds_torch(call: ast.Call, scope: Scope) -> bool:
     name = read_last_name(call.func)
     if name == "seed":
-        # random.seed, np.random.seed and env.seed leave torch alone; the program's own may not.
+        # random.seed, np.random.seed and env.seed do not seed torch; a local `seed` may.
         return isinstance(call.func, ast.Name) and resolve(call.func, scope) is None
     return name == "set_rng_state" or ("seed" in name.lower() and not _READS.match(name))
 
 
 def list_imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted names that a module imports, wherever it does."""
+    """Yield the dotted names of all imports of a module, also within functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -56,7 +56,7 @@ def list_imports(tree: ast.AST) -> Iterator[str]:
 
 
 def find_seeded(paths: Iterable[str], known: Iterable[str]) -> set[str]:
-    """Return which programs import, directly or not, a file that seeds torch.
+    """Return the programs that import, directly or indirectly, a file that seeds torch.
 
     Args:
         paths: The programs.
@@ -88,5 +88,5 @@ def _read(path: str) -> tuple[bool, frozenset[str]]:
         source = read_notebook(data) if path.endswith(".ipynb") else read_python(data)
         tree = ast.parse(source.text)
     except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return False, frozenset()  # has a finding of its own
+        return False, frozenset()  # reported as D9M001
     return seeds(tree), frozenset(part for name in list_imports(tree) for part in name.split("."))

@@ -1,4 +1,4 @@
-"""The rules: what each finds, why that matters, and what to do instead."""
+"""The rules of the linter, each with its reason and fix."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,13 +12,13 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: What ``--select``, ``--ignore`` and suppressions name it by.
+        id: The id for ``--select``, ``--ignore`` and suppressions.
         name: A few words, as an identifier.
-        severity: ``"error"``: runs differ whatever else is set; ``"warning"``: runs differ, or the
-            run stops, on some device or setting; ``"note"``: worth a look.
-        reason: Why it is found, where a finding has nothing more exact to say.
-        fix: What to do instead, likewise.
-        once: Whether it is about the whole file, and found no more than once in it.
+        severity: ``"error"``: runs differ with any setting; ``"warning"``: runs differ, or the run
+            stops, on some devices or settings; ``"note"``: may deserve attention.
+        reason: The mechanism, unless a finding has a more exact one.
+        fix: The remedy, unless a finding has a more exact one.
+        once: True if the rule is about a whole file and reported at most once in it.
     """
 
     id: str
@@ -40,14 +40,14 @@ RULES: dict[str, Rule] = {
             "not-scanned",
             "error",
             "The file could not be read as Python.",
-            "Mend the file, or leave it out with --exclude.",
+            "Repair the file, or leave it out with --exclude.",
         ),
         Rule(
             "D9M002",
             "suppression-malformed",
             "warning",
-            "A suppression says nothing of why, or not what it suppresses.",
-            "Write `# d9m: ignore[RULE] reason`, with rules that exist.",
+            "A suppression does not name a rule or a reason.",
+            "Write `# d9m: ignore[RULE] reason` with existing rules.",
         ),
         Rule(
             "D9M003",
@@ -61,14 +61,14 @@ RULES: dict[str, Rule] = {
             "op-without-deterministic-version",
             "warning",
             "torch has no deterministic version of this op.",
-            "Turn patch_ops on, which replaces the op; or use another.",
+            "Turn patch_ops on, which replaces the op, or use a different op.",
         ),
         Rule(
             "D9M102",
             "op-silently-nondeterministic",
             "error",
             "The op varies, and torch's flag neither changes it nor raises.",
-            "Turn patch_ops on, which replaces the op; or use another.",
+            "Turn patch_ops on, which replaces the op, or use a different op.",
         ),
         Rule(
             "D9M103",
@@ -89,31 +89,31 @@ RULES: dict[str, Rule] = {
             "D9M105",
             "atomic-operation-in-kernel",
             "warning",
-            "Programs that meet on one address come in no fixed order, and a floating-point sum "
-            "depends on the order.",
-            "Write one partial result for each program and reduce them in a fixed order.",
+            "Threads add to one address in no fixed order, and a floating-point sum depends on the "
+            "order.",
+            "Write one partial result per thread block and reduce them in a fixed order.",
         ),
         Rule(
             "D9M106",
             "kernel-chosen-by-timing",
             "warning",
-            "The kernel is chosen by measured time, so that another run may take another one, with "
-            "other roundings.",
-            "Fix one configuration, or keep the tuning's result in a file that all runs read.",
+            "The kernel is chosen by measured time, so another run may choose a kernel that rounds "
+            "differently.",
+            "Fix one configuration, or store the tuning's result in a file that all runs read.",
         ),
         Rule(
             "D9M107",
-            "uninitialised-memory-read",
+            "uninitialized-memory-read",
             "error",
-            "The values are whatever was in memory.",
+            "The values are the previous content of the memory.",
             "Use torch.zeros or torch.full, or fill it before it is read.",
         ),
         Rule(
             "D9M201",
             "generator-without-seed",
             "error",
-            "Without a seed the generator takes one from the system, another in each run; seeding "
-            "the global generators does not change that.",
+            "Without a seed the generator takes one from the system, which differs in each run; "
+            "seeding the global generators does not change that.",
             _SEED,
         ),
         Rule(
@@ -135,7 +135,7 @@ RULES: dict[str, Rule] = {
             "D9M204",
             "reseeded-from-the-system",
             "error",
-            "Without an argument this seeds from the system, another seed in each run.",
+            "Without an argument this takes a seed from the system, which differs in each run.",
             _SEED,
         ),
         Rule(
@@ -151,14 +151,14 @@ RULES: dict[str, Rule] = {
             "D9M206",
             "randomness-of-the-system",
             "error",
-            "This draws from the system, which no seed reaches.",
+            "This draws from the system, which cannot be seeded.",
             "Draw from a seeded generator.",
         ),
         Rule(
             "D9M207",
             "workers-seeded-alike",
             "warning",
-            "Every worker sets the same seed, so that all draw the same numbers. torch seeds "
+            "Every worker sets the same seed, so all draw the same numbers. torch seeds "
             "Python, NumPy and torch in each worker by itself.",
             "Remove the worker_init_fn, or derive its seed from torch.initial_seed().",
         ),
@@ -183,7 +183,7 @@ RULES: dict[str, Rule] = {
             "training-without-seed",
             "warning",
             "The program trains, and neither it nor a scanned file that it imports seeds torch, "
-            "which then takes a seed from the system, another in each run.",
+            "so torch takes a seed from the system, which differs in each run.",
             "Add DeterminismCallback() to the Trainer, or call seed_everything() or "
             "torch.manual_seed() first, with a seed that is fixed and recorded.",
             once=True,
@@ -192,9 +192,9 @@ RULES: dict[str, Rule] = {
             "D9M211",
             "environment-without-seed",
             "error",
-            "An environment that no reset() has given a seed takes one from the system, another in "
-            "each run; seeding the global generators does not change that.",
-            "Give the first reset(seed=...) one that is fixed and recorded.",
+            "Without a seed in a reset() the environment takes one from the system, which differs "
+            "in each run; seeding the global generators does not change that.",
+            "Pass a seed that is fixed and recorded to the first reset(seed=...).",
         ),
         Rule(
             "D9M212",
@@ -207,22 +207,22 @@ RULES: dict[str, Rule] = {
             "D9M301",
             "set-order",
             "error",
-            "The order of a set of strings changes with PYTHONHASHSEED, which Python draws anew in "
-            "each run.",
+            "The order of a set of strings depends on PYTHONHASHSEED, which Python draws in each "
+            "run.",
             "Iterate over sorted(...), or over dict.fromkeys(...), which keeps the order.",
         ),
         Rule(
             "D9M302",
             "listing-order",
             "error",
-            "The order is the file system's: another on another disk, or after a copy.",
+            "The file system determines the order; it differs on other disks and after a copy.",
             _LISTED,
         ),
         Rule(
             "D9M303",
             "hash-of-string",
             "error",
-            "hash() of a string changes with PYTHONHASHSEED, which Python draws anew in each run.",
+            "hash() of a string depends on PYTHONHASHSEED, which Python draws in each run.",
             "Use hashlib or zlib.crc32 on its bytes.",
         ),
         Rule(
@@ -237,8 +237,8 @@ RULES: dict[str, Rule] = {
             "D9M305",
             "order-of-completion",
             "error",
-            "Results come in the order in which they are finished, which varies.",
-            "Take them in the order in which they were asked for.",
+            "Results come in the order in which they finish, which varies.",
+            "Take them in the order in which they were submitted.",
         ),
         Rule(
             "D9M306",
@@ -260,8 +260,8 @@ RULES: dict[str, Rule] = {
             "D9M401",
             "benchmark-on",
             "warning",
-            "cuDNN's benchmark chooses algorithms by measured time, so that another run may take "
-            "others.",
+            "cuDNN's benchmark chooses algorithms by measured time, so another run may choose "
+            "different ones.",
             "Leave benchmark off.",
         ),
         Rule(

@@ -1,4 +1,4 @@
-"""Scan source: read, parse, check, suppress."""
+"""The scan of a file: read, parse, check, suppress."""
 
 import ast
 import gc
@@ -45,10 +45,10 @@ from lightning_d9m.lint.walk import Check, ReportFinding, walk
 from lightning_d9m.patches.catalog.catalog import find_op
 
 LARGEST = 5_000_000
-"""Bytes of a file that is still read; larger ones are data."""
+"""Largest size of a source file, in bytes; larger files hold data."""
 
 _CODE = 120
-# Packages whose files name torch's ops without ever naming torch.
+# Packages whose files may use torch's ops without the word "torch".
 _TORCH_PACKAGES = ("torch", "lightning", "pytorch_lightning")
 _CALLS: tuple[Check, ...] = (
     check_op,
@@ -81,13 +81,13 @@ _CHECKS: Mapping[type[ast.AST], Sequence[Check]] = {
 
 @dataclass
 class FileScan:
-    """What the scan of one file gave.
+    """The result of the scan of one file.
 
     Attributes:
         findings: Sorted by place.
-        lines: How many lines it has.
-        walked: Whether it holds a word that a finding needs, so that its tree was walked.
-        turns_on: Whether it turns deterministic algorithms on.
+        lines: Number of lines.
+        walked: True if it has a word that a finding needs, so that its tree was walked.
+        turns_on: True if it turns deterministic algorithms on.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -98,7 +98,7 @@ class FileScan:
 
 @contextmanager
 def scanning_prepared() -> Iterator[None]:
-    """Leave out warnings of the parser, and collection of cycles, which trees have none of."""
+    """Suppress the parser's warnings, and garbage collection, because trees have no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -113,13 +113,13 @@ def scanning_prepared() -> Iterator[None]:
 def scan_file(
     entry: SourceFile, torch_version: str, rules: frozenset[str], largest: int = LARGEST
 ) -> FileScan:
-    """Scan one file; what keeps it from being scanned is a finding too.
+    """Scan one file. A file that cannot be scanned gives a finding.
 
     Args:
         entry: The file.
-        torch_version: The torch whose ops are meant.
-        rules: The ids of the rules that count.
-        largest: Bytes above which a file is not read.
+        torch_version: The torch release that decides about ops.
+        rules: The ids of the active rules.
+        largest: Largest size of a file, in bytes.
     """
     path = entry.path
     try:
@@ -152,7 +152,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
             tree = ast.parse(source.text)
             reports = walk(tree, lines, _CHECKS, package)
         else:
-            # Parses as much, and makes no tree of it.
+            # Finds the same syntax errors without building a tree.
             symtable.symtable(source.text, path, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         result.findings.append(
@@ -177,7 +177,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
 
 
 def _drop_repeated(findings: Iterable[Finding]) -> list[Finding]:
-    """Keep one finding of a rule at a place, where several checks may see it, or in a file."""
+    """Keep one finding of a rule per place, or per file, if several checks report it."""
     kept: dict[tuple[object, ...], Finding] = {}
     for f in findings:
         kept.setdefault((f.rule,) if RULES[f.rule].once else (f.line, f.column, f.rule, f.op), f)
@@ -185,7 +185,7 @@ def _drop_repeated(findings: Iterable[Finding]) -> list[Finding]:
 
 
 class _Places:
-    """Turns nodes into places, and lines of a notebook's code into cells."""
+    """Converts nodes to places, and lines of a notebook's code to cells."""
 
     def __init__(self, source: Source, path: str) -> None:
         self.source = source
@@ -194,7 +194,7 @@ class _Places:
 
     def describe(self, report: ReportFinding) -> Finding:
         node = report.node
-        line, end_line = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined] # reported nodes have places
+        line, end_line = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined] # reported nodes have line numbers
         rule = RULES[report.rule]
         start = self._column(line, node.col_offset)  # type: ignore[attr-defined] # likewise
         end = self._column(end_line, node.end_col_offset or 0)  # type: ignore[attr-defined] # likewise
@@ -215,7 +215,7 @@ class _Places:
         )
 
     def locate(self, finding: Finding) -> Finding:
-        """Replace the line of a notebook's code by the cell and the line in it."""
+        """Replace the line of a notebook's code with the cell and its line."""
         if not self.source.cells:
             return finding
         cell, line, file_line = self.source.cells[finding.line - 1]
@@ -235,7 +235,7 @@ def _suppress(
     places: _Places,
     rules: frozenset[str],
 ) -> list[Finding]:
-    """Take out what is suppressed, and add what is wrong with the suppressions."""
+    """Remove suppressed findings, and add findings about the suppressions."""
     kept = []
     for finding in findings:
         matching = [
@@ -256,7 +256,7 @@ def _suppress(
         if suppression.problem:
             kept.append(_describe_suppression("D9M002", suppression, suppression.problem, places))
         elif unused:
-            reason = f"There is no {', '.join(unused)} here to suppress."
+            reason = f"It suppresses {', '.join(unused)}, which is not found here."
             kept.append(_describe_suppression("D9M003", suppression, reason, places))
     return kept
 
@@ -302,7 +302,7 @@ def _describe_problem(path: str, line: int, reason: str, cell: int) -> Finding:
 
 
 def _find_package(path: str) -> str:
-    """Return the dotted name of the package that a file is in, for its relative imports."""
+    """Return the dotted name of a file's package, for its relative imports."""
     parts: list[str] = []
     folder = Path(path).absolute().parent
     while (folder / "__init__.py").exists():

@@ -1,4 +1,4 @@
-"""What a name means at a place in the source: imports, aliases and assignments, by scope."""
+"""Name resolution: imports, aliases and assignments, by scope."""
 
 import ast
 import builtins
@@ -12,7 +12,7 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Module)
 
-# Aliases followed one after the other; more than anybody writes.
+# Longest chain of aliases that is followed.
 _DEPTH = 8
 
 _REWRITES = tuple(
@@ -36,7 +36,7 @@ _REWRITES = tuple(
 
 @dataclass(frozen=True)
 class Binding:
-    """One thing that binds a name.
+    """A binding of a name.
 
     Attributes:
         kind: How.
@@ -50,7 +50,7 @@ class Binding:
 
 
 class Scope:
-    """A module, class or function, and what it binds; read when first asked.
+    """A module, class or function with its bindings, which are read at their first use.
 
     Args:
         node: The module, class or function.
@@ -68,7 +68,7 @@ class Scope:
 
     @property
     def bindings(self) -> dict[str, list[Binding]]:
-        """The names that the scope binds."""
+        """The bindings of the scope, by name."""
         if self._bindings is None:
             self._bindings = defaultdict(list)
             for name, binding in self._read(self.node):
@@ -77,7 +77,7 @@ class Scope:
 
     @property
     def attributes(self) -> dict[str, list[ast.AST]]:
-        """The values that methods of a class assign to attributes, by the attribute's name."""
+        """The values that a class's methods assign to attributes, by attribute."""
         if self._attributes is None:
             self._attributes = defaultdict(list)
             for node in ast.walk(self.node):
@@ -88,7 +88,7 @@ class Scope:
         return self._attributes
 
     def find(self, name: str) -> tuple[list[Binding], "Scope"]:
-        """Return what binds a name as seen from here, and where; nothing and the module if none."""
+        """Return the visible bindings of a name and their scope; without any, [] and the module."""
         scope: Scope = self
         while True:
             skipped = scope is not self and isinstance(scope.node, ast.ClassDef)
@@ -177,7 +177,7 @@ def _read_target(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, 
 def resolve(  # noqa: PLR0911 - one case for each kind of binding
     node: ast.AST | None, scope: Scope, depth: int = _DEPTH
 ) -> str | None:
-    """Return the full name of what an expression refers to, such as ``torch.nn.Conv2d``.
+    """Return the full name of an expression's value, such as ``torch.nn.Conv2d``.
 
     Args:
         node: The expression.
@@ -202,20 +202,20 @@ def resolve(  # noqa: PLR0911 - one case for each kind of binding
         return None
     if hasattr(builtins, node.id):
         return f"builtins.{node.id}"
-    # The module is where the search for an unbound name ends.
+    # The search for an unbound name ends in the module.
     stars = [star for star in where.stars if star.partition(".")[0] in {"torch", "lightning"}]
     return canonical(f"{stars[-1]}.{node.id}") if stars else None
 
 
 def read_last_name(node: ast.AST) -> str:
-    """Return the last name of ``a.b.c`` or ``c``; nothing for another expression."""
+    """Return the last name of ``a.b.c`` or ``c``; an empty string for any other expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def canonical(name: str) -> str:
-    """Return the one name of what torch and Lightning export under several.
+    """Return a single name for objects that torch and Lightning export under several names.
 
     >>> canonical("torch.nn.modules.pooling.AvgPool3d"), canonical("pytorch_lightning.Trainer")
     ('torch.nn.AvgPool3d', 'lightning.Trainer')

@@ -1,4 +1,4 @@
-"""Source as it is scanned: a Python file, or the cells of a notebook as one module."""
+"""Source text of a Python file, or of a notebook's cells as one module."""
 
 import ast
 import io
@@ -15,12 +15,12 @@ _PYTHON_MAGICS = {"time", "timeit", "capture", "prun", "memit", "python", "pytho
 
 
 class SourceError(Exception):
-    """A file that cannot be scanned; the message says why in one sentence."""
+    """A file cannot be scanned; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What could not be parsed: a line, a cell (0 in a file), and why."""
+    """Code that cannot be parsed: its line, its cell (0 in a file), and the reason."""
 
     line: int
     cell: int
@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass
 class Source:
-    r"""The text of one module, and where its lines come from.
+    r"""The text of one module and the origin of its lines.
 
     Attributes:
         text: With ``\n`` between lines.
@@ -43,13 +43,13 @@ class Source:
 
 
 def read_python(data: bytes) -> Source:
-    """Decode a Python file as Python does (PEP 263).
+    """Decode a Python file by its declared encoding (PEP 263).
 
     Raises:
-        SourceError: It cannot be decoded, or is not text.
+        SourceError: If it cannot be decoded, or is not text.
     """
     if b"\0" in data:
-        raise SourceError("It holds null bytes, so it is no Python source.")
+        raise SourceError("It holds null bytes, so it is not Python source.")
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
@@ -61,10 +61,10 @@ def read_python(data: bytes) -> Source:
 
 
 def read_notebook(data: bytes) -> Source:
-    """Read the code of a notebook; magics become blanks, so that places stay.
+    """Read the code of a notebook; blanks replace magics, so that positions stay the same.
 
     Raises:
-        SourceError: It is no notebook.
+        SourceError: If it is not a notebook.
     """
     try:
         raw = data.decode("utf-8-sig")
@@ -76,7 +76,7 @@ def read_notebook(data: bytes) -> Source:
             if cell["cell_type"] == "code"
         ]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise SourceError(f"It is no notebook that can be read: {error!r}.") from error
+        raise SourceError(f"It is not a valid notebook: {error!r}.") from error
     source = Source("")
     lines: list[str] = []
     at, line = 0, 1
@@ -84,7 +84,7 @@ def read_notebook(data: bytes) -> Source:
         kept, problem = _clean_cell(_with_newlines(code))
         places = []
         for row, original in enumerate(_with_newlines(code).split("\n"), 1):
-            # Where the line stands in the file: as JSON writes it, behind the last one.
+            # The position in the file of the JSON-encoded line, after the previous one.
             found = max(
                 raw.find(json.dumps(original, ensure_ascii=ascii_only)[1:-1], at)
                 for ascii_only in (True, False)
@@ -103,7 +103,7 @@ def read_notebook(data: bytes) -> Source:
 
 
 def parse_error(error: SyntaxError | ValueError | RecursionError | MemoryError) -> str:
-    """Return one sentence on why source does not parse."""
+    """Return one sentence for a parser error."""
     if isinstance(error, SyntaxError):
         return f"It does not parse: {error.msg}."
     if isinstance(error, ValueError):
@@ -116,7 +116,7 @@ def _with_newlines(text: str) -> str:
 
 
 def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
-    """Return a cell without what is not Python, or the line and reason where it does not parse."""
+    """Return a cell's Python code, or the line and reason of its syntax error."""
     first = code.lstrip("\n").partition("\n")[0]
     if first.startswith("%%"):
         magic = first[2:].split()

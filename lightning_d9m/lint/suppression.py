@@ -12,16 +12,16 @@ _COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?
 
 @dataclass
 class Suppression:
-    """One comment.
+    """A comment that suppresses findings.
 
     Attributes:
-        line: Where it stands.
+        line: The line of the comment.
         column: From 0, in characters.
         end_column: The column behind it.
-        rules: What it names.
-        problem: What is wrong with it; empty for a good one.
+        rules: The named rules.
+        problem: An error in the comment; empty for a valid one.
         target: The line whose findings it suppresses.
-        used: The rules that it suppressed something of.
+        used: The rules of the findings that it suppressed.
     """
 
     line: int
@@ -34,7 +34,7 @@ class Suppression:
 
 
 def read_suppressions(text: str) -> list[Suppression]:
-    """Return the suppressions of a text that parses; one alone on its line is for the next code."""
+    """Return the suppressions of a valid text; one alone on its line applies to the next code."""
     lines = text.split("\n")
     found = []
     try:
@@ -59,9 +59,9 @@ def read_suppressions(text: str) -> list[Suppression]:
 
 def _find_problem(verb: str, rules: tuple[str, ...], reason: str) -> str:
     if verb != "ignore":
-        return f"{verb!r} is nothing that d9m knows; allowed: ignore."
+        return f"{verb!r} is not a verb of d9m; allowed: ignore."
     if not rules:
-        return "It names no rule."
+        return "It does not name a rule."
     if unknown := [rule for rule in rules if rule not in RULES]:
-        return f"There is no rule {unknown[0]!r}."
-    return "" if reason.strip() else "It gives no reason."
+        return f"The rule {unknown[0]!r} does not exist."
+    return "" if reason.strip() else "It does not give a reason."

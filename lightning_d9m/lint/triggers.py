@@ -1,7 +1,7 @@
-r"""Which lines of a source can hold a finding: told by their words, before anything is parsed.
+r"""Search for lines that can hold a finding, by their words and before parsing.
 
 A finding needs one of these words on one of its lines: the name that it calls or sets, or a name
-that the same text binds to it, or to a set. Any other line is not looked at.
+that the same text binds to it, or to a set. The scan skips all other lines.
 """
 
 import re
@@ -20,7 +20,7 @@ _TORCH_CALLS = frozenset(
         *["Trainer", "Generator", "Thread", "Timer", "HorovodDeterministicStrategy"],
     )
 )
-# Everyday names that count only in a text that also has another word.
+# Frequent names that count only in a text that also has the first word.
 _BESIDE: tuple[tuple[bytes, frozenset[bytes]], ...] = (
     (b"atomic", frozenset({b"add", b"sub", b"exch", b"cas"})),
     (b"benchmark", frozenset({b"flags"})),
@@ -41,8 +41,7 @@ _CALLS = frozenset(
     )
 )
 _CALL = re.compile(rb"\b([A-Za-z_]\w*)\b\s*\(")
-# What is found without being called: settings, keywords, a variable's name, by a part of it that
-# says quickly whether a text has any.
+# Settings, keywords and variables, which are not calls; by a part that a quick search finds.
 _PLAIN = {
     part: re.compile(pattern)
     for part, pattern in (
@@ -68,17 +67,17 @@ _WORD = re.compile(rb"[A-Za-z_]\w*")
 _PARTIAL = re.compile(rb"partial\s*\(\s*(?:\w+\.)*(\w+)")
 _TORCH = re.compile(rb"torch|lightning|triton|numba|flash_attn|gym")
 _SUPPRESSION = re.compile(rb"#\s*d9m:")
-# What another name stands for: `interpolate as up`, `up = F.interpolate`, `self.make = nn.GRU`.
+# Aliases: `interpolate as up`, `up = F.interpolate`, `self.make = nn.GRU`.
 _RENAMED = re.compile(rb" as (\w+)")
 _ASSIGNED = re.compile(rb"=[ \t]*(?:\w+\.)*(\w+)[ \t]*(?:$|#|;)", re.MULTILINE)
 _LONGEST_CHAIN = 3
 
-# A set that is made, or written down; and one that is announced.
+# Calls of set, set displays, and annotations.
 _MADE = re.compile(rb"set\s*\(")
 _WRITTEN = re.compile(rb"\{\s*(?:\*|[^\s:{}][^:{}]*?(?:[,}]|\sfor\s))")
 _NAME_BEFORE = re.compile(rb"(\w+)\s*(?::[^=\n]+)?=$")
 _SET_TYPE = re.compile(rb":\s*(?:typing\.|t\.)?(?:set|Set|frozenset|FrozenSet)\b")
-# Where a set must stand for its order to be seen: in a loop, in a call, unpacked, in an operation.
+# A set's order can be visible in a loop, a call, unpacking or an operation.
 _MARKS_BEFORE = tuple(b"(,*|&^-")
 _WORDS_BEFORE = (b" in", b" from")
 _OWNER = re.compile(rb"(?:\w+\.)+$")
@@ -91,7 +90,7 @@ def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
 
     Args:
         text: UTF-8, with ``\n`` between lines.
-        torch: Whether it may call torch without naming it.
+        torch: True if the text may call torch without naming it.
     """
     wanted = _CALLS
     if torch or _TORCH.search(text):
@@ -124,7 +123,7 @@ def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
 
 
 def _find_sets(text: bytes) -> tuple[list[int], set[bytes]]:
-    """Return where sets are made to be iterated, and the names that are bound to sets."""
+    """Return the offsets of sets that may be iterated, and the names that are bound to sets."""
     offsets: list[int] = []
     names: set[bytes] = set()
     for pattern in (_MADE, _WRITTEN):
@@ -138,7 +137,7 @@ def _find_sets(text: bytes) -> tuple[list[int], set[bytes]]:
             if before.endswith(b"="):
                 if name := _NAME_BEFORE.search(before):
                     names.add(name[1])
-            # One element has no order; most of these are places in an f-string.
+            # A single element has only one order; most of these are fields of an f-string.
             elif text[match.end() - 1] != _CLOSING and _is_ordered(text, start, match.end()):
                 offsets.append(start)
     for match in _SET_TYPE.finditer(text):
@@ -147,22 +146,22 @@ def _find_sets(text: bytes) -> tuple[list[int], set[bytes]]:
 
 
 def _is_ordered(text: bytes, start: int, end: int) -> bool:
-    """Say whether what is around a set may see its order."""
+    """Return whether the code around a set may depend on its order."""
     before = text[max(start - _LOOK_BACK, 0) : start]
     before = _OWNER.sub(b"", before).rstrip(b" \t\n")
     if before.endswith(_WORDS_BEFORE):
-        # `x in {1, 2}` is a test; a loop says `for` before, and `yield from` nothing else.
+        # `x in {1, 2}` is a test; a loop has `for` before; `from` is part of `yield from`.
         return before.endswith(b" from") or b"for " in before
     return (bool(before) and before[-1] in _MARKS_BEFORE) or text.startswith(b".pop", end)
 
 
 def has_suppression(text: bytes) -> bool:
-    """Say whether a text may hold a suppression."""
+    """Return whether a text may hold a suppression."""
     return _SUPPRESSION.search(text) is not None
 
 
 def _with_aliases(text: bytes, words: frozenset[bytes]) -> frozenset[bytes]:
-    """Add the names that are bound to a word, and those that are bound to these."""
+    """Add the aliases of the words, and the aliases of aliases."""
     imported = [(match.start(), match[1]) for match in _RENAMED.finditer(text)]
     pairs = [(_read_before(text, start), alias) for start, alias in imported]
     assigned = [(match.start(), match[1]) for match in _ASSIGNED.finditer(text)]
@@ -176,6 +175,6 @@ def _with_aliases(text: bytes, words: frozenset[bytes]) -> frozenset[bytes]:
 
 
 def _read_before(text: bytes, end: int) -> bytes:
-    """Return the word before an offset; nothing where there is none."""
+    """Return the word before an offset; empty if there is none."""
     words = text[max(end - _LOOK_BACK, 0) : end].split()
     return _NO_WORD.split(words[-1])[-1] if words else b""

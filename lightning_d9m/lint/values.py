@@ -1,4 +1,4 @@
-"""What an expression is, as far as it can be read: its constant, its kind, its arguments."""
+"""Constants, kinds and call arguments of expressions, as far as the source shows them."""
 
 import ast
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ ValueKind = Literal["tensor", "cpu tensor", "other", "unknown"]
 
 
 class _Unknown:
-    """The value of what cannot be read."""
+    """The value of an expression that the source does not show."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
@@ -18,7 +18,7 @@ class _Unknown:
 
 UNKNOWN: Final = _Unknown()
 
-# Their objects have methods that are called as tensors' are.
+# Packages whose objects have methods with the same names as tensors.
 _FOREIGN = [
     "asyncio",
     "cupy",
@@ -65,7 +65,7 @@ _DEPTH = 6
 
 
 def read_constant(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> object:
-    """Return the constant that an expression is, through names that are bound once; or UNKNOWN."""
+    """Return an expression's constant, through names that are bound once; otherwise UNKNOWN."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.Tuple, ast.List)):
@@ -82,7 +82,7 @@ def read_constant(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> ob
 
 
 def find_value(node: ast.AST, scope: Scope) -> ast.AST:
-    """Return the expression that a name, bound once, stands for; anything else as it is."""
+    """Return the value of a name that is bound once, or any other expression unchanged."""
     for _ in range(_DEPTH):
         if not isinstance(node, ast.Name):
             break
@@ -94,7 +94,7 @@ def find_value(node: ast.AST, scope: Scope) -> ast.AST:
 
 
 def list_values(node: ast.AST, scope: Scope) -> tuple[list[ast.AST], ast.AST]:
-    """Return what an expression may stand for, and the module, function or class it is bound in."""
+    """Return the possible values of an expression, and the node in which they are bound."""
     if isinstance(node, ast.Name):
         found, where = scope.find(node.id)
         return [binding.node for binding in found if binding.kind == "assign" and binding.node], (
@@ -109,7 +109,7 @@ def list_values(node: ast.AST, scope: Scope) -> tuple[list[ast.AST], ast.AST]:
 def read_kind(  # noqa: PLR0911 - one case for each kind of expression
     node: ast.AST | None, scope: Scope, depth: int = _DEPTH
 ) -> ValueKind:
-    """Return what an expression's value is: a tensor, something else, or unknown."""
+    """Return the kind of an expression's value."""
     if depth == 0 or node is None:
         return "unknown"
     if isinstance(node, ast.Name):
@@ -179,12 +179,12 @@ def _kind_of_package(name: str) -> ValueKind:
 
 
 class Arguments:
-    """The arguments of a call, asked for by place and name.
+    """The arguments of a call, by position and name.
 
     Args:
         call: The call.
-        scope: Where it stands.
-        skipped: How many leading positional arguments are not the function's own: 1 for
+        scope: The scope of the call.
+        skipped: Number of leading positional arguments that are not the function's: 1 for
             ``functools.partial``; -1 for a method, whose receiver is the first argument.
     """
 
@@ -198,7 +198,7 @@ class Arguments:
         self.unpacked = any(word.arg is None for word in call.keywords)
 
     def get(self, place: int | None, *names: str) -> ast.AST | None:
-        """Return an argument's expression; None where it is not given, or cannot be told."""
+        """Return an argument's expression; None if it is not given, or hidden by unpacking."""
         for name in names:
             if name in self.named:
                 return self.named[name]
@@ -208,7 +208,7 @@ class Arguments:
         return None
 
     def read(self, place: int | None, *names: str, default: object = None) -> object:
-        """Return an argument's constant, or its default where it is not given, or UNKNOWN."""
+        """Return an argument's constant, its default if it is not given, or UNKNOWN."""
         given = self.get(place, *names)
         if given is not None:
             return read_constant(given, self.scope)
@@ -216,7 +216,7 @@ class Arguments:
         return UNKNOWN if hidden else default
 
     def has(self, place: int | None, *names: str) -> bool | None:
-        """Say whether an argument other than None is given; None where that cannot be told."""
+        """Return whether an argument other than None is given; None if that is unknown."""
         value = self.read(place, *names)
         if value is not UNKNOWN:
             return value is not None

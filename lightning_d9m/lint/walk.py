@@ -1,4 +1,4 @@
-"""Walk a syntax tree along the lines that matter, knowing what is around each node."""
+"""A walk of a syntax tree along the lines that may hold findings."""
 
 import ast
 from bisect import bisect_left
@@ -15,7 +15,7 @@ _DECORATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class ReportFinding:
-    """What a check has to say of a node; empty texts are the rule's own."""
+    """A finding of a check at a node. Empty texts stand for the rule's texts."""
 
     rule: str
     node: ast.AST
@@ -27,7 +27,7 @@ class ReportFinding:
 
 @dataclass
 class NodeContext:
-    """Where the walk is.
+    """The position of the walk.
 
     Attributes:
         parents: The nodes around the current one, the nearest last.
@@ -40,14 +40,14 @@ class NodeContext:
     _last: tuple[ast.AST | None, str | None] = (None, None)
 
     def resolve(self, node: ast.AST | None) -> str | None:
-        """Return the full name of what an expression refers to here."""
-        # Every check of a call asks for the name of the same function.
+        """Return the full name of an expression's value at this position."""
+        # Every check of a call resolves the same function.
         if node is not self._last[0] or node is None:
             self._last = (node, resolve(node, self.scope))
         return self._last[1]
 
     def find_enclosing(self, *kinds: type[ast.AST]) -> ast.AST | None:
-        """Return the nearest node around of some kinds."""
+        """Return the innermost enclosing node of some kinds."""
         return next((node for node in reversed(self.parents) if isinstance(node, kinds)), None)
 
 
@@ -90,7 +90,7 @@ def _descend(
     place.parents.append(node)
     for name in node._fields:
         value = getattr(node, name, None)
-        # Decorators, defaults and bases are evaluated outside of what they belong to.
+        # Decorators, defaults and bases are evaluated in the outer scope.
         place.scope = inner if name == "body" else outer
         if isinstance(value, list):
             for child in value:

@@ -1,4 +1,4 @@
-"""Findings as text, JSON and SARIF, and the table that joins them with what ran."""
+"""Findings as text, JSON and SARIF, and their table with alerts and figures of audits."""
 
 import json
 from collections import Counter
@@ -15,11 +15,11 @@ from lightning_d9m.version import __version__
 _WIDTH = 80
 _INDENT = "  "
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
-# SARIF's three levels are called as our severities.
+# SARIF's three levels have the names of our severities.
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
 
 
-def render_text(findings: Sequence[Finding], facts: Mapping[str, object]) -> str:
+def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> str:
     """Return the findings for a terminal: each with its place, reason and fix."""
     lines: list[str] = []
     for finding in findings:
@@ -32,10 +32,10 @@ def render_text(findings: Sequence[Finding], facts: Mapping[str, object]) -> str
     counts = Counter(finding.severity for finding in findings)
     counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
     lines += wrap(
-        f"{len(findings)} found in {_count(facts['files'], 'file')}, "
-        f"{_count(facts['lines'], 'line')}"
-        f"{f' ({counted})' if counted else ''}; ops as of torch {facts['torch']}, deterministic "
-        f"algorithms {'on' if facts['deterministic'] else 'taken to be off'}.",
+        f"{len(findings)} found in {_count(summary['files'], 'file')}, "
+        f"{_count(summary['lines'], 'line')}"
+        f"{f' ({counted})' if counted else ''}; ops as of torch {summary['torch']}, deterministic "
+        f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}.",
         _WIDTH,
     )
     return "\n".join(lines)
@@ -61,16 +61,16 @@ def _cut(text: str) -> str:
 
 
 def render_json(
-    findings: Sequence[Finding], facts: Mapping[str, object], table: Sequence[OpRow] | None
+    findings: Sequence[Finding], summary: Mapping[str, object], table: Sequence[OpRow] | None
 ) -> str:
-    """Return one JSON object: facts of the scan, findings, and the table where asked for."""
+    """Return one JSON object: a summary, findings, and the table if there is one."""
     joined = {} if table is None else {"ops": [row.as_record() for row in table]}
     records = [finding.as_record() for finding in findings]
-    return json.dumps({"schema": 1, **facts, "findings": records, **joined}, indent=1)
+    return json.dumps({"schema": 1, **summary, "findings": records, **joined}, indent=1)
 
 
 def render_sarif(findings: Sequence[Finding]) -> str:
-    """Return a log in SARIF 2.1.0 (OASIS): one run, every rule, one result for each finding."""
+    """Return a log in SARIF 2.1.0 (OASIS): one run, all rules, one result per finding."""
     indices = {rule: index for index, rule in enumerate(RULES)}
     driver = {
         "name": "d9m scan",
@@ -105,7 +105,7 @@ def render_sarif(findings: Sequence[Finding]) -> str:
 def _as_result(finding: Finding, index: int) -> dict[str, object]:
     region: dict[str, object] = {"startLine": finding.file_line}
     if not finding.cell:
-        # Within a notebook's JSON a column of the cell means nothing.
+        # A column of a cell is not a column of the notebook's JSON.
         region |= {
             "startColumn": finding.column,
             "endLine": finding.end_line,
@@ -128,9 +128,9 @@ def _as_result(finding: Finding, index: int) -> dict[str, object]:
 
 
 def render_table(rows: Sequence[OpRow]) -> str:
-    """Return what was found, what ran and what was measured, one line for each op."""
+    """Return a table of findings, alerts and figures, one line per op."""
     if not rows:
-        return "No op was found, alerted or measured."
+        return "No findings, alerts or figures of ops."
     cells = [("op", "lines", "alerts", "outputs", "Vermv", "Vc")]
     for row in rows:
         worst = row.worst

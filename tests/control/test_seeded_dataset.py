@@ -86,7 +86,7 @@ class Key:
 
 def test_per_sample_rng_refuses_an_index_that_names_no_sample():
     loader = make(Keyed(), shuffle=False, sampler=[Key()])
-    with pytest.raises(SettingError, match=r"gives <.*Key object.* whole numbers, strings"):
+    with pytest.raises(SettingError, match=r"gives <.*Key object.* integers, strings"):
         epochs(loader, per_sample=True)
 
 

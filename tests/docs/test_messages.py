@@ -318,10 +318,10 @@ CASES = [
         lambda g: g.module.parse_point("epoch:x"),
         "with whole numbers, and +N",
     ),
-    ("cli.scan", asks("run", rules=False, paths=[]), "needs a file or a folder to scan."),
+    ("cli.scan", asks("run", rules=False, paths=[]), "needs a path. Give a file or a folder."),
     ("cli.scan", asks("run", rules=False, paths=["x"], jobs=0), "allowed: 1 or more."),
-    ("cli.scan", lambda g: g.module.choose_version("new"), "is no version of torch."),
-    ("cli.scan", lambda g: g.module._expand(["D9X"]), "names no rule."),
+    ("cli.scan", lambda g: g.module.choose_version("new"), "is not a version of torch."),
+    ("cli.scan", lambda g: g.module._expand(["D9X"]), "does not match a rule."),
     ("control.torch_flags", forget_the_flags, "something changed it during the run"),
     (
         "audit.inference.fixed_batch",
@@ -380,11 +380,15 @@ CASES = [
         lambda g: g.module.read_documentation(""),
         "in the expected form",
     ),
-    ("lint.files", lambda g: list(g.module.list_files([Path("no")], [])), "nothing to scan at"),
+    (
+        "lint.files",
+        lambda g: list(g.module.list_files([Path("no")], [])),
+        "a folder to scan.",
+    ),
     ("lint.files", name_a_pipe, "is neither a file nor a folder."),
-    ("lint.join", lambda g: g.module.read_records(g.folder), "holds no file *.jsonl."),
+    ("lint.join", lambda g: g.module.read_records(g.folder), "does not hold *.jsonl files."),
     ("lint.join", lambda g: g.module.read_records(g.folder / "none"), "Give a ledger or an audit"),
-    ("lint.join", lambda g: g.module.read_records(g.file("{")), "is no JSON that can be read:"),
+    ("lint.join", lambda g: g.module.read_records(g.file("{")), "is not valid JSON:"),
 ]
 
 

@@ -36,8 +36,8 @@ def run(capsys, *words):
         ("deep.py", b"x = " + b"(" * 5000 + b")" * 5000 + b"\n", "parse"),
         ("sum.py", b"import torch\nx = torch.seed()" + b" + 1" * 100_000 + b"\n", "parse"),
         ("huge.py", b"#" * 5_000_001, "5,000,001 bytes"),
-        ("not.ipynb", b"{}", "no notebook"),
-        ("text.ipynb", b"hello", "no notebook"),
+        ("not.ipynb", b"{}", "not a valid notebook"),
+        ("text.ipynb", b"hello", "not a valid notebook"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_and_the_rest_is_scanned(
@@ -82,12 +82,12 @@ def test_folders_of_others_are_left_out_unless_named(folder, capsys):
 
 
 def test_paths_that_do_not_exist_are_misuse(folder, capsys):
-    with pytest.raises(SettingError, match="nothing to scan"):
+    with pytest.raises(SettingError, match="does not exist"):
         list(list_files([folder / "absent"]))
     assert main(["scan", str(folder / "absent")]) == 2
     assert main(["scan"]) == 2
     assert main(["scan", str(folder), "--select", "D9M999"]) == 2
-    assert "names no rule" in capsys.readouterr().err
+    assert "does not match a rule" in capsys.readouterr().err
 
 
 def test_nothing_found_is_status_0_and_something_1(folder, capsys):

@@ -160,7 +160,7 @@ def _owners(trainer: Any) -> dict[str, object]:
             dataset, collate = getattr(part, "dataset", None), getattr(part, "collate_fn", None)
             owners[f"{stage}.{number}.dataset"] = getattr(dataset, "_dataset", dataset)
             owners[f"{stage}.{number}.collate_fn"] = (
-                collate.users if type(collate) is SeededCollate else collate
+                collate.user_function if type(collate) is SeededCollate else collate
             )
     return owners
 

@@ -98,7 +98,7 @@ def _returns_clock(function: ast.FunctionDef, outer: Scope) -> bool:
 
 
 def _reads_clock(node: ast.AST, scope: Scope) -> bool:
-    """Say whether an expression, or what its names stand for, reads the clock."""
+    """Return whether an expression, or what its names stand for, reads the clock."""
     return any(
         isinstance(part, ast.Call) and _CLOCK.match(resolve(part.func, scope) or "")
         for part in list_parts(node, scope, _DEPTH)

@@ -14,13 +14,13 @@ _LAST_WINS = {
     "numba.cuda.atomic.exch",
     "numba.cuda.atomic.cas",
 }
-# Of these the result is the same in any order; what they return is not.
+# Their result is the same in any order; their return value is not.
 _ANY_ORDER = {f"triton.language.atomic_{kind}" for kind in ("max", "min", "and", "or", "xor")}
 _FLOATS = ("float", "bfloat", "fp", "half", "double")
 
 
 def check_atomic(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find atomics whose outcome depends on the order of the programs."""
+    """Find atomics whose result depends on the order of the threads."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
     if name is None or name not in _ORDERED | _LAST_WINS | _ANY_ORDER:
@@ -77,7 +77,7 @@ def _is_float(node: ast.AST | None) -> bool:
 
 
 def _cast(node: ast.AST) -> str:
-    """Return the dtype that an expression is cast to: the last word of ``x.to(tl.float32)``."""
+    """Return the target dtype of a cast: ``float32`` for ``x.to(tl.float32)``."""
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

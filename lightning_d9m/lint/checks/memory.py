@@ -1,4 +1,4 @@
-"""Memory that is read before anything was written to it."""
+"""Reads of memory that was not, or only partly, written."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from lightning_d9m.lint.walk import NodeContext, ReportFinding
 _MAKERS = {"torch.empty", "torch.empty_like", "torch.empty_strided", "torch.Tensor"}
 _SHAPED_TYPES = {f"torch.{kind}Tensor" for kind in ("Float", "Double", "Half", "Int", "Long")}
 _METHODS = {"new_empty"}
-# What only looks at the tensor's shape, or passes it on.
+# Attributes that do not read values.
 _SHAPE_ONLY = {
     "shape", "size", "dim", "ndim", "numel", "dtype", "device", "stride", "is_cuda",
     "element_size", "data_ptr", "untyped_storage", "storage", "nbytes", "itemsize", "type",
@@ -28,9 +28,9 @@ _ARITHMETIC = (ast.BinOp, ast.Compare, ast.UnaryOp)
 
 
 def check_empty(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find uninitialised tensors of which a value is read."""
+    """Find uninitialized tensors whose values are read."""
     assert isinstance(node, ast.Call)
-    if not _is_uninitialised(node, place):
+    if not _is_uninitialized(node, place):
         return
     parent = place.parents[-1]
     if isinstance(parent, _ARITHMETIC) or _reads(parent, place.parents):
@@ -46,7 +46,7 @@ def check_empty(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
             yield ReportFinding("D9M107", node, certainty, reason)
 
 
-def _is_uninitialised(node: ast.Call, place: NodeContext) -> bool:
+def _is_uninitialized(node: ast.Call, place: NodeContext) -> bool:
     name = place.resolve(node.func)
     if name is None:
         return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS
@@ -56,14 +56,14 @@ def _is_uninitialised(node: ast.Call, place: NodeContext) -> bool:
         sizes = [read_constant(size, place.scope) for size in node.args]
         return 0 not in sizes and (0,) not in sizes
     if name in _MAKERS | _SHAPED_TYPES:
-        # With sizes these are uninitialised; with a list or an array they are not.
+        # With sizes they return uninitialized memory; with a list or an array they do not.
         sizes = [read_constant(size, place.scope) for size in node.args]
         return bool(sizes) and all(type(size) is int and size > 0 for size in sizes)
     return False
 
 
 def _reads(parent: ast.AST, parents: list[ast.AST]) -> bool:
-    """Say whether a method that is called on it reads its values."""
+    """Return whether the called method reads the tensor's values."""
     if not isinstance(parent, ast.Attribute) or not parents[1:]:
         return False
     called = isinstance(parents[-2], ast.Call) and parents[-2].func is parent
@@ -75,7 +75,7 @@ def _reads(parent: ast.AST, parents: list[ast.AST]) -> bool:
 
 
 def _is_partly_written(area: ast.AST, name: str, place: NodeContext) -> Certainty | None:
-    """Say whether a local tensor is read as a whole after one assignment to a part of it.
+    """Return whether a local tensor is read as a whole after one assignment to a part of it.
 
     Returns:
         "depends" if it is only returned: the caller may write the rest. None if anything else may
@@ -112,14 +112,14 @@ def _makes_memory(value: ast.AST) -> bool:
 
 
 def _reads_argument(call: ast.Call, node: ast.AST, place: NodeContext) -> bool:
-    """Say whether a function of torch reads an argument and returns something else."""
+    """Return whether a function of torch reads an argument and returns something else."""
     name = place.resolve(call.func) or ""
     writes = name.endswith("_") or any(word.arg == "out" for word in call.keywords)
     return name.startswith("torch.") and node in call.args and not writes
 
 
 def _leaves_rest(part: ast.AST) -> bool:
-    """Say whether an index never covers a whole dimension: ``1:``, ``:-1`` or ``::2``."""
+    """Return whether an index never covers a whole dimension: ``1:``, ``:-1`` or ``::2``."""
     if isinstance(part, ast.Tuple):
         return any(map(_leaves_rest, part.elts))
     if not isinstance(part, ast.Slice):
@@ -137,7 +137,7 @@ def _read_integer(node: ast.AST | None) -> int:
 
 
 def _is_only_read(area: ast.AST, name: str) -> bool:
-    """Say whether a local tensor is used in arithmetic and nothing could have filled it."""
+    """Return whether a local tensor is used in arithmetic and never written."""
     read = False
     stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
     while stack:
@@ -149,7 +149,7 @@ def _is_only_read(area: ast.AST, name: str) -> bool:
             elif isinstance(parents[-1], _ARITHMETIC) or _reads(parents[-1], parents):
                 read = True
             elif not (isinstance(parents[-1], ast.Attribute) and parents[-1].attr in _SHAPE_ONLY):
-                # Handed on, indexed, filled in place: somebody may have written to it.
+                # Passed on, indexed or filled in place: it may be written.
                 return False
         inner = [*parents, node]
         stack.extend((child, inner) for child in ast.iter_child_nodes(node))

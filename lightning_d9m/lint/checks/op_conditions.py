@@ -1,6 +1,6 @@
-"""When a call is the nondeterministic one of its name: by mode, dtype, size or what is taken of it.
+"""Conditions under which a call runs a nondeterministic op: mode, dtype, size, used results.
 
-Each condition is given the call's arguments and what stands around it, and returns the catalogue's
+Each condition is given the call's arguments and what stands around it, and returns the catalog's
 name of the op and whether that is certain, or None where the call is deterministic.
 """
 
@@ -26,7 +26,7 @@ _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 
 @dataclass(frozen=True)
 class CallSite:
-    """A call that spells an op.
+    """A call of an op.
 
     Attributes:
         arguments: Its arguments.
@@ -40,14 +40,14 @@ class CallSite:
 
 
 def always(op: str, certainty: Certainty = "certain") -> Condition:
-    """Whatever the arguments are."""
+    """Accept any arguments."""
     return lambda _: (op, certainty)
 
 
 def unless(
     op: str, default: object, place: int | None, *names: str, fine: set[object]
 ) -> Condition:
-    """Unless an argument has one of some values; that it is fine by default counts as read."""
+    """Accept a call unless an argument, or its default, has one of the ``fine`` values."""
 
     def check(spelled: CallSite) -> Verdict:
         value = spelled.arguments.read(place, *names, default=default)
@@ -57,7 +57,7 @@ def unless(
 
 
 def given(op: str, place: int | None, *names: str) -> Condition:
-    """Only if an argument is given."""
+    """Accept a call if an argument is given."""
 
     def check(spelled: CallSite) -> Verdict:
         has = spelled.arguments.has(place, *names)
@@ -67,7 +67,7 @@ def given(op: str, place: int | None, *names: str) -> Condition:
 
 
 def interpolated(place: int) -> Condition:
-    """By the mode of an interpolation."""
+    """Choose the op by the mode of an interpolation."""
 
     def check(spelled: CallSite) -> Verdict:
         mode = spelled.arguments.read(place, "mode", default="nearest")
@@ -84,12 +84,12 @@ def interpolated(place: int) -> Condition:
 
 
 def padded(spelled: CallSite) -> Verdict:
-    """By the mode of ``pad``, and the dimensions that it pads."""
+    """Choose the op by the mode of ``pad`` and the padded dimensions."""
     return _pad(spelled, "constant", 2, "mode", _count_dims(spelled.arguments.read(1, "pad")))
 
 
 def convolved(dims: int) -> Condition:
-    """By the ``padding_mode`` of a convolution."""
+    """Choose the op by the ``padding_mode`` of a convolution."""
     return lambda spelled: _pad(spelled, "zeros", 8, "padding_mode", dims)
 
 
@@ -107,7 +107,7 @@ def _count_dims(pad: object) -> int:
 
 
 def pooled(op: str, place: int) -> Condition:
-    """Unless the output has one element: then torch takes the mean."""
+    """Accept a pooling unless its output has one element, for which torch takes the mean."""
 
     def check(spelled: CallSite) -> Verdict:
         size = spelled.arguments.read(place, "output_size", default=UNKNOWN)
@@ -119,7 +119,7 @@ def pooled(op: str, place: int) -> Condition:
 
 
 def reduced(spelled: CallSite) -> Verdict:
-    """By the reduction of ``scatter_reduce``."""
+    """Choose the op by the reduction of ``scatter_reduce``."""
     reduction = spelled.arguments.read(4, "reduce", default=UNKNOWN)
     if reduction == "prod":
         return "scatter_reduce_prod", "certain"
@@ -129,13 +129,13 @@ def reduced(spelled: CallSite) -> Verdict:
 
 
 def put_by_index(spelled: CallSite) -> Verdict:
-    """By whether ``index_put`` accumulates."""
+    """Choose the op by the ``accumulate`` argument of ``index_put``."""
     adds = spelled.arguments.read(3, "accumulate", default=False)
     return "index_put_accumulate" if adds is True else "index_put", "certain"
 
 
 def scattered(spelled: CallSite) -> Verdict:
-    """Unless one number is scattered, as for one-hot vectors."""
+    """Accept a scatter unless its source is one number, as for one-hot vectors."""
     arguments = spelled.arguments
     if not spelled.owned and not _is_indexed(arguments, 3):
         return None
@@ -150,18 +150,18 @@ def scattered(spelled: CallSite) -> Verdict:
 
 
 def gathered(spelled: CallSite) -> Verdict:
-    """A tensor's ``gather``, which takes a dimension and an index."""
+    """Accept a tensor's ``gather``, which takes a dimension and an index."""
     fine = spelled.owned or _is_indexed(spelled.arguments, 2)
     return ("gather_backward", "certain") if fine else None
 
 
 def taken(spelled: CallSite) -> Verdict:
-    """A tensor's ``take``: its gradient puts."""
+    """Accept a tensor's ``take``, whose gradient calls ``put_``."""
     return ("put_", "certain") if spelled.owned else None
 
 
 def repeated(spelled: CallSite) -> Verdict:
-    """Unless every element is repeated equally often: then torch expands."""
+    """Accept ``repeat_interleave`` unless it repeats all elements equally, which torch expands."""
     count = spelled.arguments.read(1, "repeats", default=UNKNOWN)
     if isinstance(count, int):
         return None
@@ -171,7 +171,7 @@ def repeated(spelled: CallSite) -> Verdict:
 
 
 def counted(spelled: CallSite) -> Verdict:
-    """``histc`` of floating point."""
+    """Accept ``histc`` of floating point."""
     first = spelled.arguments.get(0, "input")
     if first is None and isinstance(spelled.arguments.call.func, ast.Attribute):
         first = spelled.arguments.call.func.value
@@ -179,7 +179,7 @@ def counted(spelled: CallSite) -> Verdict:
 
 
 def multiplied(spelled: CallSite) -> Verdict:
-    """``bmm`` of a sparse tensor."""
+    """Accept ``bmm`` of a sparse tensor."""
     first = spelled.arguments.get(0, "input")
     if first is None and isinstance(spelled.arguments.call.func, ast.Attribute):
         first = spelled.arguments.call.func.value
@@ -194,7 +194,7 @@ def multiplied(spelled: CallSite) -> Verdict:
 
 
 def selected(op: str) -> Condition:
-    """An op that returns values and indices along a dimension: the indices vary, not the values."""
+    """Accept an op along a dimension if its indices, which vary, are used."""
 
     def check(spelled: CallSite) -> Verdict:
         arguments = spelled.arguments
@@ -224,7 +224,7 @@ def _takes_values_only(spelled: CallSite) -> bool:
 
 
 def _is_indexed(arguments: Arguments, least: int) -> bool:
-    """Say whether a method's arguments begin with a dimension and an index, as a tensor's do."""
+    """Return whether a method's arguments begin with a dimension and an index."""
     if {"index", "src"} & set(arguments.named):
         return True
     dim = arguments.get(1, "dim")

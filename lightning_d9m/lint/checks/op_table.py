@@ -1,4 +1,4 @@
-"""How the catalogue's ops are spelled in Python: functions, modules and methods of tensors."""
+"""Functions, modules and tensor methods that call the catalog's ops."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -52,12 +52,12 @@ def rule_of(op: Op) -> str:
 
 
 def is_backward(op: str) -> bool:
-    """Say whether only the gradient of an op varies."""
+    """Return whether only the gradient of an op varies."""
     return op.endswith("_backward")
 
 
 def _list_layers() -> dict[str, tuple[Condition, ...]]:  # noqa: C901 - a table, written as loops
-    """Return what is spelled both as a module and as a function, and as a module alone."""
+    """Return the conditions of modules and of the functions that belong to them."""
     table: dict[str, tuple[Condition, ...]] = {}
 
     def add(module: str, function: str, *conditions: Condition) -> None:
@@ -66,7 +66,7 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:  # noqa: C901 - a table,
             table[_FUNCTIONAL + function] = conditions
 
     for dims in _EVERY_DIM:
-        # In one dimension torch calls the version for two.
+        # In one dimension torch calls the two-dimensional op.
         planes = max(dims, 2)
         for kind in ("avg", "max"):
             op = f"adaptive_{kind}_pool{planes}d_backward"
@@ -111,7 +111,7 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:  # noqa: C901 - a table,
 
 
 def _of_unknown_shape(place: int) -> Condition:
-    """An NLL loss: it varies if its input has two spatial dimensions, which nothing here says."""
+    """Accept an NLL loss, which varies if its input has two spatial dimensions (unknown here)."""
     check = unless("nll_loss2d", "mean", place, "reduction", fine={"none"})
     return lambda spelled: ("nll_loss2d", "depends") if check(spelled) else None
 
@@ -146,7 +146,7 @@ _IN_PLACE = (
     "scatter_add",
     "scatter_reduce",
 )
-# Also of NumPy's arrays: without the underscore they are followed only where all is known.
+# NumPy's arrays have this method too, so it counts only as a function of torch.
 _PLAIN_ONLY_AS_FUNCTION = {"put"}
 
 _PACKAGES: dict[str, Condition] = {
@@ -191,7 +191,7 @@ METHODS: Mapping[str, Condition] = MappingProxyType(
 
 
 def explain(name: str) -> tuple[Op, str, str]:
-    """Return the catalogue's entry of an op, why it is found, and what to do about it."""
+    """Return the catalog's entry of an op, the reason and the fix."""
     op = find_op(name)
     backward = "Its gradient: " if is_backward(name) else ""
     does = op.torch_does[0].lower() + op.torch_does[1:].replace("thing:", "thing about it:")

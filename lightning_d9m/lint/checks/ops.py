@@ -1,4 +1,4 @@
-"""Calls of the catalogue's ops, and of packages with kernels of their own."""
+"""Calls of the catalog's ops, and of packages with their own kernels."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _OWN = {"self", "cls", "super"}
 
 
 def check_op(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find a call that spells an op of the catalogue."""
+    """Find a call of an op of the catalog."""
     assert isinstance(node, ast.Call)
     name, skipped = place.resolve(node.func), 0
     if name == "functools.partial" and node.args:
@@ -52,7 +52,7 @@ def check_op(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
 
 
 def check_function_choice(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find ``torch.compile`` with a mode that tunes by time."""
+    """Find ``torch.compile`` with a mode that chooses kernels by time."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) == "torch.compile":
         arguments = Arguments(node, place.scope)
@@ -66,14 +66,14 @@ def _as_tuple(condition: Condition | None) -> tuple[Condition, ...]:
 
 
 def _is_own(node: ast.AST) -> bool:
-    """Say whether a method is one of the class that calls it."""
+    """Return whether the receiver of a method is the calling class."""
     if isinstance(node, ast.Call):
         node = node.func
     return isinstance(node, ast.Name) and node.id in _OWN
 
 
 def _is_spared(op: str, node: ast.Call, place: NodeContext, name: str | None) -> bool:
-    """Say whether a call cannot run what varies: on a CPU, or without a gradient."""
+    """Return whether a call cannot vary: on a CPU, or without a gradient."""
     if op not in ON_CPU_TOO:
         receiver = (
             node.func.value if name is None and isinstance(node.func, ast.Attribute) else None

@@ -1,4 +1,4 @@
-"""Orders that differ from run to run: of sets, listings, hashes and completion."""
+"""Orders of sets, listings, hashes and completion, which differ from run to run."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _UNORDERED_METHODS = {"imap_unordered"}
 
 
 def check_set(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find where the order of a set goes into something ordered."""
+    """Find sets whose order decides the order of something else."""
     site = is_iterated(node, place)
     if site is None:
         return
@@ -64,7 +64,7 @@ def check_listing(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
 
 
 def check_completion(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find results that are taken as they are finished, and batches in any order."""
+    """Find results in order of completion, and loaders with ``in_order=False``."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
     unordered = (
@@ -85,7 +85,7 @@ def check_completion(node: ast.AST, place: NodeContext) -> Iterator[ReportFindin
 
 
 def check_hash(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find ``hash()`` of what may be a string, where its number matters."""
+    """Find ``hash()`` of a possible string whose number is used."""
     assert isinstance(node, ast.Call)
     if place.resolve(node.func) == "builtins.sorted" or (
         isinstance(node.func, ast.Attribute) and node.func.attr == "sort"
@@ -126,7 +126,7 @@ def check_hash_seed(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding
 
 
 def _names_one_file(node: ast.Call, name: str | None) -> bool:
-    """Say whether a pattern has no wildcard."""
+    """Return whether a pattern has no wildcard."""
     takes_pattern = name is None or name.startswith("glob.")
     pattern = node.args[0] if takes_pattern and node.args else None
     if isinstance(pattern, ast.Constant) and isinstance(pattern.value, str):
@@ -135,7 +135,7 @@ def _names_one_file(node: ast.Call, name: str | None) -> bool:
 
 
 def _is_unpacked_alone(place: NodeContext) -> bool:
-    """Say whether exactly one file is expected: ``[only] = folder.glob(...)``."""
+    """Return whether exactly one file is expected: ``[only] = folder.glob(...)``."""
     parent = place.parents[-1]
     target = parent.targets[0] if isinstance(parent, ast.Assign) else None
     return isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) == 1
@@ -146,7 +146,7 @@ def _is_hash_seed(node: ast.AST, place: NodeContext) -> bool:
 
 
 def _is_text(node: ast.AST, place: NodeContext) -> bool | None:
-    """Say whether an expression is a string, or holds one; None where it cannot be told."""
+    """Return whether an expression is, or contains, a string; None if that is unknown."""
     if isinstance(node, ast.JoinedStr):
         return True
     if isinstance(node, ast.Constant):
@@ -164,7 +164,7 @@ def _is_text(node: ast.AST, place: NodeContext) -> bool | None:
 
 
 def _is_number_used(place: NodeContext) -> bool:
-    """Say whether the number itself is used: in arithmetic, as a seed, as an index."""
+    """Return whether the number itself is used: in arithmetic, as a seed, as an index."""
     parent = place.parents[-1]
     if isinstance(parent, ast.BinOp):
         return isinstance(parent.op, (ast.Mod, ast.BitAnd, ast.RShift, ast.Mult, ast.Add))
@@ -175,7 +175,7 @@ def _is_number_used(place: NodeContext) -> bool:
 
 
 def _sorts_in_walk(place: NodeContext) -> bool:
-    """Say whether the loop over ``os.walk`` sorts what it is given."""
+    """Return whether the loop over ``os.walk`` sorts what it is given."""
     loop = place.parents[-1]
     if not isinstance(loop, ast.For):
         return False

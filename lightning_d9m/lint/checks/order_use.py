@@ -1,4 +1,4 @@
-"""Whether the order in which something is iterated can be seen in what becomes of it."""
+"""Tests whether the order of an iterable affects the code that uses it."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -26,17 +26,17 @@ _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 
 def is_order_used(node: ast.AST, place: NodeContext) -> bool:
-    """Say whether the order of an iterable can be seen in what becomes of it.
+    """Return whether the order of an iterable affects the code that uses it.
 
     Args:
         node: The iterable.
-        place: Where it stands; its parents are those of ``node``.
+        place: The context of ``node``.
     """
     return _is_used(node, list(place.parents), place, numbered=False)
 
 
 def is_list_order_used(target: ast.AST, place: NodeContext) -> bool:
-    """Say whether the order of a list can be seen in more than a choice of single items.
+    """Return whether the order of a list affects more than a choice of single items.
 
     Args:
         target: ``name`` or ``self.name``.
@@ -59,7 +59,7 @@ def is_list_order_used(target: ast.AST, place: NodeContext) -> bool:
 
 
 def is_choice(node: ast.AST) -> bool:
-    """Say whether an expression takes items at fixed positions: ``files[-1]``, ``files[:-3]``."""
+    """Return whether an expression takes items at fixed positions, such as ``files[-1]``."""
     if not isinstance(node, ast.Subscript):
         return False
     return not any(isinstance(part, ast.Name) for part in ast.walk(node.slice))
@@ -78,7 +78,7 @@ def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
             return False
         made = around[-1]
         if isinstance(made, (ast.SetComp, ast.DictComp)):
-            # A number for each is what the order decides; else they are found by their keys.
+            # The order decides only the numbers; otherwise keys find the values.
             return numbered and isinstance(made, ast.DictComp)
         return _is_used(made, around[:-1], place, numbered=False)
     if isinstance(parent, (ast.For, ast.AsyncFor)):
@@ -119,7 +119,7 @@ def _is_test(node: ast.AST, around: Sequence[ast.AST]) -> bool:
 
 
 def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> bool:
-    """Follow what is assigned to a name or an attribute through its scope or class."""
+    """Follow an assigned name through its scope, or an attribute through its class."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     if isinstance(target, ast.Name):
         area: ast.AST | None = place.scope.node
@@ -131,13 +131,13 @@ def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> 
         return True
     if area is None:
         return True
-    # What nothing here uses is used by somebody who imports it.
+    # A module-level name without uses may be imported elsewhere.
     used, uses = False, 0
     for parents, use in _find_uses(area, key, statement):
         parent = parents[-1]
         uses += 1
         if isinstance(parent, ast.Attribute):
-            # Sorted in place before it is used, as far as one can see.
+            # Assume that it is sorted in place before it is used.
             if parent.attr == "sort":
                 return False
             if parent.attr in {"index", "pop"}:
@@ -149,7 +149,7 @@ def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> 
             )
             if reassigned:
                 return False
-        # What is assigned on is taken as used: one name is followed, not a chain.
+        # A further assignment counts as a use; chains of names are not followed.
         used = (
             used or isinstance(parent, ast.Assign) or _is_used(use, parents, place, numbered=False)
         )
@@ -175,7 +175,7 @@ def _find_uses(
 
 
 def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool) -> bool:
-    """Say whether a loop does what shows in which order it ran."""
+    """Return whether the body of a loop depends on the order of iterations."""
     if numbered:
         return True
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
@@ -204,7 +204,7 @@ def _shows_order(node: ast.AST, names: set[str]) -> bool:
         )
         return not counts and _mentions(node.value, names)
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        # Numbered by the length of what is filled, or a module whose weights are drawn here.
+        # A number from the length of the target, or a module whose weights are drawn here.
         return any(
             isinstance(part, ast.Call)
             and (

@@ -1,4 +1,4 @@
-"""Generators without a seed, and seeds that differ from run to run or meet between ranks."""
+"""Generators without a seed, seeds that differ from run to run, and seeds that ranks share."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ GENERATORS = {
     *(f"numpy.random.{name}" for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")),
     "random.Random",
 }
-"""Constructors that take a seed from the system when they are given none."""
+"""Constructors that take a seed from the system if they get none."""
 
 _GLOBAL_SEEDS = {
     "random.seed",
@@ -52,7 +52,7 @@ _DEPTH = 4
 def check_seed(  # noqa: C901 - one case for each way to seed
     node: ast.AST, place: NodeContext
 ) -> Iterator[ReportFinding]:
-    """Find how a call seeds, or fails to."""
+    """Find calls with a missing or varying seed."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
     arguments = Arguments(node, place.scope)
@@ -82,23 +82,23 @@ def check_seed(  # noqa: C901 - one case for each way to seed
 
 
 def _judge_empty(node: ast.Call, rule: str, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find what takes its seed from the system, unless it is a generator seeded afterwards."""
+    """Find a seed from the system, unless the generator is seeded afterwards."""
     if rule == "D9M204" or not _is_seeded_later(*_find_area(place)):
         yield ReportFinding(rule, node)
 
 
 def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[ReportFinding]:
-    """Say what is wrong with the expression of a seed."""
+    """Find errors in the expression of a seed."""
     if found := _find_entropy(seed, scope):
         yield ReportFinding(
-            "D9M203", node, reason=f"The seed is taken from {found}, another in each run."
+            "D9M203", node, reason=f"The seed is taken from {found}, which differs in each run."
         )
     elif _adds_number(seed, scope, _DEPTH):
         yield ReportFinding("D9M205", node)
 
 
 def _find_entropy(node: ast.AST, scope: Scope) -> str:
-    """Return the name of what differs in each run and goes into an expression; or nothing."""
+    """Return the name of a function in an expression that differs in each run, or an empty text."""
     for part in list_parts(node, scope, _DEPTH):
         if isinstance(part, ast.Call):
             name = resolve(part.func, scope) or ""
@@ -108,7 +108,7 @@ def _find_entropy(node: ast.AST, scope: Scope) -> str:
 
 
 def list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
-    """Yield the nodes of an expression, and of those that its names stand for."""
+    """Yield the nodes of an expression and of the values of its names."""
     for part in ast.walk(node):
         yield part
         if isinstance(part, ast.Name) and depth:
@@ -119,7 +119,7 @@ def list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
 
 
 def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
-    """Say whether an expression adds the number of a rank or worker to something."""
+    """Return whether an expression adds the number of a rank or worker to something."""
     for part in ast.walk(node):
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
             sides = (part.left, part.right)
@@ -138,7 +138,7 @@ def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
 
 
 def _counts_apart(node: ast.AST) -> bool:
-    """Say whether a term is a multiple, such as ``seed * world_size``, which keeps seeds apart."""
+    """Return whether a term is a multiple, such as ``seed * world_size``, which separates seeds."""
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
@@ -155,7 +155,7 @@ def _is_number(node: ast.AST, scope: Scope) -> bool:
 
 
 def _reseeds_generator(node: ast.Call, place: NodeContext) -> bool:
-    """Say whether a call is ``seed()`` of a ``torch.Generator``, which takes no argument."""
+    """Return whether a call is ``seed()`` of a ``torch.Generator``, which takes no argument."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "seed":
         return False
     values, _ = list_values(node.func.value, place.scope)
@@ -170,7 +170,7 @@ def _is_method(node: ast.Call, method: str, name: str | None) -> bool:
 
 
 def _is_in_seed(place: NodeContext) -> bool:
-    """Say whether an expression goes into a seed, which has a rule of its own."""
+    """Return whether an expression is part of a seed, which D9M203 covers."""
     return any(
         isinstance(parent, ast.Call)
         and (place.resolve(parent.func) or "") in _GLOBAL_SEEDS | GENERATORS
@@ -179,7 +179,7 @@ def _is_in_seed(place: NodeContext) -> bool:
 
 
 def _check_generator(node: ast.Call, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find a ``torch.Generator`` that nobody seeds in the scope or class it belongs to."""
+    """Find a ``torch.Generator`` that is not seeded in its scope or class."""
     parent = place.parents[-1]
     if isinstance(parent, ast.Attribute):
         if parent.attr not in _SEEDING_METHODS:
@@ -189,12 +189,12 @@ def _check_generator(node: ast.Call, place: NodeContext) -> Iterator[ReportFindi
     if area is None:
         if isinstance(parent, ast.keyword):
             yield ReportFinding("D9M202", node)
-    elif not _is_seeded_later(area, key) and not _is_handed_on(area, key, place):
+    elif not _is_seeded_later(area, key) and not _is_passed_on(area, key, place):
         yield ReportFinding("D9M202", node)
 
 
 def _find_area(place: NodeContext) -> tuple[ast.AST | None, str]:
-    """Return the scope or class in which what is made here has a name, and the name."""
+    """Return the scope or class in which the new object has a name, and the name."""
     parent = place.parents[-1]
     target = parent.targets[0] if isinstance(parent, ast.Assign) else None
     if isinstance(target, ast.Name):
@@ -214,8 +214,8 @@ def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
     )
 
 
-def _is_handed_on(area: ast.AST, key: str, place: NodeContext) -> bool:
-    """Say whether it is handed to a function that may seed it."""
+def _is_passed_on(area: ast.AST, key: str, place: NodeContext) -> bool:
+    """Return whether a generator is passed to a function that may seed it."""
     return any(
         isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, place)
         for node in ast.walk(area)
@@ -223,7 +223,7 @@ def _is_handed_on(area: ast.AST, key: str, place: NodeContext) -> bool:
 
 
 def passes(call: ast.Call, key: str) -> bool:
-    """Say whether what has a name is handed to a function, which may seed it."""
+    """Return whether a call has the named object as an argument."""
     return any(key in {getattr(a, "id", ""), getattr(a, "attr", "")} for a in call.args)
 
 

@@ -1,4 +1,4 @@
-"""Which expressions are sets, what is in them, and where they are iterated."""
+"""Set expressions, their elements and their iteration."""
 
 import ast
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _DEPTH = 4
 def read_elements(  # noqa: PLR0911 - one case for each kind of expression
     node: ast.AST, scope: Scope, depth: int = _DEPTH
 ) -> Elements | None:
-    """Return what a set holds; None for what is no set, as far as can be read."""
+    """Return the kind of a set's elements; None if the expression is not known to be a set."""
     if depth == 0:
         return None
     if isinstance(node, ast.Set):
@@ -55,7 +55,7 @@ def read_elements(  # noqa: PLR0911 - one case for each kind of expression
 
 
 def is_iterated(node: ast.AST, place: NodeContext) -> Literal["iterated", "popped"] | None:
-    """Say whether a set is iterated where it stands, or popped from."""
+    """Return whether a set expression is iterated or popped."""
     parent = place.parents[-1]
     if isinstance(parent, (ast.For, ast.comprehension)):
         return "iterated" if parent.iter is node else None
@@ -75,7 +75,7 @@ def is_iterated(node: ast.AST, place: NodeContext) -> Literal["iterated", "poppe
 
 
 def _is_alone(node: ast.AST, place: NodeContext) -> bool:
-    """Say whether a test around, or just before in the same function, counts one element."""
+    """Return whether an enclosing or preceding test ensures a single element."""
     named = ast.dump(node)
     area = place.scope.node
     before = getattr(node, "lineno", 0)
@@ -140,7 +140,7 @@ def _read_attribute(name: str, scope: Scope, depth: int) -> Elements | None:
 
 
 def _merge(kinds: set[Elements | None]) -> Elements | None:
-    """Return the kind of a name that is bound several times; no set where one binding is none."""
+    """Return the kind of a name with several bindings, all of which must be sets."""
     if not kinds or None in kinds:
         return None
     return kinds.pop() if len(kinds) == 1 else "unknown"

@@ -1,4 +1,4 @@
-"""Settings that turn determinism off, and those that turn it on."""
+"""Settings that turn determinism off or on."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _OURS = {
     "lightning_d9m.HorovodDeterministicStrategy",
 }
 TURNED_ON = "turned-on"
-"""The rule of what is no finding, but tells that deterministic algorithms are on."""
+"""Id of the note that deterministic algorithms are on; it is not a finding."""
 
 _WARN_ONLY = (
     "With warn_only nondeterministic ops run, and attention keeps its nondeterministic kernels, "
@@ -24,7 +24,7 @@ _WARN_ONLY = (
 
 
 def check_setting_call(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find Trainer(benchmark=True), deterministic=False and the like."""
+    """Find Trainer(benchmark=True), deterministic=False and similar arguments."""
     assert isinstance(node, ast.Call)
     name = place.resolve(node.func)
     if name is None:
@@ -88,7 +88,7 @@ def _judge_flag(node: ast.Call, *, mode: object, warn_only: object) -> Iterator[
         yield ReportFinding("D9M402", node)
     elif mode is True and warn_only is True:
         yield ReportFinding(
-            "D9M402", node, reason=_WARN_ONLY, fix="Make it an error: no warn_only."
+            "D9M402", node, reason=_WARN_ONLY, fix="Remove warn_only, so that torch raises."
         )
     elif mode is True and warn_only is False:
         yield ReportFinding(TURNED_ON, node)

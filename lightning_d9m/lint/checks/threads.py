@@ -98,7 +98,7 @@ def _find_root(node: ast.AST) -> str:
 
 
 def _is_joined(place: NodeContext) -> bool:
-    """Say whether the thread is waited for as soon as it is started."""
+    """Return whether the thread is waited for as soon as it is started."""
     parent = place.parents[-1]
     if not isinstance(parent, ast.Assign):
         return False

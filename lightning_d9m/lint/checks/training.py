@@ -18,7 +18,7 @@ _OF_ACTIONS = (
 
 
 def check_training(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find the training of a program whose file seeds nothing; what it imports is not read here."""
+    """Find the training of a program whose file does not seed torch; imports are checked later."""
     assert isinstance(node, ast.Call)
     tree = place.parents[0]
     assert isinstance(tree, ast.Module)
@@ -31,7 +31,7 @@ def check_training(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]
 
 
 def _trains(call: ast.Call, scope: Scope) -> bool:
-    """Say whether a call is a ``backward()``, or ``fit()`` of Lightning's Trainer."""
+    """Return whether a call is a ``backward()``, or ``fit()`` of Lightning's Trainer."""
     if not isinstance(call.func, ast.Attribute):
         return False
     return call.func.attr == "backward" or (
@@ -44,7 +44,7 @@ def _trains(call: ast.Call, scope: Scope) -> bool:
 
 
 def check_environment(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
-    """Find the first reset, and the first drawn action, of a Gymnasium environment never seeded."""
+    """Find the first reset and the first drawn action of an unseeded Gymnasium environment."""
     assert isinstance(node, ast.Call)
     if not isinstance(node.func, ast.Attribute) or node.func.attr not in {"reset", "sample"}:
         return
@@ -70,7 +70,7 @@ def check_environment(node: ast.AST, place: NodeContext) -> Iterator[ReportFindi
 
 
 def _makes_environment(value: ast.AST, scope: Scope) -> bool:
-    """Say whether an expression makes an environment, wrapped or not."""
+    """Return whether an expression makes an environment, wrapped or not."""
     return any(
         isinstance(part, ast.Call) and _MAKERS.match(resolve(part.func, scope) or "")
         for part in ast.walk(value)
@@ -89,7 +89,7 @@ def _is_call_of(call: ast.Call, key: str, method: str, of_actions: bool) -> bool
 
 
 def _seeds_environment(call: ast.Call, key: str, scope: Scope, of_actions: bool) -> bool:
-    """Say whether a call seeds an environment, or hands it to what says that it does."""
+    """Return whether a call seeds an environment, or passes it to a function with that name."""
     if _is_call_of(call, key, "seed", of_actions):
         return True
     if not of_actions and _is_call_of(call, key, "reset", of_actions):

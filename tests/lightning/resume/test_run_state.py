@@ -236,7 +236,7 @@ def interrupted(tmp_path_factory):
     fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "simulated", DEVICE, raising=False)
-        patch.setattr(seeding, "_initialised_devices", lambda: [("simulated", DEVICE)])
+        patch.setattr(seeding, "_list_initialized_devices", lambda: [("simulated", DEVICE)])
         straight = evidence(fits.fit(**ON_DEVICE))
         fits.interrupt(**ON_DEVICE, at={"batch": 5})
         yield fits, straight
