@@ -1,6 +1,6 @@
 """The pytest plugin: tests in a deterministic session, and golden ledgers in the repository.
 
-It loads torch only for a test that uses it, or where the setting ``d9m`` is on.
+It loads torch only for a test that uses it, or if the setting ``d9m`` is on.
 """
 
 import re
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("d9m", "deterministic training").addoption(
         "--d9m-update",
         action="store_true",
-        help="write the golden ledgers anew instead of comparing with them",
+        help="write new golden ledgers instead of comparing with them",
     )
     parser.addini(
         "d9m",
@@ -41,13 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "d9m_on_stack_difference",
-        "what a golden ledger from another stack means when the bits differ: fail or skip",
+        "if the bits differ and the golden ledger comes from a different stack: fail or skip",
         default="fail",
     )
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Set the variables that libraries read when they start, before anything can start them."""
+    """Set the variables that libraries read when they start, before any conftest.py is loaded."""
     if not early_config.getini("d9m"):
         return
     from lightning_d9m.control.environment import EarlyVariables
@@ -79,19 +79,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say what cannot be mended once the interpreter runs."""
+    """Report whether the hash seed is fixed, which cannot be changed in a running interpreter."""
     if not config.getini("d9m"):
         return None
-    from lightning_d9m.control.seeding import (
-        describe_hash_seed_problem,
-    )
+    from lightning_d9m.control.seeding import describe_hash_seed_problem
 
     return f"d9m: {describe_hash_seed_problem() or 'the hash seed is fixed'}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Seed anew when the test itself begins: fixtures may have drawn, and plugins have reseeded."""
+    """Seed again when the test itself begins: fixtures may have drawn, and plugins reseeded."""
     session = cast("Session | None", pyfuncitem.funcargs.get("_d9m_session"))
     if session is not None:
         from lightning_d9m.control.seeding import seed_all
@@ -131,7 +129,7 @@ def deterministic_session(_d9m_session: "Session") -> "Session":
 def golden_ledger(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[..., AbstractContextManager[None]]:
-    """A context whose fits are held against the ledgers that the repository keeps.
+    """Return a context whose fits are compared with the ledgers in the repository.
 
     ``with golden_ledger():`` runs its body in a deterministic session. The ledgers that fits with
     a ``DeterminismCallback`` leave in it are compared with those in ``golden/<module>/<test>``
@@ -142,19 +140,19 @@ def golden_ledger(
     test = request.node.nodeid.partition("::")[2]
 
     @contextmanager
-    def held(name: str | None = None, **settings: Any) -> Iterator[None]:
+    def compared(name: str | None = None, **settings: Any) -> Iterator[None]:
         from lightning_d9m.testing import as_first_run
 
         golden = home / re.sub(r"[^\w.-]+", "-", name or test).strip("-.")
         written = tmp_path / "d9m" / golden.name
         with as_first_run(written, None, **settings):
             yield
-        _hold_against(golden, written, request.config)
+        _compare_with_golden(golden, written, request.config)
 
-    return held
+    return compared
 
 
-def _hold_against(golden: Path, written: Path, config: pytest.Config) -> None:
+def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> None:
     from lightning_d9m.ledger.folder import list_fits
     from lightning_d9m.testing import compare_fits
 
@@ -165,7 +163,7 @@ def _hold_against(golden: Path, written: Path, config: pytest.Config) -> None:
             "with callbacks=[DeterminismCallback()]."
         )
     if config.getoption("--d9m-update"):
-        _replace(golden, written)
+        _replace_golden(golden, written)
         return
     if not golden.exists():
         raise NotBitExactError(
@@ -176,15 +174,15 @@ def _hold_against(golden: Path, written: Path, config: pytest.Config) -> None:
     if problem is None:
         return
     if "The stacks differ" in problem and config.getini("d9m_on_stack_difference") == "skip":
-        pytest.skip(f"The golden ledger comes from another stack. {problem}")
+        pytest.skip(f"The golden ledger comes from a different stack. {problem}")
     raise NotBitExactError(
         f"This run differs from its golden ledger {golden}. {problem}\n"
-        "If the change is meant, write the ledger anew with `pytest --d9m-update`."
+        "If the change is intended, write a new ledger with `pytest --d9m-update`."
     )
 
 
-def _replace(golden: Path, written: Path) -> None:
-    """Put a run's ledgers in the place of the golden ones, which stay until the copy is whole."""
+def _replace_golden(golden: Path, written: Path) -> None:
+    """Replace the golden ledgers with a run's; the old ones stay until the copy is complete."""
     fresh = golden.with_name(f"{golden.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(written, fresh)

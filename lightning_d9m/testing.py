@@ -1,4 +1,4 @@
-"""Run a training several times, and say whether it ends at the same bits each time."""
+"""Run a training several times and assert that the results are bit-identical."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -31,19 +31,19 @@ def assert_bit_exact(
 ) -> None:
     """Run a function several times, each in a deterministic session, and compare the bits.
 
-    Compared are what it returns (a module, a Trainer, tensors, numbers, text, and dicts, lists and
-    tuples of them) and the ledgers of the fits in it that have a ``DeterminismCallback``, which go
-    to a folder that is removed at the end.
+    Compares the return values (a module, a Trainer, tensors, numbers, text, and dicts, lists and
+    tuples of them) and the ledgers of the fits with a ``DeterminismCallback``, which are written to
+    a temporary folder.
 
     Args:
-        train_function: Called without arguments; it makes all that it trains.
-        runs: How often, at least 2.
+        train_function: Called without arguments; it builds everything that it trains.
+        runs: The number of runs, at least 2.
         settings: Settings of the sessions; the defaults when None.
         overrides: Single settings by name, such as ``seed=42``.
 
     Raises:
-        NotBitExactError: When a run ends at other bits than the first, with the first divergence.
-        SettingError: When a setting is not allowed, or the function leaves nothing to compare.
+        NotBitExactError: If a run differs from the first, with the first divergence.
+        SettingError: If a setting is not allowed, or there is nothing to compare.
 
     >>> def train():
     ...     torch.manual_seed(1)
@@ -57,27 +57,27 @@ def assert_bit_exact(
         for number in range(runs):
             ledgers = Path(folder, f"run-{number + 1}")
             with as_first_run(ledgers, settings, **overrides):
-                digests = _digests_of(train_function())
+                digests = _digest_entries(train_function())
             fits = list_fits(ledgers) if ledgers.exists() else []
             if not digests and not fits:
                 raise SettingError(
-                    f"{_name(train_function)} returned None and no fit in it left a ledger, so "
+                    f"{_name_of(train_function)} returned None and no fit in it left a ledger, so "
                     "there is nothing to compare. Return the model or its weights, or train with "
                     "callbacks=[DeterminismCallback()]."
                 )
             outcomes.append((digests, fits))
         expected = outcomes[0]
         for number, actual in enumerate(outcomes[1:], 2):
-            problem = _compare(expected, actual)
+            problem = _describe_outcome_difference(expected, actual)
             if problem is not None:
                 raise NotBitExactError(
-                    f"Run {number} of {_name(train_function)} differs from run 1. {problem}"
+                    f"Run {number} of {_name_of(train_function)} differs from run 1. {problem}"
                 )
 
 
 @contextmanager
 def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> Iterator[None]:
-    """Run the body in a deterministic session of its own, with its ledgers in a folder of its own.
+    """Run the body in a new deterministic session, with its ledgers in a folder.
 
     Args:
         ledgers: Folder for the ledgers of its fits.
@@ -97,7 +97,7 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
 
 
 def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
-    """Return in words how the ledgers of two runs differ; None when they agree."""
+    """Describe how the ledgers of two runs differ; None if they agree."""
     if len(expected) != len(actual):
         return (
             f"The numbers of their fits differ.\nexpected: {len(expected)}\nactual:   {len(actual)}"
@@ -112,7 +112,7 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
 _Outcome = tuple[dict[str, str], list[Path]]
 
 
-def _compare(expected: _Outcome, actual: _Outcome) -> str | None:
+def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | None:
     problem = compare_fits(expected[1], actual[1])
     if problem is not None:
         return problem
@@ -122,17 +122,17 @@ def _compare(expected: _Outcome, actual: _Outcome) -> str | None:
         return None
     first = differing[0]
     return (
-        f"Of {len(names)} entries that it returns {len(differing)} differ, the first {first}.\n"
+        f"{len(differing)} of {len(names)} returned entries differ, the first {first}.\n"
         f"expected: {expected[0].get(first, 'no such entry')}\n"
         f"actual:   {actual[0].get(first, 'no such entry')}"
     )
 
 
-def _digests_of(result: object, where: str = "result") -> dict[str, str]:
-    """Return one digest for each entry of a result, by its place in it."""
+def _digest_entries(result: object, where: str = "result") -> dict[str, str]:
+    """Return one digest for each entry of a result, by the entry's path."""
     if result is None and where == "result":
         return {}
-    result = getattr(result, "lightning_module", result)  # a Trainer stands for what it trained
+    result = getattr(result, "lightning_module", result)  # of a Trainer, the module that it trained
     if isinstance(result, torch.nn.Module):
         groups = take_snapshot(result).groups
         return {
@@ -148,9 +148,9 @@ def _digests_of(result: object, where: str = "result") -> dict[str, str]:
     return {
         name: value
         for key, entry in entries
-        for name, value in _digests_of(entry, f"{where}[{key!r}]").items()
+        for name, value in _digest_entries(entry, f"{where}[{key!r}]").items()
     }
 
 
-def _name(function: Callable[..., object]) -> str:
+def _name_of(function: Callable[..., object]) -> str:
     return getattr(function, "__qualname__", repr(function))

@@ -9,8 +9,8 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.autoload.env_settings import (
     CONTROL_VARIABLES,
-    check_known,
     read_settings,
+    reject_unknown_variables,
     variable_of,
 )
 from lightning_d9m.lightning.callback import DeterminismCallback, list_program_callbacks
@@ -60,7 +60,7 @@ def make_callback(package: str) -> AddedCallback:
             f"{package} was imported after a Trainer of {loaded_packages()[0]} was built. Import "
             "both packages at the top of the program, or use one of them."
         )
-    check_known(DeterminismCallback, os.environ)
+    reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     try:
         return AddedCallback(**settings)

@@ -1,7 +1,6 @@
 """Settings from environment variables: ``LIGHTNING_D9M_SEED=42`` is ``seed=42``.
 
-The names and the types are those of the signature that takes the settings, so that there is no
-second list to keep. Nothing here imports torch.
+Names and types come from the signature that takes the settings. This module does not import torch.
 """
 
 import inspect
@@ -18,8 +17,8 @@ _PREFIX = f"{SWITCH}_"
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
 _NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a text", Path: "a path"}
-_NOT_BY_VARIABLE = "nothing: it is given in the program"
-# Read by the part that each steers, whoever built the callback; not all of them are its settings.
+_NOT_BY_VARIABLE = "nothing; it is set in the program"
+# Each is read where it is used, also if the program passes its own callback.
 CONTROL_VARIABLES = (
     "LIGHTNING_D9M_CHECKPOINT_DIR",
     "LIGHTNING_D9M_CONTROL",
@@ -38,7 +37,7 @@ CONTROL_VARIABLES = (
 
 
 def variable_of(setting: str) -> str:
-    """Return the variable that gives a setting.
+    """Return the name of the variable for a setting.
 
     >>> variable_of("on_drift")
     'LIGHTNING_D9M_ON_DRIFT'
@@ -47,24 +46,24 @@ def variable_of(setting: str) -> str:
 
 
 def read_switch(environment: Mapping[str, str]) -> bool:
-    """Return whether ``LIGHTNING_D9M`` asks for determinism.
+    """Return whether ``LIGHTNING_D9M`` is on.
 
     Raises:
-        SettingError: When its value is neither yes nor no.
+        SettingError: If its value is neither 1 nor 0 nor a synonym.
     """
     text = environment.get(SWITCH, "")
     return bool(text) and bool(read_value(SWITCH, text, bool))
 
 
 def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that variables give; one that is empty counts as not set.
+    """Return the settings that variables give; an empty variable counts as not set.
 
     Args:
-        owner: What takes the settings; its signature says their names and types.
+        owner: The class or function that takes the settings; its signature has names and types.
         environment: The variables.
 
     Raises:
-        SettingError: When a value cannot be read.
+        SettingError: If a value is not allowed.
     """
     settings = {}
     for name, parameter in inspect.signature(owner, eval_str=True).parameters.items():
@@ -74,11 +73,11 @@ def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> 
     return settings
 
 
-def check_known(owner: Callable[..., Any], environment: Mapping[str, str]) -> None:
-    """Refuse a variable of ours that no setting has: a misspelt one would be ignored silently.
+def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str, str]) -> None:
+    """Reject a variable ``LIGHTNING_D9M_*`` that does not exist, such as a misspelled one.
 
     Raises:
-        SettingError: When there is one.
+        SettingError: If there is one.
     """
     known = {
         *CONTROL_VARIABLES,
@@ -96,10 +95,10 @@ def check_known(owner: Callable[..., Any], environment: Mapping[str, str]) -> No
 
 
 def read_value(variable: str, text: str, annotation: Any) -> Any:
-    """Read a variable's text as what an annotation allows; a list is separated by commas.
+    """Parse a variable's text as a type that an annotation allows; commas separate a list.
 
     Raises:
-        SettingError: When the text is nothing of it.
+        SettingError: If the text is none of them.
 
     >>> read_value("LIGHTNING_D9M_THREADS", "2", int | None)
     2
@@ -107,13 +106,13 @@ def read_value(variable: str, text: str, annotation: Any) -> Any:
     ('put_', 'take')
     """
     kinds = get_args(annotation) if _is_union(annotation) else (annotation,)
-    # The text itself is the last resort: whatever it is, it is a text.
+    # Last of all the text itself: every text is a valid str or Path.
     for kind in sorted(kinds, key=lambda kind: kind in (str, Path)):
         try:
-            return _read(text, kind)
+            return _parse(text, kind)
         except ValueError:
             continue
-    described = [_describe(kind) for kind in kinds]
+    described = [_describe_type(kind) for kind in kinds]
     allowed = " or ".join(text for text in described if text) or _NOT_BY_VARIABLE
     raise SettingError(f"The variable {variable} is {text!r}; allowed: {allowed}.")
 
@@ -122,8 +121,8 @@ def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType)
 
 
-def _read(text: str, kind: Any) -> Any:
-    """Read a text as one kind, or raise a ``ValueError``."""
+def _parse(text: str, kind: Any) -> Any:
+    """Parse a text as one type, or raise a ``ValueError``."""
     if kind is bool and text.lower() in _YES + _NO:
         return text.lower() in _YES
     if kind is NoneType and text.lower() == "none":
@@ -136,7 +135,7 @@ def _read(text: str, kind: Any) -> Any:
             return choices[text]
     if _is_list(kind):
         parts = [part.strip() for part in text.split(",")]
-        return tuple(_read(part, get_args(kind)[0]) for part in parts if part)
+        return tuple(_parse(part, get_args(kind)[0]) for part in parts if part)
     raise ValueError(text)
 
 
@@ -145,11 +144,11 @@ def _is_list(kind: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Sequence)
 
 
-def _describe(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     if kind is bool:
         return "1 or 0"
     if get_origin(kind) is Literal:
         return " or ".join(str(choice) for choice in get_args(kind))
     if _is_list(kind):
-        return f"{_describe(get_args(kind)[0])}, several separated by commas"
+        return f"{_describe_type(get_args(kind)[0])}, several separated by commas"
     return _NAMES.get(kind, "")

@@ -10,10 +10,10 @@ import pytest
 from lightning_d9m import DeterminismCallback, SettingError, Settings
 from lightning_d9m.lightning.autoload.env_settings import (
     CONTROL_VARIABLES,
-    check_known,
     read_settings,
     read_switch,
     read_value,
+    reject_unknown_variables,
     variable_of,
 )
 
@@ -87,7 +87,7 @@ def test_values(annotation, text, value):
         (int | None, "two", "a whole number or none"),
         (Literal["raise", "warn"], "shrug", "raise or warn"),
         (Sequence[int], "1,x", "a whole number, several separated by commas"),
-        (dict[str, int], "1", "nothing: it is given in the program"),
+        (dict[str, int], "1", "nothing; it is set in the program"),
     ],
 )
 def test_a_bad_value_is_one_sentence(annotation, text, allowed):
@@ -106,7 +106,7 @@ def test_the_switch(value, asked):
 
 def test_a_misspelt_variable_is_said():
     known = dict.fromkeys([*CONTROL_VARIABLES, "LIGHTNING_D9M", "LIGHTNING_D9M_SEED", "HOME"], "1")
-    check_known(DeterminismCallback, known)
+    reject_unknown_variables(DeterminismCallback, known)
     with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_REFERENCE\?") as caught:
-        check_known(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})
+        reject_unknown_variables(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})
     assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_REFRENCE.")
