@@ -294,7 +294,7 @@ def test_fields_of_a_later_version_are_evidence(runs):
 def test_large_batches_are_compared_in_parts(runs, monkeypatch):
     """Each place still finds its counterpart where the order is the same."""
     monkeypatch.setattr(probe_batch, "BATCH_PART_PLACES", 3)
-    monkeypatch.setattr("lightning_d9m.comparison.cursor.MOST_PLACES", 3)
+    monkeypatch.setattr("lightning_d9m.comparison.cursor.BATCH_PART_PLACES", 3)
     one = runs.write(edit=traced(range(3), part=2))
     other = runs.write(edit=traced(range(2), part=2).add(2, part=2, changed=PLACES[6:]))
     rank = compare(one, other)

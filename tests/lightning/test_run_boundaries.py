@@ -52,9 +52,9 @@ def test_a_failing_gather_does_not_hide_the_error_of_the_program(lonely_trainer)
         raise KeyError("of the program")
 
     with pytest.raises(KeyError, match="of the program"):
-        ranks_of(lonely_trainer).together(fail)
+        ranks_of(lonely_trainer).raise_on_all(fail)
     with pytest.raises(SettingError, match="The Trainer has 2 ranks"):
-        ranks_of(lonely_trainer).together(lambda: None)
+        ranks_of(lonely_trainer).raise_on_all(lambda: None)
 
 
 def test_a_fit_in_a_second_thread_is_refused_at_its_start(tmp_path):
