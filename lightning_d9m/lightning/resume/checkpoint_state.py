@@ -1,12 +1,12 @@
 # ruff: noqa: SLF001 - see loop_position
-"""Exact resume: what a checkpoint needs beyond Lightning's own content, saved and put back.
+"""The state that a checkpoint needs beyond Lightning's own content for an exact resume.
 
-It is kept under one key, as plain values that ``torch.load(weights_only=True)`` reads:
+It is stored under one key, as plain values that ``torch.load(weights_only=True)`` reads:
 
-- ``seed``, ``fit``, ``settings``, ``world_size``: which streams the run draws from;
-- ``place``: the epoch, the global step, how many batches of the epoch were trained;
-- ``ranks``: for each rank, what only it knows (see ``run_state``) and its ledger;
-- ``seal``: one digest for each tensor of the checkpoint (see ``hashing.checkpoint_digests``).
+- ``seed``, ``fit``, ``settings``, ``world_size``: they select the random streams of the run;
+- ``place``: the epoch, the global step, and the number of trained batches of the epoch;
+- ``ranks``: for each rank, its own state (see ``run_state``) and its position in the ledger;
+- ``seal``: the manifest, one digest for each tensor (see ``hashing.checkpoint_digests``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.exactness import (
     FORMAT,
     describe_reloaded_generators,
-    describe_strangers,
+    describe_unmatched_state,
     find_missing_state,
     find_problems,
     find_unresumable_loaders,
@@ -40,7 +40,7 @@ from lightning_d9m.lightning.resume.loop_position import (
     LoopPosition,
     draws_when_iterated,
     drop_consumed_states,
-    find_place,
+    find_position,
     finish_pending_work,
     iterate_again,
     skip_remaining_batches,
@@ -55,8 +55,8 @@ class CheckpointState:
     """Saves and restores the state of one callback's fits.
 
     Args:
-        on_inexact: ``"raise"`` or ``"warn"``, where a run cannot be resumed exactly;
-            ``"raise_early"`` where one that begins could not be, later.
+        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly; ``"raise_early"``
+            raises at the start of a fit whose checkpoints could not be resumed exactly.
     """
 
     def __init__(self, on_inexact: InexactResumeAction = "raise") -> None:
@@ -82,14 +82,15 @@ class CheckpointState:
     def keep(
         self, trainer: Any, run: TrainerSession, testimony: TrainerRecorder, *, ended: bool
     ) -> None:
-        """Keep the state of a run that is about to be given back, for whoever saves it later.
+        """Keep the state of a run that is about to end, for checkpoints that are saved later.
 
         Args:
             trainer: The Trainer.
             run: Its run.
             testimony: Its evidence.
-            ended: Whether it came to its end. Every rank calls it then; other ranks may have left
-                by the time that one saves. Otherwise the ranks talk when they save.
+            ended: Whether the fit finished. Then every rank calls this, and rank 0 gathers the
+                state now, because other ranks may have exited by the next save. Otherwise rank 0
+                gathers it when a checkpoint is saved.
         """
         if run.stage != "fit":
             return
@@ -104,7 +105,7 @@ class CheckpointState:
         testimony: TrainerRecorder,
         checkpoint: dict[str, Any],
     ) -> None:
-        """Put the state into a checkpoint. Every rank calls it, unless the run has ended."""
+        """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
         if run is not None and run.stage == "fit":
             state = self._describe(trainer, run)
             state["ranks"] = gather_values(trainer, self._capture(trainer, run, testimony))
@@ -119,10 +120,10 @@ class CheckpointState:
         checkpoint[KEY] = state
 
     def load(self, trainer: Any, run: TrainerSession, checkpoint: Mapping[str, Any]) -> None:
-        """Read the state of a checkpoint that a fit goes on from.
+        """Read the state of the checkpoint from which a fit resumes.
 
         Raises:
-            InexactResumeError: When it cannot be resumed exactly, unless that is to be a warning.
+            InexactResumeError: If it cannot be resumed exactly, unless ``on_inexact="warn"``.
         """
         state = checkpoint.get(KEY)
         if run.stage != "fit" or _is_untrained(state):
@@ -142,7 +143,7 @@ class CheckpointState:
             self._unvalidated = self._rank_state(trainer)
 
     def attach(self, trainer: Any, run: TrainerSession) -> None:
-        """Prepare a fit for a checkpoint that it may go on from; before that is loaded."""
+        """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._kept = self._resumed = self._unvalidated = self._before_evaluation = None
         self._reasons, self._loader_states = [], []
         if run.stage == "fit":
@@ -188,7 +189,7 @@ class CheckpointState:
         self._at_end = finish_pending_work(trainer, self._place(trainer), reset)
 
     def _restore_and_start(self, trainer: Any, start: Callable[[], None]) -> None:
-        # After `on_train_start`, where modules reset what they have measured.
+        # After `on_train_start`, where modules reset their metrics.
         if self._resumed is not None:
             run_state.restore_outside(trainer, self._rank_state(trainer))
         start()
@@ -196,7 +197,7 @@ class CheckpointState:
     def _reset_epoch(self, trainer: Any, reset: Callable[[], None]) -> None:
         with catch_warnings():
             if self._resumed is not None and not self._reasons:
-                # What Lightning cannot do, the loaders under control can.
+                # Lightning cannot resume these loaders; the loader control can.
                 filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
             reset()
 
@@ -210,7 +211,7 @@ class CheckpointState:
             iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args)
-        # Else Lightning leaves out what schedulers do at the end of the epoch.
+        # Otherwise Lightning skips the schedulers at the end of the epoch.
         trainer.fit_loop._restarting = False
         if self._at_end:
             self._at_end = False
@@ -228,7 +229,7 @@ class CheckpointState:
         if not trainer.sanity_checking:
             self._before_evaluation = run_state.capture_drawn(trainer, "validation")
         outputs = run()
-        self._before_evaluation = None  # after an exception it is still wanted
+        self._before_evaluation = None  # after an exception a checkpoint may still need it
         return outputs
 
     def _place_loader(self, trainer: Any, run: TrainerSession, loader: object) -> None:
@@ -243,13 +244,13 @@ class CheckpointState:
         run.resume_loaders(
             place.epoch,
             place.batch,
-            # Lightning keeps the loaders together from after this to when they are iterated.
+            # Called when the loaders are iterated: Lightning sets their mode later.
             lambda: fit._combined_loader._mode == "max_size_cycle",
             self._rank_state(trainer).get("samplers", {}),
         )
 
     def begin(self, trainer: Any, testimony: TrainerRecorder) -> None:
-        """Continue the ledger, and restore what an epoch does not seed; before training starts."""
+        """Continue the ledger of the interrupted run; called before training starts."""
         if self._resumed is None and not self._reasons:
             self._report_unresumable(trainer)
             return
@@ -271,16 +272,16 @@ class CheckpointState:
         )
 
     def _restore(self, trainer: Any) -> None:
-        """Restore what training has drawn; as late as possible before the next batch."""
+        """Restore the generators of training, as late as possible before the next batch."""
         resumed, self._resumed = self._resumed, None
         if resumed is None or resumed["place"]["moment"] == "epoch":
             return
         run_state.restore_within(trainer, _rank_of(resumed, trainer))
 
     def _place(self, trainer: Any) -> LoopPosition:
-        return (
-            find_place(trainer) if self._resumed is None else LoopPosition(**self._resumed["place"])
-        )
+        if self._resumed is None:
+            return find_position(trainer)
+        return LoopPosition(**self._resumed["place"])
 
     def _resumes_between_epochs(self, trainer: Any) -> bool:
         """Return whether a resumed fit is about to train its first epoch from its beginning."""
@@ -300,13 +301,13 @@ class CheckpointState:
             "fit": run.fit,
             "settings": run.settings.as_record(),
             "world_size": trainer.world_size,
-            "place": asdict(find_place(trainer)),
+            "place": asdict(find_position(trainer)),
         }
 
     def _capture(
         self, trainer: Any, run: TrainerSession, testimony: TrainerRecorder
     ) -> dict[str, Any]:
-        place = find_place(trainer)
+        place = find_position(trainer)
         drawn = self._before_evaluation if place.moment == "validation" else None
         drawn = drawn or run_state.capture_drawn(trainer, place.moment)
         return {
@@ -318,16 +319,16 @@ class CheckpointState:
         }
 
     def _report_unresumable(self, trainer: Any) -> None:
-        """Say of a fit that begins anew which of its checkpoints could not be resumed exactly."""
+        """Report which checkpoints of a fresh fit could not be resumed exactly."""
         prospects = find_unresumable_loaders(trainer)
         if not prospects:
             return
         listed = "\n".join(f"- {problem}" for problem in prospects)
-        text = f"This run could not be resumed exactly from where it is stopped:\n{listed}"
+        text = f"Checkpoints of this run could not be resumed exactly:\n{listed}"
         if self._on_inexact == "raise_early":
             raise InexactResumeError(
-                f"{text}\nTo train all the same, leave on_inexact_resume at its default: then the "
-                "error comes when such a checkpoint is loaded.",
+                f"{text}\nTo train anyway, leave on_inexact_resume at its default: then the error "
+                "is raised when such a checkpoint is loaded.",
                 reasons=prospects,
             )
         if saves_within_epochs(trainer):
@@ -336,8 +337,8 @@ class CheckpointState:
             )
 
     def _raise_or_warn_on_all_ranks(self, trainer: Any, rank: Mapping[str, Any]) -> None:
-        """Complain of what one of the ranks has found, on all of them."""
-        problems = describe_strangers(run_state.find_unmatched_state(trainer, rank))
+        """Raise or warn on all ranks if one of them finds a problem."""
+        problems = describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._place(trainer).epoch)
         problems += describe_reloaded_generators(reloaded)
         ranks_of(trainer).raise_on_all(
@@ -348,8 +349,8 @@ class CheckpointState:
         self._reasons += problems
         listed = "\n".join(f"- {problem}" for problem in problems)
         text = (
-            f"This run cannot go on exactly where the checkpoint was saved:\n{listed}\n"
-            "To go on all the same, with a break that the ledger records, pass "
+            f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
+            "To resume anyway, with a break that the ledger records, pass "
             'DeterminismCallback(on_inexact_resume="warn").'
         )
         if self._on_inexact != "warn":
@@ -359,9 +360,9 @@ class CheckpointState:
 
 
 def _is_untrained(state: object) -> bool:
-    """Whether a checkpoint was saved before training began: as a search for the learning rate does.
+    """Return whether a checkpoint was saved before training, as the learning rate finder does.
 
-    No ledger was open then, and nothing has been drawn that an epoch does not seed.
+    No ledger was open then, and no generator had been used that an epoch does not seed.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         return False
@@ -369,9 +370,9 @@ def _is_untrained(state: object) -> bool:
 
 
 def _iterates_again(trainer: Any) -> bool:
-    """Return whether Lightning is about to iterate the loaders of an epoch, for the second time.
+    """Return whether Lightning is about to make the iterator of the training loaders again.
 
-    It has done so when it loaded them, if that was for this epoch: workers have begun.
+    It makes the first one when it loads them, and their workers start then.
     """
     fit = trainer.fit_loop
     resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
@@ -383,7 +384,7 @@ def _has_loaded(trainer: Any) -> bool:
 
 
 def _rank_of(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank; nothing where ranks are others."""
+    """Return this rank's state in a checkpoint; empty if the number of ranks has changed."""
     ranks = state["ranks"]
     if is_other_world(state, trainer):
         return {}

@@ -1,8 +1,8 @@
 # ruff: noqa: SLF001 - Lightning's loops have no public word for their loaders
-"""Why a run cannot go on exactly where a checkpoint was saved, one sentence for each reason.
+"""Reasons why a run cannot be resumed exactly from a checkpoint, one sentence for each.
 
-Some reasons are known to the run that saves: they are kept in the checkpoint, as what it lacks. The
-others are seen by the run that loads it.
+The run that saves a checkpoint knows some of them and stores them in it; the run that loads it
+finds the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +13,12 @@ from lightning_d9m.lightning.resume.loop_position import LoopPosition
 from lightning_d9m.lightning.resume.metric_state import MetricState
 
 FORMAT = 2
-# What decides which numbers are drawn. (Other settings change speed, or are told by the ledger.)
-_DRAWN = ("seed", "per_sample_rng")
+# The settings that select the random streams. (The others change speed, or are in the ledger.)
+_RNG_SETTINGS = ("seed", "per_sample_rng")
 
 
 def find_missing_state(trainer: Any, place: LoopPosition, measured: MetricState) -> list[str]:
-    """Return what a checkpoint that is being saved cannot hold."""
+    """Return why a checkpoint that is being saved cannot be resumed exactly."""
     found = [
         f"The checkpoint holds no states of the metric {path}, {why}. Save checkpoints at the end "
         "of an epoch, or let the metric keep less."
@@ -36,7 +36,7 @@ def find_missing_state(trainer: Any, place: LoopPosition, measured: MetricState)
 
 
 def find_unsaved_loader_state(loader: Any) -> str | None:
-    """Return why what a loader draws from epoch to epoch cannot be saved."""
+    """Return why generators in a loader's persistent workers cannot be saved, or None."""
     return find_worker_problem(loader) if getattr(loader, "persistent_workers", False) else None
 
 
@@ -52,7 +52,7 @@ def find_unresumable_loaders(trainer: Any) -> list[str]:
 
 
 def saves_within_epochs(trainer: Any) -> bool:
-    """Return whether a callback of the Trainer's says that it saves in the middle of an epoch."""
+    """Return whether a callback is configured to save checkpoints within epochs."""
     return any(
         getattr(callback, "_every_n_train_steps", 0)
         or getattr(callback, "_train_time_interval", None) is not None
@@ -66,13 +66,13 @@ def find_problems(state: object, trainer: Any, settings: Mapping[str, object]) -
     """Return why a run cannot be resumed exactly from a state that a checkpoint holds.
 
     Args:
-        state: What the checkpoint holds under our key.
+        state: The value under our key in the checkpoint.
         trainer: The Trainer.
-        settings: Those of the run that is to go on.
+        settings: Settings of the run that resumes.
     """
     if not isinstance(state, Mapping):
         return [
-            "The checkpoint holds no state of lightning_d9m: DeterminismCallback was not there."
+            "The checkpoint has no lightning_d9m state: it was saved without DeterminismCallback."
         ]
     if state.get("format") != FORMAT:
         found = state.get("format")
@@ -80,32 +80,32 @@ def find_problems(state: object, trainer: Any, settings: Mapping[str, object]) -
     problems = [
         f"It was saved with {name}={expected!r}; now it is {settings.get(name)!r}."
         for name, expected in state["settings"].items()
-        if settings.get(name) != expected and name in _DRAWN
+        if settings.get(name) != expected and name in _RNG_SETTINGS
     ]
     if is_other_world(state, trainer):
         problems.append(
             f"It was saved by {state['world_size']} ranks; now there are {trainer.world_size}, "
-            "which see other data."
+            "which get different data."
         )
     place = state["place"]
     if place["moment"] == "within":
         problems.append(
-            f"It was saved while batch {place['batch']} of epoch {place['epoch']} was trained, so "
-            "that what the batch had changed by then is in it, and is done again."
+            f"It was saved while batch {place['batch']} of epoch {place['epoch']} was trained: it "
+            "holds part of the changes of that batch, which would be trained again."
         )
-    # Of all ranks, so that they agree.
+    # Those of all ranks, so that all ranks agree.
     lacks = (lack for rank in state["ranks"] for lack in rank["lacks"])
     return [*problems, *dict.fromkeys(lacks)]
 
 
-def describe_strangers(paths: Iterable[str]) -> list[str]:
-    """Return why generators and metrics cannot be restored that are not those that were saved."""
+def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
+    """Return why generators and metrics at these paths cannot be restored."""
     named = ", ".join(paths)
     if not named:
         return []
     problem = (
-        f"These generators or metrics were saved and are not here, or the reverse: {named}. "
-        "Make them before training starts, where they were in the run that saved the checkpoint."
+        f"These generators or metrics are only in the checkpoint, or only in this run: {named}. "
+        "Create them before training starts, as in the run that saved the checkpoint."
     )
     return [problem]
 
@@ -125,12 +125,12 @@ def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
 
 
 def is_other_world(state: Mapping[str, Any], trainer: Any) -> bool:
-    """Return whether a state was saved by another number of ranks."""
+    """Return whether a state was saved by a different number of ranks."""
     return bool(state["world_size"] != trainer.world_size)
 
 
 def is_at_end(trainer: Any) -> bool:
-    """Return whether no batch of the epoch is left, so that no place among them is needed."""
+    """Return whether no batch of the epoch is left."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 

@@ -1,5 +1,5 @@
-# ruff: noqa: SLF001 - Lightning has no public word for what it has logged so far
-"""What a run has logged so far: the sums behind an epoch's means, and what callbacks look at."""
+# ruff: noqa: SLF001 - Lightning has no public access to the results that were logged so far
+"""The results that a run has logged so far: running sums, and the metrics for callbacks."""
 
 import sys
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _META = (
 
 
 def capture_latest(trainer: Any) -> dict[str, Any]:
-    """Return the metrics that callbacks look at: those of an earlier validation too."""
+    """Return the metrics for callbacks, including those of an earlier validation."""
     return {
         name: to_plain(value)
         for name, value in trainer.callback_metrics.items()
@@ -34,15 +34,15 @@ def capture_latest(trainer: Any) -> dict[str, Any]:
 
 
 def restore_latest(trainer: Any, latest: Mapping[str, Any]) -> None:
-    """Restore the metrics that callbacks and schedulers look at."""
+    """Restore the metrics for callbacks and schedulers."""
     moved = move(dict(latest), trainer.strategy.root_device)
     trainer._logger_connector._callback_metrics.update(moved)
 
 
 def find_metrics_to_reset(trainer: Any, moment: LoopPhase) -> list[str]:
-    """Return the logged metrics that Lightning resets after the hooks of this moment, by name.
+    """Return the names of logged metrics that Lightning resets after the hooks of this phase.
 
-    Those of training when the epoch is over, those of a validation when that is.
+    These are the metrics of training at the end of an epoch, and of a finished validation.
     """
     loop = trainer.fit_loop.epoch_loop
     ending = list(loop._results.values()) if moment == "epoch" else []
@@ -56,9 +56,9 @@ def find_metrics_to_reset(trainer: Any, moment: LoopPhase) -> list[str]:
 
 
 def capture_results(trainer: Any) -> dict[str, Any]:
-    """Return the sums from which the epoch's means of what was logged are made at its end.
+    """Return the running sums from which the epoch's means are computed.
 
-    Of a metric that was logged, that it was; its state is kept by ``measured``.
+    The state of a logged metric object is in ``metric_state``.
     """
     found = {}
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
@@ -85,8 +85,8 @@ def capture_results(trainer: Any) -> dict[str, Any]:
 
 
 def restore_results(trainer: Any, results: Mapping[str, Any]) -> None:
-    """Restore what the epoch has logged; called once, before its next batch."""
-    # Else the first batch resets what was restored.
+    """Restore the results of the epoch. Called once, before its next batch."""
+    # Otherwise the first batch resets the restored results.
     trainer._logger_connector._first_loop_iter = False
     collection = trainer.fit_loop.epoch_loop._results
     module = sys.modules[type(collection).__module__]

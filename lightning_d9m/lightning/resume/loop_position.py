@@ -1,8 +1,8 @@
 # ruff: noqa: SLF001 - Lightning's loops have no public word for their progress
-"""How far a Trainer's fit has got, and how a resumed one goes on from there.
+"""The position of a Trainer's fit, and the work that is pending there when it resumes.
 
-Lightning saves at moments after which something is left to do: the validation that follows a batch,
-the end of the epoch. Of its own it leaves that out when it resumes; see ``settle``.
+Lightning saves checkpoints in hooks after which work remains: the validation that follows a batch,
+the end of the epoch. A resumed fit of Lightning skips it; see ``finish_pending_work``.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ _COUNTERS = ("ready", "started", "processed", "completed")
 
 @dataclass(frozen=True)
 class LoopPosition:
-    """Where a fit is.
+    """The position of a fit.
 
     Attributes:
-        epoch: The epoch that is next or under way.
+        epoch: The next epoch, or the current one.
         step: The global step.
-        batch: How many batches of the epoch were trained.
+        batch: The number of trained batches of the epoch.
         moment: ``"epoch"`` between two epochs, ``"batch"`` between two batches, ``"validation"``
-            in a validation that is not over, ``"within"`` while a batch is trained.
+            in an unfinished validation, ``"within"`` while a batch is trained.
     """
 
     epoch: int
@@ -35,8 +35,8 @@ class LoopPosition:
     moment: LoopPhase
 
 
-def find_place(trainer: Any) -> LoopPosition:
-    """Return where the fit is; of a Trainer that has loaded a checkpoint, where that one was."""
+def find_position(trainer: Any) -> LoopPosition:
+    """Return the position of the fit, or of the checkpoint that the Trainer has loaded."""
     loop = trainer.fit_loop
     epochs = loop.epoch_progress.current
     batches = loop.epoch_loop.batch_progress.current
@@ -91,7 +91,7 @@ def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], N
 
 
 def skip_remaining_batches(trainer: Any) -> None:
-    """Let the loop over an epoch's batches end at once; before it starts."""
+    """End the loop over an epoch's batches at once; called before it starts."""
     trainer.fit_loop.epoch_loop._restarting = False
 
 
@@ -148,11 +148,11 @@ def iterate_again(trainer: Any, loader_states: list[dict[str, Any]]) -> None:
 
 def _begin_epoch(fit: Any) -> None:
     if fit.epoch_progress.current.completed < fit.epoch_progress.current.processed:
-        # Saved in the hooks of an epoch's end, after which these schedulers take their step.
+        # Saved in a hook at the end of an epoch, after which these schedulers step.
         fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     for progress in (fit.epoch_progress.total, fit.epoch_progress.current):
         progress.ready = progress.started = progress.completed = progress.processed
-    # It is no restart: what an epoch begins with is done.
+    # Not a restart within the epoch: its start is still to be run.
     loops = [fit, fit.epoch_loop, fit.epoch_loop.val_loop]
     loops += [fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization]
     for loop in loops:

@@ -1,9 +1,8 @@
-"""The states of torchmetrics' metrics as plain values: Lightning saves none of them.
+"""The states of torchmetrics metrics as plain values, which Lightning does not save.
 
-A metric adds up over an epoch, or over a whole training, in states that are in no ``state_dict``.
-They are found in the module and in its callbacks, at any depth. Kept are the states that a metric
-has declared (``add_state``), the tensors among its other attributes, and its private numbers, such
-as how often it was updated; what it was configured with is left to the program.
+Metrics in the module and in its callbacks are found at any depth. Saves each metric's declared
+states (``add_state``), its other tensors, and its private numbers, such as the number of updates.
+Constructor arguments are not saved.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 LIMIT = 16 * 2**20
-"""How many bytes of states are kept for a rank; a metric that has more is left out, and named."""
+"""Most bytes of metric states that a rank saves; a metric beyond it is left out and reported."""
 
 _MODULE = frozenset(vars(nn.Module()))
-# How torchmetrics remembers which of a collection's metrics share their states.
+# Which metrics of a collection share their states.
 _OF_COLLECTION = ("_groups", "_groups_checked", "_state_is_copy")
 
 
@@ -27,7 +26,7 @@ class NotPlainError(TypeError):
 
 
 def to_plain(value: Any) -> Any:
-    """Return tensors, numbers, texts and what holds them as a copy on the CPU.
+    """Return a copy on the CPU of tensors, numbers, strings and containers of these.
 
     Raises:
         NotPlainError: For anything else.
@@ -40,7 +39,7 @@ def to_plain(value: Any) -> Any:
         return type(value)(to_plain(part) for part in value)
     if isinstance(value, Mapping):
         return {to_plain(key): to_plain(part) for key, part in value.items()}
-    raise NotPlainError(f"{type(value).__name__} is no plain value")
+    raise NotPlainError(f"{type(value).__name__} is not a plain value")
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -56,13 +55,13 @@ def move(value: Any, device: torch.device) -> Any:
 
 @dataclass
 class MetricState:
-    """What is kept of metrics.
+    """The saved states of metrics.
 
     Attributes:
-        paths: The path of every metric that was there.
+        paths: The path of every metric.
         states: The attributes of each metric, by its path and their name.
-        reset: The metrics of the module that Lightning resets in the same moment.
-        left_out: Why metrics were left out, by path, as the end of a sentence.
+        reset: The metrics of the module that Lightning resets right after the save.
+        left_out: The reason why a metric was left out, by path, as the end of a sentence.
     """
 
     paths: list[str] = field(default_factory=list)
@@ -71,7 +70,7 @@ class MetricState:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the stored form."""
         return {"paths": self.paths, "states": self.states, "reset": self.reset}
 
 
@@ -84,11 +83,11 @@ def capture_metrics(trainer: Any, reset: list[str]) -> MetricState:
     """
     found = find_metrics(trainer)
     known = [found[path] for name in reset if (path := f"model.{name}") in found]
-    begun_anew = {id(part) for metric in known for part in metric.modules()}
+    reset_parts = {id(part) for metric in known for part in metric.modules()}
     measured = MetricState(paths=list(found), reset=reset)
     room = LIMIT
     for path, metric in found.items():
-        if id(metric) in begun_anew:
+        if id(metric) in reset_parts:
             continue
         try:
             states = _capture(metric)
@@ -105,7 +104,7 @@ def capture_metrics(trainer: Any, reset: list[str]) -> MetricState:
 
 
 def restore_metrics(trainer: Any, measured: MetricState) -> None:
-    """Put every metric that is there back into its state."""
+    """Restore the state of every metric that exists."""
     found = find_metrics(trainer)
     for path, states in measured.states.items():
         if path not in found:
@@ -140,7 +139,7 @@ def _owners(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def name_callbacks(callbacks: list[Any]) -> dict[str, Any]:
-    """Return callbacks by names that do not change when others are added."""
+    """Return callbacks by names that do not depend on other callbacks."""
     named: dict[str, Any] = {}
     for callback in callbacks:
         base = f"callbacks.{type(callback).__name__}"

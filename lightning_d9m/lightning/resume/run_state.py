@@ -1,5 +1,5 @@
 # ruff: noqa: SLF001 - Lightning's loops have no public word for their state
-"""The pieces of a run that a checkpoint of Lightning's leaves out, each captured and restored."""
+"""The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,27 +33,27 @@ _VALIDATION = "validate."
 
 @dataclass(frozen=True)
 class RngAndMetricState:
-    """What an evaluation changes too; one that is interrupted is done again, from its beginning."""
+    """State that an evaluation changes too; an interrupted evaluation is run again as a whole."""
 
     generators: dict[str, Any]
     measured: MetricState
 
 
 def capture_drawn(trainer: Any, moment: LoopPhase) -> RngAndMetricState:
-    """Return the generators and metrics of the user's."""
+    """Return the states of the user's generators and metrics."""
     reset = logged_results.find_metrics_to_reset(trainer, moment)
     return RngAndMetricState(capture_generators(_owners(trainer)), capture_metrics(trainer, reset))
 
 
 def capture(trainer: Any, rng: RngState, drawn: RngAndMetricState) -> dict[str, Any]:
-    """Return all pieces of this rank as plain values: the generators' states, and a few numbers.
+    """Return the state of this rank as plain values.
 
-    Only between two micro-batches that are accumulated are there gradients among them.
+    It holds gradients only between two micro-batches that are accumulated.
 
     Args:
         trainer: The Trainer.
-        rng: The generators of training, which may be set aside meanwhile.
-        drawn: The generators and metrics of the user's.
+        rng: The generators of training, which an evaluation may have replaced.
+        drawn: The states of the user's generators and metrics.
     """
     fit = trainer.fit_loop
     return {
@@ -69,7 +69,7 @@ def capture(trainer: Any, rng: RngState, drawn: RngAndMetricState) -> dict[str, 
 
 
 def find_unmatched_state(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
-    """Return the generators and metrics that are here and were not saved, or the reverse."""
+    """Return the paths of generators and metrics that exist only here or only in the checkpoint."""
     generators = set(find_generators(_owners(trainer))) ^ set(rank.get("generators", {}))
     if trainer.fit_loop.epoch_loop.val_loop._combined_loader is None:
         generators = {path for path in generators if not path.startswith(_VALIDATION)}
@@ -93,7 +93,7 @@ def find_reloaded_generators(trainer: Any, rank: Mapping[str, Any], epoch: int) 
 
 
 def restore_outside(trainer: Any, rank: Mapping[str, Any]) -> None:
-    """Restore what lives from epoch to epoch; called once, before the first epoch begins."""
+    """Restore state that outlives an epoch. Called once, before the first epoch starts."""
     _restore_drawn(trainer, rank)
     fit = trainer.fit_loop
     epoch = fit.epoch_progress.current.processed
@@ -103,7 +103,7 @@ def restore_outside(trainer: Any, rank: Mapping[str, Any]) -> None:
 
 
 def restore_validation(trainer: Any, rank: Mapping[str, Any]) -> None:
-    """Restore what belongs to the loaders of validation; called when they have been loaded."""
+    """Restore the state of the validation loaders. Called once, after they were loaded."""
     generators = {
         path: state
         for path, state in rank.get("generators", {}).items()
@@ -120,7 +120,10 @@ def restore_validation(trainer: Any, rank: Mapping[str, Any]) -> None:
 
 
 def restore_within(trainer: Any, rank: Mapping[str, Any]) -> None:
-    """Restore what an epoch begins with anew; called once, before the next batch of a begun one."""
+    """Restore state that is reset at the start of an epoch.
+
+    Called once, before the first remaining batch of a partly trained epoch.
+    """
     _start_averaging(trainer)
     logged_results.restore_results(trainer, rank.get("results", {}))
     _restore_gradients(trainer, rank.get("gradients", {}))
@@ -136,17 +139,14 @@ def _restore_drawn(trainer: Any, rank: Mapping[str, Any]) -> None:
 
 
 def _settle_reload(trainer: Any, saved: int | None, epoch: int, now: float) -> float:
-    """Return when loaders count as loaded that were loaded just now, for this epoch.
-
-    Later ones are due when they were.
-    """
+    """Return the epoch that counts as the last reload, so that the next reload is due in time."""
     if saved is None:
         return now
     return epoch if epoch - saved >= trainer.reload_dataloaders_every_n_epochs else saved
 
 
 def _owners(trainer: Any) -> dict[str, object]:
-    """Return the objects of the user's whose generators training may draw from, by name."""
+    """Return the user's objects whose generators training may use, by name."""
     owners: dict[str, object] = {
         f"model.{name}" if name else "model": module
         for name, module in trainer.lightning_module.named_modules()
@@ -173,7 +173,7 @@ _AVERAGING = "StochasticWeightAveraging"
 
 
 def _capture_gradients(trainer: Any) -> dict[str, Any]:
-    """Return the gradients that later micro-batches are added to."""
+    """Return the gradients to which later micro-batches are added."""
     if not trainer.fit_loop.epoch_loop._should_accumulate():
         return {}
     return {
@@ -192,9 +192,10 @@ def _restore_gradients(trainer: Any, gradients: Mapping[str, Tensor]) -> None:
 
 
 def _start_averaging(trainer: Any) -> None:
-    """Let stochastic weight averaging take its schedule up, as it does when an epoch starts.
+    """Start the schedule of stochastic weight averaging, as it does at the start of an epoch.
 
-    Lightning starts no epoch anew that was under way. The averages themselves are in its state.
+    Lightning does not call that hook again for a partly trained epoch. The averages themselves are
+    in the callback's state.
     """
     for callback in trainer.callbacks:
         if not any(base.__name__ == _AVERAGING for base in type(callback).__mro__):
@@ -203,6 +204,6 @@ def _start_averaging(trainer: Any) -> None:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             rates = [group["lr"] for group in groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            # A schedule sets the rates when it is made.
+            # A new schedule sets the rates.
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

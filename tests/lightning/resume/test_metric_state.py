@@ -115,7 +115,7 @@ def test_a_metric_that_keeps_what_is_no_plain_value_is_left_out():
     metric = CatMetric()
     metric.value.append(torch.device("cpu"))
     left_out = metric_state.capture_metrics(trainer_of(metric), []).left_out
-    assert left_out == {"model.0": "of which a part cannot be saved: device is no plain value"}
+    assert left_out == {"model.0": "of which a part cannot be saved: device is not a plain value"}
 
 
 def test_a_metric_that_is_made_in_training_is_missed(fits):
@@ -127,7 +127,7 @@ def test_a_metric_that_is_made_in_training_is_missed(fits):
         "model": partial(with_metric, lambda: MetricTracker(SumMetric(), maximize=True), **methods)
     }
     fits.interrupt(**run, at={"batch": 2})
-    with pytest.raises(InexactResumeError, match=r"not here, or the reverse: .*model\.metric\.1"):
+    with pytest.raises(InexactResumeError, match=r"only in this run: .*model\.metric\.1"):
         fits.resume(**run)
 
 

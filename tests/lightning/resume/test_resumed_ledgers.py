@@ -56,7 +56,7 @@ def test_the_check_against_a_reference_goes_on(fits):
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ([KEY], None, "holds no state of lightning_d9m"),
+        ([KEY], None, "has no lightning_d9m state"),
         ([KEY, "format"], 99, "has format 99"),
         ([KEY, "world_size"], 2, "saved by 2 ranks; now there are 1"),
         ([KEY, "settings", "seed"], 4, "saved with seed=4; now it is 3"),

@@ -215,7 +215,7 @@ SHARED = {
 }
 # What makes a resume inexact, and is said.
 REFUSED = {
-    "all of it": ([KEY], None, "holds no state of lightning_d9m"),
+    "all of it": ([KEY], None, "has no lightning_d9m state"),
     "an older format": ([KEY, "format"], lambda n: 1, "has format 1; this version reads 2"),
     "another seed": ([KEY, "settings", "seed"], lambda n: 4, "saved with seed=4; now it is 3"),
     "another world": ([KEY, "world_size"], lambda n: 2, "saved by 2 ranks; now there are 1"),
@@ -224,8 +224,16 @@ REFUSED = {
         lambda n: "within",
         "while batch 5 of epoch 1 was trained",
     ),
-    "a generator": ([KEY, "ranks", 0, "generators", "model.own"], None, "here.*: model.own"),
-    "a metric": ([KEY, "ranks", 0, "measured", "paths", 0], None, "here.*: model.accuracy"),
+    "a generator": (
+        [KEY, "ranks", 0, "generators", "model.own"],
+        None,
+        "only in this run: model.own",
+    ),
+    "a metric": (
+        [KEY, "ranks", 0, "measured", "paths", 0],
+        None,
+        "only in this run: model.accuracy",
+    ),
     "what it lacks": ([KEY, "ranks", 0, "lacks"], lambda old: ["A lack."], "- A lack."),
 }
 
