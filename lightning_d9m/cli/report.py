@@ -38,39 +38,39 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare two ledgers, write the page, and return 0 if they are equal, else 1."""
     if not arguments.json:
         _check_output(arguments.output, force=arguments.force)
-    course = Timeline()
+    timeline = Timeline()
     ledgers = read_ledger(arguments.expected), read_ledger(arguments.actual)
     with show_progress("records compared") as progress:
-        comparison = compare_ledgers(*ledgers, progress=progress, watch=course.watch)
+        comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
     if arguments.json:
-        print(json.dumps(_collect_facts(comparison, course), indent=2))
+        print(json.dumps(_collect_facts(comparison, timeline), indent=2))
     else:
-        _write(arguments.output, render_page(comparison, course))
+        _write(arguments.output, render_page(comparison, timeline))
         print(f"{comparison.verdict}: the report is {printable(str(arguments.output))}")
     return 0 if comparison.equal else 1
 
 
-def _collect_facts(comparison: Comparison, course: Timeline) -> dict[str, object]:
-    growth = {
+def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, object]:
+    histograms = {
         name: [[s.first, s.last, s.compared, s.differing] for s in found.ordered()]
-        for name, found in (("places", course.places), ("weights", course.weights))
+        for name, found in (("places", timeline.places), ("weights", timeline.weights))
     }
-    timeline = {
+    ranks = {
         rank: [[s.first, s.last, s.compared, s.differing, s.alone] for s in found.ordered()]
-        for rank, found in course.ranks.items()
+        for rank, found in timeline.ranks.items()
     }
-    moments = [[m.rank, m.where, m.status, list(m.groups)] for m in course.moments]
+    moments = [[m.rank, m.where, m.status, list(m.groups)] for m in timeline.moments]
     modules = {
         path: {"differing": module.differing, "first": module.first}
-        for path, module in course.modules.items()
+        for path, module in timeline.modules.items()
     }
     return as_json(comparison) | {
-        "growth": growth,
-        "timeline": timeline,
+        "growth": histograms,
+        "timeline": ranks,
         "moments": moments,
-        "moments_left_out": course.moments_left_out,
+        "moments_left_out": timeline.moments_left_out,
         "modules": modules,
-        "modules_left_out": course.modules_left_out,
+        "modules_left_out": timeline.modules_left_out,
     }
 
 
