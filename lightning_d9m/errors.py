@@ -1,7 +1,7 @@
-"""Every exception of the package. This module imports nothing of it.
+"""The exceptions of the package. This module imports nothing of the package.
 
-Each message says what is wrong, the value, what was allowed and what to do; the facts are also
-attributes, so that a program need not parse the text.
+Each message names the problem, the value, the allowed values and the remedy. The facts are also
+attributes, so that programs need not parse the text.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class SettingError(D9mError, ValueError):
 
 
 class TooLateError(D9mError, RuntimeError):
-    """A switch was asked for after the moment at which it can still take effect."""
+    """A switch was set too late to take effect."""
 
 
 class DigestError(D9mError, TypeError):
@@ -24,15 +24,15 @@ class DigestError(D9mError, TypeError):
 
 
 class LedgerError(D9mError, OSError):
-    """A ledger cannot be written, or what was read is not a ledger."""
+    """A ledger cannot be written or read, or a file is not a ledger."""
 
 
 class CommandError(D9mError, RuntimeError):
-    """A command that `d9m` was asked to run did not do its part."""
+    """A command that `d9m` ran failed."""
 
 
 class ReferenceRefusedError(D9mError, ValueError):
-    """A reference comes from another experiment, so that holding this run against it says nothing.
+    """A reference comes from another experiment and cannot be compared with this run.
 
     Attributes:
         field: What differs: ``"seed"``, ``"model"``, ``"dataset"``, ``"world_size"``, ...
@@ -48,7 +48,7 @@ class ReferenceRefusedError(D9mError, ValueError):
 
 
 class StackDifferenceError(D9mError, RuntimeError):
-    """The stack differs from the reference's, so that equal bits cannot be promised.
+    """The stack differs from that of the reference, so equal bits cannot be promised.
 
     Attributes:
         differences: One ``(field, expected, actual)`` for each field that differs.
@@ -60,11 +60,11 @@ class StackDifferenceError(D9mError, RuntimeError):
 
 
 class NotBitExactError(D9mError, AssertionError):
-    """A function that was run several times did not end at the same bits."""
+    """Several runs of a function returned different bits."""
 
 
 class DriftError(D9mError, RuntimeError):
-    """A run disagrees with its reference, or a rank with the others.
+    """A run differs from its reference, or a rank from the other ranks.
 
     Attributes:
         moment: When the digests were taken: ``"initial"``, ``"epoch"`` or ``"final"``.
@@ -136,10 +136,10 @@ class RankLostError(D9mError, RuntimeError):
 
 
 class InexactResumeError(D9mError, RuntimeError):
-    """A run that is resumed cannot end at the bits of the uninterrupted one.
+    """A resumed run cannot end at the bits of the uninterrupted one.
 
     Attributes:
-        reasons: Why, one sentence each.
+        reasons: The reasons, one sentence each.
     """
 
     def __init__(self, message: str, *, reasons: Sequence[str]) -> None:
@@ -148,10 +148,10 @@ class InexactResumeError(D9mError, RuntimeError):
 
 
 class CheckpointError(D9mError, RuntimeError):
-    """A checkpoint is damaged, or is not the one that it says it is.
+    """A checkpoint is damaged, or is not the checkpoint of the ledger that it names.
 
     Attributes:
-        names: The tensors that hold other bytes than were saved; empty where none can be told.
+        names: The tensors whose bytes differ from the saved ones; empty if unknown.
     """
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:

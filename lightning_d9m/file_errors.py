@@ -1,4 +1,4 @@
-"""Errors of files, explained."""
+"""Explanations of file errors."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The seal of a checkpoint: one digest for each tensor in it, so that damage is found and named."""
+"""The manifest of a checkpoint: one digest for each tensor, to find and name damage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _HALF = 8  # bytes of each entry: 64 bits find accidents
 
 @dataclass(frozen=True)
 class Damage:
-    """How a checkpoint differs from what was sealed.
+    """The difference between a checkpoint and its manifest.
 
     Attributes:
-        changed: Paths of tensors that hold other bytes, or another shape or dtype.
-        added: Paths of tensors that were not there.
-        missing: How many tensors are gone.
-        values: Whether numbers and texts differ.
+        changed: Paths of tensors whose bytes, shape or dtype differ.
+        added: Paths of tensors that are not in the manifest.
+        missing: Number of tensors that are only in the manifest.
+        values: Whether numbers and strings differ.
     """
 
     changed: tuple[str, ...]
@@ -37,14 +37,14 @@ class Damage:
 
 
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the seal of a checkpoint's content: plain values, 16 bytes for each tensor.
+    """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
 
     Args:
-        content: Nested dicts, lists and tuples. Of an object of another kind its type counts.
+        content: Nested dicts, lists and tuples. For any other object only its type is hashed.
 
     Returns:
         ``"tensors"``: uint8 of shape (n, 16), the digests of path and bytes of each tensor, in
-        ascending order; ``"values"``: the digest of all that is no tensor (32 hex digits).
+        ascending order; ``"values"``: the digest of all other values (32 hex digits).
     """
     digests, values = _digest(content)
     rows = sorted(_row(path, value) for path, value in digests.items())
@@ -53,7 +53,7 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_manifest(content: Mapping[str, Any], seal: Mapping[str, Any]) -> Damage:
-    """Hold a checkpoint's content against its seal."""
+    """Compare a checkpoint's content with its manifest."""
     data = seal["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
     sealed = {row[:_HALF]: row[_HALF:] for row in rows}

@@ -8,11 +8,11 @@ from lightning_d9m.ledger.records import MAX_NAME, Json
 
 
 class OutputDigest:
-    """Digests what each batch returned, in order; nothing of it is kept.
+    """Digests the outputs of each batch, in order, without keeping them.
 
     The digest is XXH3-128 over one line for each batch: the number of its dataloader, its own
-    number, and the digest of its outputs. A batch whose outputs have no digest (an object of the
-    user's own class) is counted, and the first such problem is told.
+    number, and the digest of its outputs. A batch whose outputs have no digest (an object of a
+    user's class) is counted, and the first such problem is recorded.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class OutputDigest:
         self._problem: str | None = None
 
     def add(self, outputs: object, *, loader: int, batch: int) -> None:
-        """Digest what one batch returned."""
+        """Digest the outputs of one batch."""
         self._batches += 1
         try:
             digest = digest_value(outputs)

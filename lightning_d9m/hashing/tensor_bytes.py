@@ -1,4 +1,4 @@
-"""Any tensor of torch as a header and plain bytes: what a digest is taken of."""
+"""The header and bytes of any torch tensor, from which its digest is computed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ _SPARSE: dict[torch.layout, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_MOST_FORMS = 4096
-# Header, bytes of an element and of the whole, for dtypes, shapes and strides that are in order.
+_MAX_FORMS = 4096
+# Header, bytes of an element and of the tensor, by dtype, shape and strides of contiguous tensors.
 _forms: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], tuple[bytes, int, int]] = {}
 
 
 class DenseTensor(NamedTuple):
-    """A tensor whose elements lie in memory in row-major order."""
+    """A tensor whose elements are in row-major order in memory."""
 
     header: bytes
     data: torch.Tensor
 
 
 class NestedTensor(NamedTuple):
-    """A tensor that is kept as other things: tensors, and values that describe it."""
+    """A tensor that consists of other tensors and of values that describe it."""
 
     header: bytes
     components: Sequence[torch.Tensor]
@@ -42,15 +42,15 @@ class NestedTensor(NamedTuple):
 
 
 def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
-    """Finds the bytes of a tensor. Nothing is copied that already lies in row-major order.
+    """Return the header and the data of a tensor; copy it only if it is not in row-major order.
 
-    To be called under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
+    Call it under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
 
     Raises:
         DigestError: The tensor has no bytes of its own, or they have no defined order.
     """
     if type(tensor) not in _ORDINARY:
-        other = _take_other_apart(tensor)
+        other = _flatten_subclass(tensor)
         if other is not None:
             return other
     if tensor.is_nested:
@@ -79,11 +79,10 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | NestedTensor:
 
 
 def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
-    """Finds the bytes of a tensor whose form was met before, with a third of the questions.
+    """Return header, address and size of a tensor of a cached form, three times as fast.
 
     Returns:
-        What precedes them in its digest, and their address and size; None when a closer look is
-        needed, with ``flatten_tensor`` and ``locate``.
+        None when the form is not cached: use ``flatten_tensor`` and ``locate``.
     """
     if type(tensor) not in _ORDINARY or not tensor.is_cpu:
         return None
@@ -104,20 +103,20 @@ def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
 
 
 def remember_form(part: DenseTensor) -> None:
-    """Lets ``locate_quickly`` find the bytes of tensors that have this one's dtype and strides.
+    """Cache the dtype, shape and strides of a tensor for ``locate_quickly``.
 
-    Not of complex ones, which may be conjugated.
+    Complex tensors are not cached, because they may be conjugated.
     """
     tensor = part.data
     if type(tensor) in _ORDINARY and tensor.is_cpu and not tensor.is_complex():
-        if len(_forms) >= _MOST_FORMS:
+        if len(_forms) >= _MAX_FORMS:
             _forms.clear()
         form = (tensor.dtype, tensor.shape, tensor.stride())
         _forms[form] = (part.header, tensor.itemsize, tensor.nbytes)
 
 
 def locate(data: torch.Tensor) -> tuple[int, int]:
-    """Returns the address and the size in bytes of a plain tensor.
+    """Return the address and the size in bytes of a dense tensor.
 
     Raises:
         DigestError: The tensor has no memory (a functorch wrapper), or no longer (a freed storage).
@@ -145,15 +144,15 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> byt
 
 
 def _lay_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies the elements into row-major order, conjugated and negated as they are to be read."""
+    """Copy the elements into row-major order, with conjugation and negation applied."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     # As integers, because torch cannot copy every dtype (int4) and must not interpret any.
     integer = _INTEGERS.get(tensor.itemsize)
     return (tensor if integer is None else tensor.view(integer)).contiguous()
 
 
-def _take_other_apart(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:
-    """Takes apart a subclass that keeps its elements in other tensors; None: it has them itself."""
+def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | NestedTensor | None:
+    """Flatten a subclass that wraps other tensors; return None for one with its own elements."""
     kind = type(tensor)
     if not isinstance(tensor, torch.Tensor):
         raise DigestError(

@@ -1,7 +1,7 @@
-"""Values as bytes: an encoding in which equal bytes mean equal values, of equal types.
+"""An encoding of values as bytes: equal bytes mean equal values of equal types.
 
-Every value begins with a tag of its type, and whatever has no fixed size is preceded by its size,
-so that no two values share an encoding. docs/digest.md has the table.
+Each value begins with a tag of its type, and content of variable size is preceded by its size, so
+that no two values share an encoding. docs/digest.md has the table.
 """
 
 import functools
@@ -28,7 +28,7 @@ _NUMPY_KINDS = frozenset("biufcmMSU")
 
 
 def encode(value: object) -> list[Piece]:
-    """Encodes a value; its tensors stay in place among the bytes.
+    """Encode a value; its tensors remain among the bytes.
 
     Raises:
         DigestError: The value holds itself, or something whose bytes are not defined. The message
@@ -59,7 +59,7 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
     del above[id(value)]
 
 
-# Of exactly these types are most values; what inherits from them may be an enumeration's member.
+# Most values have exactly these types. A subclass may be a member of an enumeration.
 _EXACT: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"B1" if value else b"B0",

@@ -1,7 +1,4 @@
-"""Records as JSON text: what is read is checked in full, and so is what is written.
-
-See :mod:`lightning_d9m.ledger.schema` for what a record may hold.
-"""
+"""Records as JSON text, checked against :mod:`lightning_d9m.ledger.schema` in both directions."""
 
 import json
 import re
@@ -75,8 +72,8 @@ _decode_unique = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_rej
 def _decode(body: bytes) -> Json:
     """Decode JSON in which no object has a name twice.
 
-    The check of each object by itself takes most of the time. It is left out where the text became
-    as many names as it has colons: every pair has one, and a name that comes twice is one name.
+    Checking each object takes most of the time. It is not needed if the number of names equals the
+    number of colons: every pair has a colon, and a name that occurs twice is counted once.
     """
     text = body.decode("utf-8")
     fields = _decode_quickly(text)
@@ -98,14 +95,14 @@ def _count_names(value: Json) -> int:
 
 
 _NUMBER = rb"(0|[1-9][0-9]{0,17})"
-# How lightning_d9m begins a record of probes: epoch, step, batch, layout.
+# The head of a record of probes as lightning_d9m writes it: epoch, step, batch, layout.
 PROBES_HEAD = re.compile(
     rb'{"kind":"probes","epoch":%b,"step":%b,"batch":%b,"layout":%b,"digests":"' % ((_NUMBER,) * 4)
 )
 
 
 def _decode_probes(body: bytes) -> ProbesRecord | None:
-    """Read probes as lightning_d9m writes them, ten times faster than as any JSON."""
+    """Parse probes as lightning_d9m writes them, ten times faster than as JSON."""
     head = PROBES_HEAD.match(body)
     if head is None or not body.endswith(b'"}'):
         return None
@@ -122,9 +119,9 @@ _PROBES_TYPES = [str, int, int, int, int, str]
 
 
 def _encode_probes(record: Mapping[str, Json]) -> bytes | None:
-    """Write probes without a detour through JSON; None for a record that needs a closer look.
+    """Encode probes without the JSON encoder; None for a record that needs the full check.
 
-    It stands in every step of a training, where each function that is called costs microseconds.
+    This runs in every step of a training, where each function call costs microseconds.
     """
     if [*record] != _PROBES_FIELDS or [*map(type, record.values())] != _PROBES_TYPES:
         return None
@@ -142,7 +139,7 @@ def _encode_probes(record: Mapping[str, Json]) -> bytes | None:
 
 
 def decode_record(body: bytes) -> Record:
-    """Parse the JSON text of one record, without its check.
+    """Parse the JSON text of one record, without its chain hash.
 
     Raises:
         FieldError: When it is not JSON, or not a record of the schema.

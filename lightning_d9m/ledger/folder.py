@@ -1,7 +1,7 @@
 """Ledgers: folders ``fit-NNN`` with one append-only file ``rank-N.jsonl`` for each rank.
 
-Nothing here imports torch. The form of a record is in ``schema``, the chain of checks in
-``rank_file``; docs/ledger.md describes both for readers in other languages.
+Nothing here imports torch. ``schema`` defines the records, ``hash_chain`` the hash of each line;
+docs/ledger.md describes both for readers in other languages.
 """
 
 import os
@@ -27,11 +27,9 @@ _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     """Make the next folder ``fit-000``, ``fit-001``, ... under ``parent`` and return it.
 
-    An evaluation on its own is of another ``kind``: ``test-000``, say. It is no fit, and counts for
-    nothing where one fit is looked for.
-
-    An older folder is never taken: making the folder is one atomic step, so that two processes that
-    ask at the same time get two folders.
+    An evaluation outside a fit has another ``kind``, such as ``test-000``, and is not listed among
+    the fits. An existing folder is never reused, and creation is atomic: two processes get two
+    folders.
 
     Raises:
         LedgerError: When no folder can be made there.
@@ -97,11 +95,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger that can be read; only the headers have been read so far.
+    """A ledger whose headers were read; records are read on demand.
 
     Attributes:
         path: The fit folder, or the one file that was named.
-        files: File by rank, in ascending order; ranks whose file is elsewhere are not there.
+        files: File by rank, in ascending order; ranks whose file is elsewhere are absent.
         headers: Header by rank.
     """
 
@@ -131,7 +129,7 @@ class Ledger:
             yield from reader.records()
 
     def outcome(self, rank: int) -> Outcome:
-        """Read one rank's file to its end and tell how the fit ended."""
+        """Read one rank's file to its end and return how the fit ended."""
         last = final = end = None
         with self.open(rank) as reader:
             for record in reader.records():
@@ -148,7 +146,7 @@ def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -
     Args:
         path: A folder ``fit-NNN``, a folder that holds exactly one such folder (directly or one
             level deeper), or one rank's file.
-        ignoring: A ledger that does not count, because this run is writing it.
+        ignoring: The ledger that this run is writing; it is not considered.
 
     Raises:
         LedgerError: When there is no ledger, more than one, or one that cannot be read.
@@ -169,7 +167,7 @@ def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -
 
 
 def _check_header(file: Path, rank: int, headers: Mapping[int, Header]) -> None:
-    """The files of one folder must belong together: a stray one would be held against nothing."""
+    """Raise if a file does not belong to the other files of its folder."""
     header, first = headers[rank], next(iter(headers.values()))
     if header.rank != rank:
         raise LedgerError(

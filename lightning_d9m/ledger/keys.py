@@ -16,16 +16,16 @@ Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
 Item: TypeAlias = Record | Batch
 START: LedgerPosition = (0, 0, 0)
-# What a record of a kind that this version does not know is identified by.
+# The fields that identify a record of an unknown kind.
 _NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
 _LAST = 2**63
 
 
 def record_key(record: Item) -> Key:
-    """Return what identifies a record within its rank, so that counterparts find each other.
+    """Return the key of a record within its rank; counterparts have equal keys.
 
-    The step of an epoch's digests is no part of it: that two runs reach the end of an epoch at
-    different steps is a difference, not another record.
+    The step is not part of the key of an epoch's digests: two runs that end an epoch at different
+    steps differ in this record.
     """
     if isinstance(record, Batch | ProbesRecord):
         return ("probes", record.epoch, record.batch)
@@ -43,11 +43,11 @@ def record_key(record: Item) -> Key:
 
 
 def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
-    """Return where in the run a record belongs: (epoch, phase of the epoch, step), never falling.
+    """Return the position of a record in the run: (epoch, phase of the epoch, step), ascending.
 
     Args:
         record: The record.
-        previous: The place of the record before it, for kinds that do not say where they belong.
+        previous: The position of the record before it, for kinds without an epoch and step.
     """
     if isinstance(record, Digests):
         if record.moment == "final":

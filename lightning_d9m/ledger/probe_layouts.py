@@ -1,4 +1,4 @@
-"""The layouts of a trace, by number: where each digest of a record of probes belongs."""
+"""The layouts of a trace by number: the place of each digest in a record of probes."""
 
 import json
 import zlib
@@ -9,11 +9,11 @@ from lightning_d9m.ledger.records import ProbeKey, ProbeLayout
 from lightning_d9m.ledger.schema import FieldError
 
 # A writer refers to layouts of at most this many places in all; older ones may be forgotten.
-_REMEMBERED_PLACES = 4_000_000
+_MAX_STORED_PLACES = 4_000_000
 
 
 class Layouts:
-    """Remembers layouts packed, since a trace may hold millions of places.
+    """Stores layouts compressed: a trace may have millions of places.
 
     Attributes:
         packed: (number of places, the places packed) by number of the layout, oldest first.
@@ -24,12 +24,12 @@ class Layouts:
         self._places = 0
 
     def add(self, layout: ProbeLayout) -> None:
-        """Remember a layout; an older one of the same number counts no more."""
+        """Add a layout; it replaces an older one of the same number."""
         text = json.dumps(layout.places, separators=(",", ":")).encode("ascii")
         self._put(layout.id, (len(layout.places), zlib.compress(text, 1)))
 
     def share(self, other: "Layouts", number: int) -> None:
-        """Take over a layout that another file holds with the same bytes."""
+        """Copy a layout that another file has with the same bytes."""
         self._put(number, other.packed[number])
 
     def size(self, number: int) -> int:
@@ -50,22 +50,22 @@ class Layouts:
             raise FieldError("digests", f"{allowed}, and has {size}")
 
     def agrees(self, number: int, other: "Layouts") -> bool:
-        """Whether a number means the same places here and there, as far as it is known."""
+        """Return whether both have a layout of this number with equal places."""
         one, two = self.packed.get(number), other.packed.get(number)
         return one is not None and one == two
 
     def token(self, number: int) -> bytes:
-        """Return what is equal for two layouts exactly when their places are."""
+        """Return a value that is equal for two layouts exactly when their places are equal."""
         return self.packed[number][1]
 
     def _put(self, number: int, entry: tuple[int, bytes]) -> None:
         self._places += entry[0] - self.packed.pop(number, (0, b""))[0]
         self.packed[number] = entry
-        while self._places > _REMEMBERED_PLACES:
+        while self._places > _MAX_STORED_PLACES:
             self._places -= self.packed.popitem(last=False)[1][0]
 
 
-# A training has few layouts that come again and again.
+# A training has few layouts, which recur.
 @lru_cache(maxsize=16)
 def unpack_places(token: bytes) -> tuple[ProbeKey, ...]:
     """Return the places, in order of execution, of the layout with this token."""

@@ -1,7 +1,7 @@
-"""The records of a ledger, typed; ``schema`` reads and writes them as JSON.
+"""The typed records of a ledger; ``schema`` parses them.
 
-Fields that this version does not know are kept in ``extra``, kinds that it does not know become an
-``Opaque``, and both are compared like everything else.
+Unknown fields are kept in ``extra`` and unknown kinds in ``Opaque``. Both are compared like known
+ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 Scalar: TypeAlias = str | int | float | bool | None
 Json: TypeAlias = Any
-# Kind, name, call: where a value was met within a batch.
+# Kind, name, call: the place of a value within a batch.
 ProbeKey: TypeAlias = tuple[str, str, int]
 
 SCHEMA = 1
@@ -22,7 +22,7 @@ DIGEST_DIGITS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record of a rank's file: where the digests come from.
+    """The first record of a rank's file: the origin of the digests.
 
     Attributes:
         rank: The rank that writes the file, below ``world_size``.
@@ -31,7 +31,7 @@ class Header:
         seed: The base seed.
         created: Time of writing, ISO 8601 in UTC; never compared.
         settings: Settings of the session, flat.
-        stack: What bit-exactness may depend on, flat; see ``ledger.stack``.
+        stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
         package: Version of lightning_d9m.
         schema: Version of this format.
         extra: Fields that this version does not know.
@@ -86,7 +86,7 @@ class LoaderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is trained, and on how much: two runs that differ here are not comparable.
+    """The model, data and arithmetic: two runs that differ here are not comparable.
 
     Attributes:
         model: Digest of the model's names, shapes and dtypes.
@@ -155,11 +155,11 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The last record of a fit that came to its end, well or badly; a killed one has none.
+    """The last record of a fit that finished or failed; a killed fit has none.
 
     Attributes:
         status: ``"finished"`` or ``"failed"``.
-        error: What failed, for people; never compared.
+        error: The error's message; never compared.
         extra: Fields that this version does not know.
     """
 
@@ -175,10 +175,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class ProbeLayout:
-    """The places of probes, which later records refer to by number.
+    """The places of probes; later records refer to it by number.
 
     Attributes:
-        id: Its number; from here on the number means these places.
+        id: Its number, valid until a later layout has the same one.
         places: (kind, name, call) in order of execution; call = how often this kind and name
             occurred before within the batch.
     """
@@ -194,7 +194,7 @@ class ProbeLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbesRecord:
-    """Digests at the places of one batch, or of a part of it.
+    """Digests at the places of a batch or of a part of it.
 
     Attributes:
         epoch: Counted from 0.
@@ -227,11 +227,11 @@ class ProbesRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """What a run continues that was resumed from a checkpoint.
+    """The ledger that a resumed run continues.
 
     Attributes:
-        parent: The folder that is continued, as it was named.
-        parent_check: The check of its last record when the checkpoint was saved.
+        parent: The continued folder, as it was named.
+        parent_check: The chain hash of its last record when the checkpoint was saved.
         epoch: The epoch that was next or under way.
         step: The global step.
         batch: How many batches of the epoch were trained.
@@ -260,7 +260,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A record of a kind that this version does not know: kept and compared field by field."""
+    """A record of an unknown kind, compared field by field."""
 
     kind: str
     fields: Mapping[str, Json]

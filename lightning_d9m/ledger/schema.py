@@ -1,7 +1,7 @@
-"""What a record may hold: checked in full when it is written and when it is read.
+"""The schema of records, checked when a record is written and when it is read.
 
-A ledger may come from elsewhere, so nothing of it is used before its types, ranges, lengths and
-nesting have been checked. Nothing is unpickled, nothing is executed.
+A ledger may come from an untrusted source: types, ranges, lengths and nesting are checked before
+use. Nothing is unpickled or executed.
 """
 
 import math
@@ -52,7 +52,7 @@ class FieldError(ValueError):
 
 
 class _Fields:
-    """The fields of one record, taken out one by one; what is left is unknown to this version."""
+    """The fields of a record; parsed ones are removed, so that ``rest`` has the unknown ones."""
 
     def __init__(self, fields: Mapping[str, Json], path: str = "") -> None:
         self.rest = dict(fields)
@@ -115,7 +115,7 @@ class _Fields:
 
 
 def _are_digests(values: Collection[Json]) -> bool:
-    """Whether all are digests: together, because one by one takes most of the reading's time."""
+    """Return whether all are digests, checked together: one by one dominates the reading time."""
     if not values:
         return True
     try:
@@ -126,7 +126,7 @@ def _are_digests(values: Collection[Json]) -> bool:
 
 
 def holds_digests(text: bytes) -> bool:
-    """Return whether a text is the digests of at least one place, one after the other."""
+    """Return whether a text is one or more digests, concatenated."""
     size = len(text)
     whole = 0 < size <= DIGEST_DIGITS * MAX_LAYOUT_PLACES and not size % DIGEST_DIGITS
     return whole and not text.translate(None, _HEX)
@@ -139,7 +139,7 @@ def _digest(path: str, value: Json) -> str:
 
 
 def _hex_float(path: str, value: Json) -> str:
-    # Only the text that float.hex() gives, so that equal bits and equal texts are the same thing.
+    # Only the text of float.hex() is accepted, so that equal texts mean equal bits.
     try:
         canonical = isinstance(value, str) and float.fromhex(value).hex() == value
     except (ValueError, OverflowError):
@@ -220,7 +220,7 @@ def _parse_layout(fields: _Fields) -> ProbeLayout:
         (twice, _), *_ = Counter(places).most_common(1)
         raise FieldError("places", f"names a place twice: {quote(twice)}")
     if fields.rest:
-        # Two layouts mean the same exactly when their places are equal.
+        # Layouts are compared by their places alone.
         raise FieldError(next(iter(fields.rest)), "is not a field of a layout")
     return ProbeLayout(number, places)
 
@@ -287,7 +287,7 @@ KNOWN_KINDS = tuple(_PARSERS)
 
 
 def parse_record(fields: Json) -> Record:
-    """Check one decoded record and give it its type.
+    """Check a decoded record and return it as its type.
 
     Raises:
         FieldError: When a field is missing, has another type, or is out of bounds.

@@ -1,6 +1,6 @@
 """The stack: everything that bit-exactness may depend on, as one flat table.
 
-torch is imported only when a stack is captured; two stacks are compared without it.
+Only capturing a stack imports torch; comparing stacks does not.
 """
 
 import os
@@ -23,7 +23,7 @@ from lightning_d9m.text import escape
 
 StackDifference: TypeAlias = tuple[str, object, object]
 
-# Recorded for people, never compared; each with the reason.
+# Recorded but never compared; each with the reason.
 INFORMATIONAL = {
     "os.release": "the kernel computes nothing that reaches a tensor",
     "cpu.count": "the threads that share out the work are recorded as threads.*",
@@ -139,15 +139,15 @@ _MAX_VALUE = 256
 def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
     """Record the stack of this process as it is now.
 
-    CUDA is asked for its devices only where there are some. Paths, host names and addresses are
-    not recorded.
+    CUDA is initialized only if there are devices. Paths, host names and addresses are not
+    recorded.
 
     Args:
-        extra: What only the caller knows, such as the layout of the ranks; its names win.
+        extra: Further values, such as the layout of the ranks; they replace captured ones.
 
     Returns:
-        Values by dotted name. What does not exist here (a package that is not installed, a variable
-        that is not set) has no entry.
+        Values by dotted name. Packages that are not installed and variables that are unset have no
+        entry.
     """
     stack = {**_capture_machine(), **_capture_packages(), **_capture_build()}
     # A library that was built with -ffast-math may switch this on when it is loaded.
@@ -296,7 +296,7 @@ def check_stack(
     actual: Mapping[str, object],
     policy: Literal["raise", "warn", "ignore"],
 ) -> str | None:
-    """Hold this stack against a reference's.
+    """Compare this stack with that of the reference.
 
     Returns:
         The message to warn with, when they differ and the policy is ``"warn"``; else None.
@@ -327,7 +327,7 @@ def _describe(differences: Sequence[StackDifference]) -> str:
 
 
 def format_differences(differences: Sequence[StackDifference]) -> str:
-    """Lay out differences for people: the field, and below it both values, aligned."""
+    """Return the differences as text: each field with both values below it, aligned."""
     return "\n".join(
         f"  {escape(field)}\n    expected: {escape(one, _MAX_VALUE)}\n"
         f"    actual:   {escape(other, _MAX_VALUE)}"

@@ -1,6 +1,7 @@
-"""Places of the user's own choosing: ``lightning_d9m.probe.monitor``. Nothing here imports torch.
+"""Probes that the user places in a model: ``lightning_d9m.probe.monitor``.
 
-A monitor does nothing until somebody listens, so that it can stay in a model for good.
+A monitor does nothing while no listener is set, so it can stay in a model. Nothing here imports
+torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +18,9 @@ def monitor(value: Value, name: str) -> Value:
     """Record a value under a name while probes of the kind ``"monitor"`` are on.
 
     Args:
-        value: Anything: a tensor, a number, a text, None, or containers of such. It is returned as
-            it is, so gradients pass, and an expression can be monitored in place.
-        name: What ledgers and reports call the place.
+        value: A tensor, number, string, None, any other object, or containers of these. It is
+            returned unchanged, so gradients pass, and an expression can be monitored in place.
+        name: The name of the place in ledgers and reports.
 
     >>> monitor(3, "three")
     3
@@ -32,7 +33,7 @@ def monitor(value: Value, name: str) -> Value:
 @contextmanager
 def monitors_heard(listener: Listener) -> Iterator[None]:
     """Call ``listener`` with (name, value) for each monitor, until the body ends."""
-    global _listener  # noqa: PLW0603 - a monitor has nothing else to ask
+    global _listener  # noqa: PLW0603 - a monitor has no other access to the listener
     before, _listener = _listener, listener
     try:
         yield

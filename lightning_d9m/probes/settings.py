@@ -1,4 +1,4 @@
-"""Where probes are taken, and when: validated settings. This module needs no torch."""
+"""The settings of probes, validated. Nothing here imports torch."""
 
 import re
 import sys

@@ -45,13 +45,13 @@ class Policy:
 class Recorder:
     """Writes one rank's part of a ledger and checks it as it is written.
 
-    Whatever goes wrong on one rank is told to all, so that all raise together and none waits.
+    An error on one rank is raised on all ranks, so that none waits for another.
 
     Args:
         folder: The ledger's folder, which exists.
         header: The first record.
-        policy: What the run is held against.
-        ranks: How ranks talk; None when there is one rank.
+        policy: The reference, and the effect of differences.
+        ranks: The ranks of the run; None for a single rank.
         replicated: The state that must be equal on all ranks; None compares nothing across ranks.
     """
 
@@ -83,7 +83,7 @@ class Recorder:
 
     @property
     def ledger_position(self) -> dict[str, str] | None:
-        """The folder, and the check of the last record that was written; None once it is closed."""
+        """The folder and the chain hash of the last record; None when the ledger is closed."""
         if self._writer is None:
             return None
         return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
@@ -93,7 +93,7 @@ class Recorder:
 
         Args:
             facts: What is trained.
-            resumed: The record that says which ledger this one continues; None for none.
+            resumed: The record that names the continued ledger; None for none.
 
         Raises:
             LedgerError: When the ledger cannot be written or the reference not be read.
@@ -103,13 +103,13 @@ class Recorder:
         self._ranks.raise_on_all(lambda: self._begin(facts, resumed))
 
     def record(self, digests: Digests) -> int:
-        """Write one moment's digests, and compare them.
+        """Write the digests of a moment and compare them.
 
         Returns:
             The number of entries that differ from the reference or across ranks.
 
         Raises:
-            DriftError: When there are any, and the policy is to raise.
+            DriftError: When entries differ and ``on_drift`` is ``"raise"``.
             LedgerError: When the ledger cannot be written.
         """
         found: list[DriftError] = []
@@ -125,9 +125,9 @@ class Recorder:
         return max(error.count for error in found)
 
     def append(self, record: Mapping[str, Json]) -> None:
-        """Write a record that is compared later, by ``d9m compare``: of probes, say.
+        """Write a record that is not compared during training, such as probes.
 
-        An error waits for the next moment at which all ranks can raise together.
+        An error is raised by the next call of ``record``, on all ranks.
         """
         if self._writer is None or self._problem is not None:
             return
@@ -137,11 +137,11 @@ class Recorder:
             self._problem = error
 
     def end(self, end: End) -> None:
-        """Write the last record, close the ledger, and say what was not checked."""
+        """Write the last record, close the ledger, and warn of records that were not compared."""
         writer, self._writer = self._writer, None
         reference, self._reference = self._reference, None
         if writer is not None:
-            # A ledger that cannot be written has failed the run; its error has been raised.
+            # If the ledger could not be written, its error was raised and failed the run.
             with suppress(LedgerError) if end.status == "failed" else nullcontext(), writer:
                 writer.write(end.as_record())
         if reference is None:
@@ -163,7 +163,7 @@ class Recorder:
             return
         reference = Reference(self._policy.reference, self._header.rank, writing=self.folder)
         self._reference = reference
-        # The stack first: another driver is never to be mistaken for nondeterminism.
+        # The stack first: a different driver must not look like nondeterminism.
         expected, actual = reference.header.stack, self._header.stack
         warning = check_stack(expected, actual, self._policy.on_stack_difference)
         if warning is not None:
@@ -174,7 +174,7 @@ class Recorder:
             reference.skip_to(resumed["epoch"])
 
     def _relative(self, resumed: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Name the parent as seen from this folder, so that both may be moved together."""
+        """Name the parent relative to this folder, so that both can be moved together."""
         parent = resumed.get("parent")
         with suppress(ValueError):  # on Windows, another drive
             if parent:
@@ -192,7 +192,7 @@ class Recorder:
         return [self._reference.drift_error(difference)]
 
     def _across_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
-        """Return what the ranks find together, the same on every rank."""
+        """Return the errors that all ranks raise, the same on every rank."""
         if self._gather is None:
             return []
         agreement = self._agreement

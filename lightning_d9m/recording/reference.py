@@ -1,4 +1,4 @@
-"""Hold a run against a reference ledger while it trains."""
+"""Compare a run with a reference ledger during training."""
 
 import os
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """One rank's part of a reference ledger, read in step with the run that is held against it.
+    """One rank's part of a reference ledger, read in step with the run.
 
     Call ``check_header`` and ``check_run`` once, then ``check`` for each record of digests in the
     order in which the run takes them, and ``finish`` at the end.
 
-    The reference may end before the run or after it: what only one of them has is not checked, and
-    ``finish`` says so. Records that only the reference has in between are passed over; one that
-    only the run has in between is an error, for a check that was asked for would be left out.
+    The reference may end before the run or after it: records that only one of them has are not
+    compared, and ``finish`` reports them. Records that only the reference has in between are
+    skipped. A record that only the run has in between is an error.
 
     Args:
         path: The reference: whatever ``read_ledger`` takes.
@@ -45,7 +45,7 @@ class Reference:
     Attributes:
         header: The reference's header.
         checked: Number of records that were compared.
-        beyond: Number of this run's records that the reference has no counterpart for.
+        beyond: Number of this run's records without a counterpart in the reference.
 
     Raises:
         LedgerError: When there is no ledger at ``path``, or it cannot be read.
@@ -89,7 +89,7 @@ class Reference:
         self._refuse(header_refusals(self.header, header))
 
     def check_run(self, facts: RunFacts) -> None:
-        """Refuse a reference from another model, dataset or arithmetic, and get ready to check.
+        """Refuse a reference from another model, dataset or arithmetic; open its records.
 
         Raises:
             ReferenceRefusedError: With the first field that differs.
@@ -108,7 +108,7 @@ class Reference:
         self._next = next(self._records, None)
 
     def skip_to(self, epoch: int) -> None:
-        """Leave out what belongs before an epoch: this run is resumed there."""
+        """Skip the records before the epoch in which this run was resumed."""
         while self._next is not None and (
             self._next.moment == "initial" or self._next.epoch < epoch
         ):
@@ -118,11 +118,11 @@ class Reference:
         """Compare one record of this run with its counterpart.
 
         Returns:
-            How they differ; None when they agree, or when the reference has ended.
+            The difference; None when they agree, or when the reference has ended.
 
         Raises:
-            ReferenceRefusedError: When the reference goes on without having this record.
-            LedgerError: When the reference turns out to be edited or malformed.
+            ReferenceRefusedError: When the reference continues without this record.
+            LedgerError: When the reference was edited or is malformed.
         """
         while (expected := self._next) is not None:
             if record_key(expected) == record_key(actual):
@@ -143,7 +143,7 @@ class Reference:
         return None
 
     def drift_error(self, difference: RecordDifference) -> DriftError:
-        """Build the error that says where this run left its reference."""
+        """Build the error that names the record and entries that differ from the reference."""
         headline = (
             f"This run differs from its reference in {difference.where} on rank {self.rank}: "
             f"{difference.count} of {difference.total} entries differ, first in "
@@ -174,7 +174,7 @@ class Reference:
         )
 
     def finish(self) -> str | None:
-        """Return what was not checked, as a sentence; None when all of both was."""
+        """Return a sentence about records that were not compared; None if there are none."""
         left = self._passed
         while self._next is not None:
             left += 1
