@@ -1,1 +1,1 @@
-"""Probes in a Trainer's fit: at modules, gradients, operations; and steps that are run twice."""
+"""Probes of modules, gradients and ops in a Trainer's fit, and replay of training steps."""

@@ -1,4 +1,4 @@
-"""What a batch starts from: generators, weights, buffers, the state of optimizers."""
+"""The state at the start of a batch: generators, weights, buffers and optimizers."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from lightning_d9m.hashing.training_state import optimizer_state
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
 
-# What a model and its optimizers hold.
-_HELD = ("weight", "buffer", "optimizer")
+# State of the model and its optimizers.
+_MODEL_KINDS = ("weight", "buffer", "optimizer")
 
 
 def take_states(
@@ -24,19 +24,19 @@ def take_states(
     listener: Listener,
     scaler: Any = None,
 ) -> None:
-    """Hand the state that the selected kinds name to a listener.
+    """Pass the state of the selected kinds to a listener.
 
     Args:
         roster: Parameters and buffers.
         optimizers: The optimizers.
-        settings: They select.
+        settings: They select the kinds and parameters.
         listener: Takes the values.
         scaler: The ``torch.amp.GradScaler``, where the precision has one.
     """
     kinds = settings.kinds
     if "rng" in kinds:
         _take_rng(listener)
-    if kinds.isdisjoint(_HELD):
+    if kinds.isdisjoint(_MODEL_KINDS):
         return
     parameters, buffers, names = roster.look()
     if "weight" in kinds:
@@ -77,7 +77,9 @@ def _take_optimizers(
                 continue
             if isinstance(value, Tensor):
                 tensors[f"{number}.{name}"] = value
-            elif isinstance(value, Mapping):  # each setting of a group by itself: which one differs
+            elif isinstance(
+                value, Mapping
+            ):  # one value for each setting of a group, so that a difference names it
                 for setting, own in value.items():
                     listener.add("optimizer", f"{number}.{name}:{setting}", own)
             else:

@@ -1,8 +1,7 @@
-"""Every operation that the selected modules run, forward and backward: a dispatch mode of torch.
+"""A torch dispatch mode that probes every op of the selected modules, forward and backward.
 
-Operations that only look at memory (views) or leave it undefined (``empty``) give no places.
-Triton kernels are seen where torch shows them: as ``torch.library.triton_op``, and in higher-order
-operators.
+Views, and ops that leave memory undefined (``empty``), are not recorded. Triton kernels are
+recorded where torch dispatches them: as ``torch.library.triton_op``, and in higher-order operators.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector
 
 _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
-# What they return is not there yet: the transfer goes on in the background.
+# Their results are not ready when they return: the transfer continues in the background.
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # The function of torch from which a backward pass runs.
 _ENGINE = "_engine_run_backward"
@@ -46,7 +45,7 @@ _FOREIGN = (
 
 
 class _Origin(NamedTuple):
-    """Where an operation was called.
+    """The origin of an op.
 
     Attributes:
         modules: The modules around it, innermost last.
@@ -60,13 +59,13 @@ class _Origin(NamedTuple):
 
 
 class OpMode(TorchDispatchMode):
-    """Hands the outputs of operations to probes.
+    """Passes the outputs of ops to probes.
 
-    An operation of the backward pass belongs to the module of the forward operation whose gradient
-    it computes: torch numbers the nodes of its graph, and the numbers are noted as they are given.
+    An op of the backward pass belongs to the module of the forward op whose gradient it computes:
+    torch numbers the nodes of its graph, and this class records the numbers as torch assigns them.
 
     Args:
-        settings: They select the modules; an operation belongs to all that are around it.
+        settings: They select the modules; an op belongs to all modules around it.
         probes: Takes the outputs.
     """
 
@@ -88,7 +87,7 @@ class OpMode(TorchDispatchMode):
         return True
 
     def attach(self, model: nn.Module) -> ExitStack:
-        """Follow which module runs; the hooks are removed when what is returned is closed."""
+        """Track the running module, until the returned stack is closed."""
         with ExitStack() as hooks:
             for name, module in eager_modules(model):
                 if not name:
@@ -104,13 +103,13 @@ class OpMode(TorchDispatchMode):
             return hooks.pop_all()
 
     def begin(self) -> None:
-        """Begin a batch: nodes of earlier graphs are gone."""
+        """Start a batch: forget the nodes of earlier graphs."""
         self._around.clear()
         self._origins.clear()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """See what the body runs; in a backward pass inside a manual step it is on already."""
+        """Record the ops of the body; a backward pass inside a manual step is recorded already."""
         if self._is_on:
             yield
             return
@@ -181,7 +180,7 @@ class OpMode(TorchDispatchMode):
     def _keep_inputs(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Copy what an operation is given before it runs: it may write into it."""
+        """Copy the inputs of an op before it runs: it may write into them."""
         content = {"op": _name(func), "args": keep(args), "kwargs": keep(kwargs)}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return content
@@ -203,7 +202,7 @@ def _name(func: Any) -> str:
 
 
 def _defines(func: Any) -> bool:
-    """Return whether an operation gives new values, which are there when it returns."""
+    """Return whether an op computes new values that are ready when it returns."""
     if not isinstance(func, OpOverload):
         return True  # a higher-order operator
     if func.namespace in _COLLECTIVES or func.is_view:
@@ -212,7 +211,7 @@ def _defines(func: Any) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Return what an operation without outputs has written into."""
+    """Return the arguments that an op without outputs has written."""
     if isinstance(func, OpOverload):
         return written_arguments(func, args, kwargs)
     return [args, dict(kwargs)]

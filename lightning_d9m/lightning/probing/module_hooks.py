@@ -1,6 +1,6 @@
-"""Hooks on modules and parameters: what goes in, what comes out, and what flows back.
+"""Hooks on modules and parameters for inputs, outputs and gradients.
 
-A hook only reads. None is put inside a compiled region, where it would change what is compiled.
+A hook only reads. Compiled regions get no hooks: a hook would change the compiled code.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way 
 def hook_model(
     model: nn.Module, settings: ProbeSettings, kinds: frozenset[str], listener: Listener
 ) -> ExitStack:
-    """Hand what the selected modules and parameters meet to a listener.
+    """Pass the inputs, outputs and gradients of the selected modules to a listener.
 
     Args:
         model: The model; of a module that is shared, the first name counts.
@@ -35,7 +35,7 @@ def hook_model(
         listener: Takes the values.
 
     Returns:
-        What removes the hooks when it is closed.
+        A stack that removes the hooks when it is closed.
     """
     with ExitStack() as hooks:
         for name, module in eager_modules(model):

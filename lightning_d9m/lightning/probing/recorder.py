@@ -1,4 +1,4 @@
-"""The probes of one Trainer's fits: hooks go on for the batches that are probed, and come off."""
+"""The probes of a Trainer's fits; hooks exist only during the probed batches."""
 
 import os
 import warnings
@@ -22,7 +22,7 @@ from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector, ProbePoint
 
-# What belongs to one fit.
+# Attributes that belong to one fit.
 _OWN = ("_probes", "_roster", "_hooks", "_ops", "_replay", "_replayed")
 
 
@@ -51,7 +51,7 @@ class ProbeRecorder:
         return self.__dict__ | {**dict.fromkeys(_OWN)}
 
     def read_variables(self) -> None:
-        """Let variables go before the settings.
+        """Let environment variables override the settings.
 
         Raises:
             SettingError: When a variable's value is not allowed.
@@ -82,7 +82,7 @@ class ProbeRecorder:
             self._replay = Replay(trainer, module, append, on_drift)
 
     def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Take what the batch starts from, and hook the model if the batch is probed."""
+        """Record the state at the start of the batch, and hook the model if it is probed."""
         if self._replayed is not None:
             self._end_replay()
         if self._probes is not None:
@@ -128,7 +128,7 @@ class ProbeRecorder:
         self._probes.add_tensors("gradient", gradients)
 
     def end_batch(self, trainer: Any, outputs: Any) -> None:
-        """Take what the batch left behind, and write it."""
+        """Record the results of the batch, and write its records."""
         if self._replayed is not None:
             self._end_replay()
         if self._probes is None:
@@ -144,12 +144,12 @@ class ProbeRecorder:
         self._probes.end()
 
     def flush(self) -> None:
-        """Write what is still under way."""
+        """Write the pending records."""
         if self._probes is not None:
             self._probes.close()
 
     def end(self) -> None:
-        """End the fit: write what is under way, and remove every hook."""
+        """End the fit: write the pending records, and remove every hook."""
         try:
             self.flush()
         finally:
@@ -205,7 +205,7 @@ def _warn_of_idle_patterns(settings: ProbeSettings, module: Any) -> None:
 def _append_after(
     probes: ProbeCollector | None, testimony: TrainerRecorder
 ) -> Callable[[Mapping[str, Json]], None]:
-    """Return what writes a record after those of the batches that have ended."""
+    """Return a function that writes a record after those of the finished batches."""
 
     def append(record: Mapping[str, Json]) -> None:
         if probes is not None:

@@ -1,4 +1,4 @@
-"""What a training step may change beside gradients: kept, and put back in place.
+"""A snapshot of the state that a training step may change besides gradients.
 
 Buffers, the states of metrics, counters and lists: every attribute of every module that is a
 tensor, an array, a number, a random generator, or a container of such. A dataclass, and an object
@@ -126,7 +126,7 @@ class StateSnapshot:
 
 @cache
 def _is_own(kind: type) -> bool:
-    """Whether a class is the program's own: neither a library's nor an extension of one."""
+    """Return whether the program defines a class and all its bases."""
     return all(map(_is_of_program, kind.__mro__[:-1]))
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_d9m.hashing.nested_values import list_leaves
+
 LIMIT = 16 * 2**20
 """Most bytes of metric states that a rank saves; a metric beyond it is left out and reported."""
 
@@ -162,10 +164,6 @@ def _capture(metric: Any) -> dict[str, Any]:
 
 
 def _count_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(_count_bytes(part) for part in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_count_bytes(part) for part in value)
-    return len(value) if isinstance(value, str) else 0
+    leaves = [leaf for _, leaf in list_leaves(value)]
+    tensors = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return tensors + sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
