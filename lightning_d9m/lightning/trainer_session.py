@@ -61,8 +61,9 @@ class TrainerSession:
             self._refuse_other_threads(stack)
             # Read before the session switches it off.
             self.overridden = ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
-            self._session = stack.enter_context(deterministic(settings))
+            # Counted in the session around the run, before the run opens its own.
             self.fit = next_fit() if stage == "fit" else 0
+            self._session = stack.enter_context(deterministic(settings))
             self._loaders = LoaderControl(
                 settings.seed,
                 fit=self.fit,
