@@ -77,7 +77,7 @@ class RngState:
         python: ``random.getstate()``.
         numpy: State of NumPy's legacy global generator.
         torch_cpu: State of torch's CPU generator, uint8.
-        devices: State of each initialised accelerator's generators, uint8, by device type.
+        devices: State of each initialized accelerator's generators, uint8, by device type.
     """
 
     python: tuple[Any, ...]

@@ -76,7 +76,7 @@ def list_evaluations(parent: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one rank's part of a fit ended.
+    """The end of one rank's part of a fit.
 
     Attributes:
         records: Number of records, the header included.

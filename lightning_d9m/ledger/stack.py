@@ -322,7 +322,7 @@ def _describe(differences: Sequence[StackDifference]) -> str:
         f"The stack differs from the reference's in {fields}, so another result would be no "
         f"nondeterminism of this program:\n{format_differences(differences)}\n"
         "Run on the stack of the reference, or record a new reference on this one; with "
-        "the policy 'warn' the run goes on regardless."
+        "the policy 'warn' the run continues."
     )
 
 

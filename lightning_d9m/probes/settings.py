@@ -171,7 +171,7 @@ def _check_kind(kind: object) -> None:
         return
     near = get_close_matches(str(kind), KINDS, n=1)
     raise SettingError(
-        f"probes has {kind!r}, which is no kind. "
+        f"probes has {kind!r}, which is not a kind of probe. "
         + (f"Did you mean {near[0]!r}? " if near else "")
         + f"The kinds are {', '.join(KINDS)}, or {ALL!r}."
     )

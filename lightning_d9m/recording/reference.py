@@ -101,7 +101,7 @@ class Reference:
         if not isinstance(first, RunFacts):
             raise LedgerError(
                 f"The reference {reader.path} ends before its training began, so there is "
-                "nothing to hold this run against. Name the ledger of a run that trained."
+                "nothing to compare this run with. Name the ledger of a run that trained."
             )
         self._refuse(run_refusals(first, facts))
         self._records = _digests_of(records)
@@ -193,7 +193,7 @@ class Reference:
             parts.append("that run was itself ended before it could finish its ledger")
         if not parts:
             return None
-        checked = f"Held against {self.path}: {pluralize(self.checked, 'record')}"
+        checked = f"Compared with {self.path}: {pluralize(self.checked, 'record')}"
         return f"{checked}; {'; '.join(parts)}."
 
     def close(self) -> None:

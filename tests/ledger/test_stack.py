@@ -240,7 +240,7 @@ class TestPolicy:
             "    expected: 560.35.03\n"
             "    actual:   570.00\n"
             "Run on the stack of the reference, or record a new reference on this one; with the "
-            "policy 'warn' the run goes on regardless."
+            "policy 'warn' the run continues."
         )
         assert caught.value.differences == (("device.driver", "560.35.03", "570.00"),)
 

@@ -65,7 +65,7 @@ def test_a_killed_rank_is_named_at_once(make_ranks, process):
     """The limit does not pass: the state of the process is enough."""
     survivor, _ = make_ranks((HOST, OWN_PROCESS), (HOST, process.pid), limit_seconds=60)
     process.kill()
-    process.poll()
+    process.wait()
     assert survivor.find_lost() == {1: f"Rank 1 (process {process.pid}) was killed or exited."}
 
 
@@ -92,7 +92,7 @@ def test_without_the_store_rank_0_and_the_processes_of_this_host_are_known(
     processes = [(OTHER_HOST, 5), (HOST, process.pid), (OTHER_HOST, 6), (HOST, OWN_PROCESS)]
     *_, survivor = make_ranks(*processes, store=store, limit_seconds=0.1)
     process.kill()
-    process.poll()
+    process.wait()
     assert list(survivor.find_lost()) == [0, 1]
     survivor.report_error(ValueError("unheard"))
 

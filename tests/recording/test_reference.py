@@ -265,7 +265,7 @@ class TestLengths:
         found, unchecked = check_all(held(runs, folder), runs.records(epochs=4)[2:-1])
         assert found == [None] * 6
         assert unchecked == (
-            f"Held against {folder}: 3 records; 3 records of this run, from epoch 2 (step 69) on, "
+            f"Compared with {folder}: 3 records; 3 records of this run, from epoch 2 (step 69) on, "
             "had no counterpart there and went unchecked; 1 record there had no counterpart in "
             "this run."
         )

@@ -1,4 +1,4 @@
-"""Training steps that are run twice: what gives other bits the second time is named.
+"""Training steps that run twice; the first value that differs the second time is named.
 
 The second run comes after the first one's backward pass, on the same batch, with generators,
 buffers, metrics and gradients put back to what they were; afterwards everything is what the first
@@ -286,7 +286,7 @@ def _make_error(
     again = f", call {call}" if call else ""
     return DriftError(
         f"A step that was run twice on the same batch, from the same weights, buffers and random "
-        f"generators, gave other bits (epoch {moment.epoch}, step {moment.step}, batch "
+        f"generators, gave different values (epoch {moment.epoch}, step {moment.step}, batch "
         f"{moment.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
         f"  expected: {difference.expected or 'nothing'}\n"
         f"  actual:   {difference.actual or 'nothing'}\n"

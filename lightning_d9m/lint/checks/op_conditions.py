@@ -31,7 +31,7 @@ class CallSite:
     Attributes:
         arguments: Its arguments.
         parents: The nodes around it, the nearest last.
-        owned: Whether its receiver is known to be a tensor, or it is no method.
+        owned: Whether its receiver is known to be a tensor, or it is not a method.
     """
 
     arguments: Arguments

@@ -1,0 +1,105 @@
+"""The package's docstrings, comments and messages are plain American English.
+
+Each pattern is a habit that makes a sentence read as a translation, with what to write instead.
+The list is short on purpose: it names what is hardly ever right.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_d9m"
+
+PATTERNS = {
+    r"\banew\b": "again, fresh, from scratch",
+    r"\b(held|holds?|holding) (?:\w+ ){0,4}against\b": "compared with, compares with",
+    r"(?<![Tt]here )\b(is|are|was|were) no (?!longer|more|less|other)[a-z]+\b": "is not a ...",
+    r"\ball the same\b": "anyway, still",
+    r"\bfor ever\b": "indefinitely",
+    r"\bgoes on\b|\bgo on with\b": "continues",
+    r"\bother bits\b": "different values",
+    r"\bthat comes? to nothing\b|\bcame to nothing\b": "has no effect",
+    r"\b[Ww]hoever\b|\bwhosoever\b": "name the caller",
+    r"\bis told\b|\bare told\b|\bis asked for\b": "name the function that passes it",
+    r"\b(behaviour|colour|initialis|normalis|serialis|synchronis|catalogue\b)": "US spelling",
+    r"\bmisspelt\b|\bspelt\b": "misspelled, spelled",
+}
+# "Whether ..." is the usual opening of a property that holds a bool.
+OPENING = re.compile(r"(What|Which|Where|How|Who)\b(?!.*\?)")
+
+
+def read_prose(path):
+    """Yield (line, text, whether it is a docstring) of a file's strings and comments."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and ast.get_docstring(node) is not None
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value, id(node) in docstrings
+    comments = [
+        (token.start[0], token.string.lstrip("# "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    # A sentence may go over several lines of comments.
+    for (line, text), (_, following) in pairwise([*comments, (0, "")]):
+        yield line, f"{text} {following}", False
+
+
+def find_problems(texts):
+    """Return (line, what was found, what to write instead)."""
+    found = []
+    for line, text, is_docstring in texts:
+        words = " ".join(text.split())
+        for pattern, advice in PATTERNS.items():
+            if match := re.search(pattern, words):
+                found.append((line, match[0], advice))
+        if is_docstring and OPENING.match(words):
+            found.append((line, words[:40], "begin with a noun phrase or a verb"))
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_the_package_is_written_in_plain_english(path):
+    found = find_problems(read_prose(path))
+    assert not found, "\n" + "\n".join(f"{path}:{n}: {what!r}: {how}" for n, what, how in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_docstring"),
+    [
+        ("The value is no seed.", False),
+        ("It is built anew.", False),
+        ("Each run is held against its reference.", False),
+        ("The user's handler goes on.", False),
+        ("Where the ranks meet.", True),
+    ],
+)
+def test_a_sentence_that_reads_as_a_translation_is_found(text, is_docstring):
+    assert find_problems([(1, text, is_docstring)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "There is no command to run.",
+        "The file is no longer there.",
+        "Holds the digests of one batch.",
+        "Return where the ranks differ.",
+        "Its own process.",
+    ],
+)
+def test_plain_sentences_pass(text):
+    assert not find_problems([(1, text, True)])
