@@ -152,7 +152,7 @@ def measure(make_model, make_data, epochs, repeats):
     shares, raw, timers = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(repeats + 1):
-            # Neighbours in both orders, so that a machine that slows down favours neither.
+            # Adjacent fits in both orders, so that a machine that slows down favors neither.
             order = ["idle", "bare", "callback"] if repeat % 2 else ["idle", "callback", "bare"]
             for name in order:
                 L.seed_everything(42, verbose=False)

@@ -1,4 +1,4 @@
-"""How fast and in how much memory ``d9m compare`` holds two ledgers against each other.
+"""Measure the speed and memory with which ``d9m compare`` compares two ledgers.
 
     python benchmarks/compare.py -o benchmarks/results/compare-cpu.json
     python benchmarks/compare.py --lines 10000000 -o benchmarks/results/compare-lines-cpu.json

@@ -3,7 +3,7 @@
     python benchmarks/false_alarms.py -o benchmarks/results/false-alarms-cpu.json
 
 Each pair trains one small model twice, with another seed, another architecture and another loader
-than its neighbours, and holds the two ledgers against each other as `d9m compare` does.
+than its neighbors, and compares the two ledgers as `d9m compare` does.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Rows(nn.Module):
 
 
 def build_dense():
-    """Return a dense net with batch normalisation and dropout."""
+    """Return a dense net with batch normalization and dropout."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3),
         nn.Linear(32, 10),

@@ -1,15 +1,16 @@
 """GraphSAGE on a citation graph, trained 100 times with determinism and 100 times without.
 
-The experiment of Shanmugavelu et al. 2024 (arXiv 2408.05148, section V), with every seed fixed, so
-that what spreads is rounding alone: theirs draws new initial weights and new dropout in every run.
-The graph is made here, with the counts of Cora (2,708 papers, 10,556 links counted both ways, 7
-classes, 140 for training): a paper cites by preferential attachment, four times out of five one of
-its own class. On a CPU messages are added at their target with ``index_put_(accumulate=True)``,
-which two threads do in no fixed order; elsewhere with ``index_add``, as in the paper.
+The experiment is that of Shanmugavelu et al. 2024 (arXiv 2408.05148, section V), with every seed
+fixed, so that only rounding differs; the paper draws new initial weights and new dropout in every
+run. The graph is synthetic and has the counts of Cora (2,708 papers, 10,556 links counted both
+ways, 7 classes, 140 papers for training): a paper cites by preferential attachment, in four of five
+cases a paper of the same class. On a CPU messages are added at their target with
+``index_put_(accumulate=True)``, which two threads do in varying order; on other devices with
+``index_add``, as in the paper.
 
     python benchmarks/graphsage.py --output FOLDER [--device cuda]
 
-It goes on where it was interrupted.
+A later call continues an interrupted one.
 """
 
 import argparse
@@ -37,7 +38,7 @@ ARMS = ("nondeterministic", "deterministic")
 
 
 class Citations:
-    """The graph: features and class of each paper, and links in both directions."""
+    """A citation graph: features and class of each paper, and links in both directions."""
 
     def __init__(self, device: str) -> None:
         draws = np.random.default_rng(0)
@@ -45,7 +46,7 @@ class Citations:
         words = draws.normal(size=(CLASSES, FEATURES))
         features = words[classes] * 0.25 + draws.normal(size=(PAPERS, FEATURES))
         links: list[tuple[int, int]] = []
-        # Each citation adds its paper to its class's urn once more: who has gets more.
+        # Each citation adds the cited paper to its class's urn again (preferential attachment).
         urns = [[int(paper) for paper in np.flatnonzero(classes == k)] for k in range(CLASSES)]
         while len(links) < LINKS:
             citing = int(draws.integers(PAPERS))
@@ -67,7 +68,7 @@ class Citations:
 
 
 class Layer(nn.Module):
-    """A paper's own features and the mean of its neighbours', normalised, as in the paper."""
+    """A layer of a paper's features and its neighbors' mean, normalized as in the publication."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Layer(nn.Module):
 
 
 class GraphSage(nn.Module):
-    """Two layers."""
+    """A network of two GraphSAGE layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tens
     """Train once; return the row of the training and its weights by epoch."""
     chosen = deterministic(seed=1) if arm == "deterministic" else nullcontext()
     with chosen:
-        torch.manual_seed(1)  # the same draws in every training of both arms
+        torch.manual_seed(1)  # the same draws in every training of both conditions
         model = GraphSage().to(graph.features.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
         weights, losses = [], []
@@ -129,7 +130,7 @@ def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tens
 
 
 def run(output: Path, device: str, trainings: int, epochs: int, limit: float) -> list[dict]:
-    """Append a row for each training to a file until all are there or time is up."""
+    """Append a row for each training to a file until all are present or the time limit is reached."""
     path = output / f"graphsage-{device}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     graph, begin = Citations(device), time.monotonic()
@@ -152,8 +153,8 @@ def run(output: Path, device: str, trainings: int, epochs: int, limit: float) ->
     return rows
 
 
-def summarise(rows: list[dict], device: str, epochs: int) -> dict:
-    """Return the figures of both arms."""
+def summarize(rows: list[dict], device: str, epochs: int) -> dict:
+    """Return the figures of both conditions."""
     arms = {}
     for arm in ARMS:
         mine = [row for row in rows if row["arm"] == arm]
@@ -207,9 +208,9 @@ def render(result: dict) -> str:
     facts = (
         f"torch {result['torch']}, {result['device']}, {result['threads']} threads, "
         f"{result['epochs']} epochs of one step; {plain['trainings']} trainings {ARMS[0]}, "
-        f"{fixed['trainings']} {ARMS[1]}, by turns. Every seed is fixed; the reference "
-        "is one more deterministic training. Vermv and Vc are means over the trainings, ulps the "
-        "greatest."
+        f"{fixed['trainings']} {ARMS[1]}, alternating. Every seed is fixed; the "
+        "reference is an additional deterministic training. Vermv and Vc are means over the trainings; ulps is the "
+        "maximum."
     )
     return "\n\n".join(
         [
@@ -246,20 +247,20 @@ def render(result: dict) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and write JSON, Markdown and a plot."""
+    """Run the missing trainings, and write JSON, Markdown and a plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--trainings", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds; go on in a later call")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds; a later call continues")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.output.mkdir(parents=True, exist_ok=True)
     output, device, epochs = arguments.output, arguments.device, arguments.epochs
     rows = run(output, device, arguments.trainings, epochs, arguments.limit)
-    result = summarise(rows, device, epochs)
+    result = summarize(rows, device, epochs)
     (output / f"graphsage-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / f"graphsage-{device}.md").write_text(render(result) + "\n")
     series = {

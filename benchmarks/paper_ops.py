@@ -1,10 +1,10 @@
-"""The op table of Shanmugavelu et al. 2024 (arXiv 2408.05148), measured here beside its figures.
+"""The op table of Shanmugavelu et al. 2024 (arXiv 2408.05148), measured and published figures.
 
-Same ops, sizes and metrics: 1,000 runs without determinism, each held against one deterministic
-output. The published figures are read from the raw data that the authors published with the paper
+Ops, sizes and metrics are those of the paper: each of 1,000 runs without determinism is compared
+with one deterministic output. The published figures come from the authors' raw data
 (github.com/minnervva/correctness, codes/test-suite/paper-results/data, commit 64735b5): means over
-1,000 runs on a GPU. Their number of distinct outputs counts the deterministic one as well, so that
-2 means that all runs agreed with each other. Where their data has no such op, the cells are empty.
+1,000 runs on a GPU. Their number of distinct outputs includes the deterministic one, so 2 means
+that all runs agree with each other. Cells are empty if the published data lacks the op.
 
     python benchmarks/paper_ops.py --output FOLDER [--device cuda]
 """
@@ -34,7 +34,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper's raw data says: microseconds are means, None where there is no column."""
+    """Figures of the paper's raw data: microseconds are means, None if there is no column."""
 
     distinct: int
     vermv: float
@@ -45,7 +45,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Row:
-    """One op on one shape."""
+    """An op on a shape."""
 
     op: str
     shape: str
@@ -101,7 +101,7 @@ def _summed(length: int) -> Callable[[Inputs], Call]:
 
 
 def list_rows() -> Iterator[Row]:
-    """Yield the table's rows."""
+    """Yield the rows of the table."""
     for side, ratio, published in (
         (100, 0.5, Published(979, 9.37e-9, 0.0300, 22.4, 156.9)),
         (100, 1.0, Published(915, 1.57e-8, 0.0598, 22.5, 156.8)),
@@ -180,7 +180,7 @@ def render(result: dict) -> str:
     there = ("distinct, publ.", "Vermv, publ.", "Vc, publ.", "det. / plain, publ.")
     facts = (
         f"torch {result['torch']}, {result['device']}, {result['threads']} threads; "
-        f"{result['runs']} runs (fewer where they took longer than the limit), each against one "
+        f"{result['runs']} runs (fewer if the time limit was reached), each compared with one "
         "deterministic output. *publ.*: the paper's raw data, from a GPU."
     )
     return f"# The paper's op table\n\n{facts}\n\n" + markdown_table(
@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=6.0, help="limit of one arm of one row")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="limit of one condition of one row"
+    )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows = [

@@ -16,7 +16,7 @@ from lightning_d9m import DeterminismCallback
 
 
 class DigitsNet(L.LightningModule):
-    """A small convolutional network with batch normalisation and dropout."""
+    """A small convolutional network with batch normalization and dropout."""
 
     def __init__(self, learning_rate: float = 2e-3) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class DigitsNet(L.LightningModule):
 
 
 class Digits(L.LightningDataModule):
-    """8x8 grey images of handwritten digits: 1,437 to train on, 360 to validate."""
+    """8x8 gray images of handwritten digits: 1,437 to train on, 360 to validate."""
 
     def __init__(self, batch_size: int = 64, num_workers: int = 0) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Classify handwritten digits as nodes of a graph, an op that is nondeterministic even on a CPU.
 
-Each digit is joined to the digits that look most like it; messages along the edges are pooled at
+Each digit is connected to the digits that are most similar; messages along the edges are pooled at
 their target with ``index_put_(accumulate=True)``. Two threads that add to one target meet in
-another order each time, so the sums, and all weights after them, differ from run to run.
+a different order each time, so the sums, and all weights after them, differ from run to run.
 
 Without determinism:             python examples/graph.py --plain      (run it twice)
 With it:                         python examples/graph.py
@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback, digest_value
 
-NEIGHBOURS = 16
+NEIGHBORS = 16
 
 
 class MeanPooling(nn.Module):
-    """One GraphSAGE layer: a node's features and the mean of those that its neighbours send."""
+    """One GraphSAGE layer: a node's features and the mean of those that its neighbors send."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DigitsGraph(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         digits = load_digits()
-        edges = kneighbors_graph(digits.data, NEIGHBOURS).tocoo()
+        edges = kneighbors_graph(digits.data, NEIGHBORS).tocoo()
         shuffled = torch.randperm(len(digits.data), generator=torch.Generator().manual_seed(0))
         self.register_buffer("nodes", torch.tensor(digits.data, dtype=torch.float32) / 16)
         self.register_buffer("classes", torch.tensor(digits.target))
