@@ -130,7 +130,7 @@ def train(graph: Citations, arm: str, epochs: int) -> tuple[dict, list[list[Tens
 
 
 def run(output: Path, device: str, trainings: int, epochs: int, limit: float) -> list[dict]:
-    """Append a row for each training to a file until all are present or the time limit is reached."""
+    """Append a row for each training to a file until all exist or time is up."""
     path = output / f"graphsage-{device}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     graph, begin = Citations(device), time.monotonic()
@@ -209,8 +209,8 @@ def render(result: dict) -> str:
         f"torch {result['torch']}, {result['device']}, {result['threads']} threads, "
         f"{result['epochs']} epochs of one step; {plain['trainings']} trainings {ARMS[0]}, "
         f"{fixed['trainings']} {ARMS[1]}, alternating. Every seed is fixed; the "
-        "reference is an additional deterministic training. Vermv and Vc are means over the trainings; ulps is the "
-        "maximum."
+        "reference is an additional deterministic training. Vermv and Vc are means over the "
+        "trainings; ulps is the maximum."
     )
     return "\n\n".join(
         [
