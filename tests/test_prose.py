@@ -1,4 +1,4 @@
-"""The package's docstrings, comments and messages are plain American English.
+"""The package's docstrings, comments and messages, and the pages, are plain American English.
 
 Each pattern is a habit that makes a sentence read as a translation, with what to write instead.
 The list is short on purpose: it names what is hardly ever right.
@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "lightning_d9m"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_d9m"
+GENERATED = {"errors.md", "ops.md"}  # written from the package, which is checked itself
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
+]
+_CODE = re.compile(
+    r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[^\n]*$|<!--.*?-->", re.DOTALL | re.MULTILINE
+)
 
 PATTERNS = {
     r"\banew\b": "again, fresh, from scratch",
@@ -75,6 +85,25 @@ def find_problems(texts):
 def test_the_package_is_written_in_plain_english(path):
     found = find_problems(read_prose(path))
     assert not found, "\n" + "\n".join(f"{path}:{n}: {what!r}: {how}" for n, what, how in found)
+
+
+def read_paragraphs(text):
+    """Yield (line, text, False) of each paragraph of a Markdown page, without code blocks."""
+    prose = _CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
+    for match in re.finditer(r"(?:^.*\S.*$\n?)+", prose, re.MULTILINE):
+        yield prose.count("\n", 0, match.start()) + 1, match[0], False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_are_written_in_plain_english(page):
+    found = find_problems(read_paragraphs(page.read_text()))
+    assert not found, "\n" + "\n".join(f"{page}:{n}: {what!r}: {how}" for n, what, how in found)
+
+
+def test_prose_is_found_between_code_blocks_of_a_page():
+    page = "# Title\n\nIt is\nbuilt anew.\n\n```sh\nd9m anew\n```\n\nIt goes on.\n"
+    found = find_problems(read_paragraphs(page))
+    assert [(line, what) for line, what, _ in found] == [(3, "anew"), (10, "goes on")]
 
 
 @pytest.mark.parametrize(
