@@ -1,15 +1,22 @@
 # ruff: noqa: SLF001 - the one file that touches underscored names of Lightning
 """Access to private attributes of Lightning; no other file of this package touches them.
 
-Each function says why Lightning's public interface does not serve. The test file of the same name
-checks every function against the installed version; Lightning 2.5 is the oldest supported one.
+Where Lightning has a similar public name, the docstring says why it does not serve. The test file
+of the same name checks every function on the installed version; Lightning 2.5 is the oldest
+supported one.
 """
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+# The method of a fit loop that loads the states of the training loaders from a checkpoint. No hook
+# runs between the setup of these loaders and this call.
+LOAD_LOADER_STATES = "_load_combined_loader_states"
 
 
 def list_loaders(loop: Any) -> list[Any]:
@@ -43,3 +50,163 @@ def resume_next_fit(trainer: "Trainer", path: Path) -> None:
         original(path, **options)
 
     connector.resume_start = resume_start  # type: ignore[assignment] # it takes any arguments
+
+
+def has_loaders(loop: Any) -> bool:
+    """Return whether a loop has set up its DataLoaders; the list of them may be empty."""
+    return loop._combined_loader is not None
+
+
+def cycles_shorter_loaders(trainer: "Trainer") -> bool:
+    """Return whether a fit starts its shorter loaders again until the longest one ends.
+
+    ``Trainer.train_dataloader`` returns the user's collection without its mode.
+    """
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and combined._mode == "max_size_cycle"
+
+
+def list_pending_loader_states(trainer: "Trainer") -> list[dict[str, Any]]:
+    """Return the states of the checkpoint that the training loaders have not yet loaded."""
+    return list(trainer.fit_loop._combined_loader_states_to_load)
+
+
+def set_pending_loader_states(trainer: "Trainer", states: list[dict[str, Any]]) -> None:
+    """Replace the states that ``list_pending_loader_states`` returns."""
+    trainer.fit_loop._combined_loader_states_to_load = states
+
+
+def load_loader_states(trainer: "Trainer", states: list[dict[str, Any]]) -> None:
+    """Load states into the training loaders; Lightning loads them only once, in its setup."""
+    combined: Any = trainer.fit_loop._combined_loader
+    combined._load_state_dicts(states)
+
+
+def create_loader_iterator(trainer: "Trainer") -> None:
+    """Create the iterator over the training loaders again, as Lightning does for each epoch."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    iter(fetcher)
+
+
+def get_reload_epoch(trainer: "Trainer", stage: Literal["train", "validate"]) -> float:
+    """Return the epoch in which the loaders of a stage were last loaded; -inf before that.
+
+    ``Trainer.reload_dataloaders_every_n_epochs`` gives only the interval.
+    """
+    fit = trainer.fit_loop
+    if stage == "train":
+        return fit._last_train_dl_reload_epoch
+    return fit.epoch_loop.val_loop._last_val_dl_reload_epoch
+
+
+def set_reload_epoch(trainer: "Trainer", stage: Literal["train", "validate"], epoch: float) -> None:
+    """Set the epoch that ``get_reload_epoch`` returns."""
+    fit = trainer.fit_loop
+    if stage == "train":
+        fit._last_train_dl_reload_epoch = epoch
+    else:
+        fit.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
+
+
+def has_loaded_progress(trainer: "Trainer") -> bool:
+    """Return whether the fit has loaded a checkpoint and has not trained an epoch since.
+
+    ``restarting`` is false for a checkpoint that was saved at the end of an epoch.
+    """
+    return bool(trainer.fit_loop._loaded_from_state_dict)
+
+
+def clear_restart(loop: Any) -> None:
+    """Mark one loop as not restarting; the setter of ``restarting`` also changes its children."""
+    loop._restarting = False
+
+
+def is_validation_due(trainer: "Trainer") -> bool:
+    """Return whether a validation follows the current batch of the fit."""
+    fit = trainer.fit_loop
+    fetcher: Any = fit._data_fetcher
+    return bool(fit.epoch_loop._should_check_val_fx(fetcher))
+
+
+def accumulates_gradients(trainer: "Trainer") -> bool:
+    """Return whether later batches add to the gradients before the optimizer steps."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def count_step_batch(trainer: "Trainer") -> None:
+    """Count one more batch after which the optimizer stepped; loggers use it as their step."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def saves_between_batches(callback: object) -> bool:
+    """Return whether a checkpoint callback is configured to save after batches.
+
+    ``ModelCheckpoint`` keeps these arguments only in private attributes.
+    """
+    return bool(
+        getattr(callback, "_every_n_train_steps", 0)
+        or getattr(callback, "_train_time_interval", None) is not None
+    )
+
+
+def update_callback_metrics(trainer: "Trainer", metrics: dict[str, Any]) -> None:
+    """Update the metrics for callbacks.
+
+    Reading ``Trainer.callback_metrics`` would compute the results of the current loop.
+    """
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def get_logged_results(loop: Any) -> dict[str, Any]:
+    """Return the collection of results that were logged in a loop so far, by key."""
+    results: dict[str, Any] = loop._results
+    return results
+
+
+def keep_results_at_next_batch(trainer: "Trainer") -> None:
+    """Prevent the next batch, the first of the loop, from resetting the logged results."""
+    trainer._logger_connector._first_loop_iter = False
+
+
+def create_result(
+    trainer: "Trainer",
+    meta: Mapping[str, Any],
+    *,
+    is_tensor: bool,
+    synced: bool,
+    rank_zero_only: bool,
+) -> Any:
+    """Create an empty logged result; ``LightningModule.log`` creates one only in a hook.
+
+    Args:
+        trainer: The Trainer.
+        meta: The arguments with which the result was logged.
+        is_tensor: Whether a tensor was logged; otherwise a metric object was.
+        synced: Whether the ranks reduce the result.
+        rank_zero_only: Whether only rank 0 logs it.
+    """
+    module = sys.modules[type(trainer.fit_loop.epoch_loop._results).__module__]
+    metadata = module._Metadata(**meta)
+    metadata.sync = module._Sync(
+        _should=synced, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only
+    )
+    return module._ResultMetric(metadata, is_tensor=is_tensor)
+
+
+def get_update_state(result: Any) -> tuple[int, Any]:
+    """Return the number of updates of a logged result, and its value for the last batch."""
+    return result._update_count, result._forward_cache
+
+
+def set_update_state(result: Any, updates: int, cache: Any) -> None:
+    """Set the values that ``get_update_state`` returns; torchmetrics has no setter."""
+    result._update_count = updates
+    result._forward_cache = cache
+
+
+def is_compiled(model: object) -> bool:
+    """Return whether a LightningModule is the content of one that ``torch.compile`` returned.
+
+    The Trainer unwraps that one, and compiles the steps of its content.
+    """
+    return getattr(model, "_compiler_ctx", None) is not None

@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.kinds import ROOT
+from lightning_d9m.lightning import lightning_private
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
 
@@ -62,8 +63,8 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Of a compiled module only the call from outside is seen.
     """
-    if getattr(model, "_compiler_ctx", None) is not None:
-        return  # the whole LightningModule is compiled
+    if lightning_private.is_compiled(model):
+        return
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:

@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - see loop_position
 """The state that a checkpoint needs beyond Lightning's own content for an exact resume.
 
 It is stored under one key, as plain values that ``torch.load(weights_only=True)`` reads:
@@ -19,6 +18,7 @@ from warnings import catch_warnings, filterwarnings, warn
 from lightning_d9m.control.attribute_patches import AttributePatches
 from lightning_d9m.control.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import KEY, add_manifests
 from lightning_d9m.lightning.gather import gather_values
 from lightning_d9m.lightning.packages import rank_zero
@@ -157,7 +157,7 @@ class CheckpointState:
         fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
-            (fit, "_load_combined_loader_states", self._load_loader_states),
+            (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._settle_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
             (epoch_loop, "reset", self._reset_epoch),
@@ -174,15 +174,14 @@ class CheckpointState:
             patches.undo()
 
     def _load_loader_states(self, trainer: Any, load: Callable[[], None]) -> None:
-        fit = trainer.fit_loop
-        if fit.restarting:
+        if trainer.fit_loop.restarting:
             if self._resumed is not None and self._place(trainer).moment == "epoch":
                 drop_consumed_states(trainer)
-            self._loader_states = list(fit._combined_loader_states_to_load)
+            self._loader_states = lightning_private.list_pending_loader_states(trainer)
         load()
 
     def _settle_and_reset(self, trainer: Any, reset: Callable[[], None]) -> None:
-        if not _has_loaded(trainer):
+        if not lightning_private.has_loaded_progress(trainer):
             reset()
             return
         restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
@@ -212,7 +211,7 @@ class CheckpointState:
         self._loader_states = []
         start(*args)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
-        trainer.fit_loop._restarting = False
+        lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
             self._at_end = False
             skip_remaining_batches(trainer)
@@ -221,7 +220,7 @@ class CheckpointState:
     def _load_validation(self, trainer: Any, load: Callable[[], None]) -> None:
         load()
         loop = trainer.fit_loop.epoch_loop.val_loop
-        if loop._combined_loader is not None and self._unvalidated is not None:
+        if lightning_private.has_loaders(loop) and self._unvalidated is not None:
             rank, self._unvalidated = self._unvalidated, None
             run_state.restore_validation(trainer, rank)
 
@@ -233,19 +232,18 @@ class CheckpointState:
         return outputs
 
     def _place_loader(self, trainer: Any, run: TrainerSession, loader: object) -> None:
-        if not _has_loaded(trainer):
+        if not lightning_private.has_loaded_progress(trainer):
             return
         place = self._place(trainer)
         if place.batch and not is_at_end(trainer):
             problem = find_position_problem(loader)
             if problem is not None and problem not in self._reasons:
                 self._raise_or_warn(trainer, [problem])
-        fit = trainer.fit_loop
         run.resume_loaders(
             place.epoch,
             place.batch,
             # Called when the loaders are iterated: Lightning sets their mode later.
-            lambda: fit._combined_loader._mode == "max_size_cycle",
+            lambda: lightning_private.cycles_shorter_loaders(trainer),
             self._rank_state(trainer).get("samplers", {}),
         )
 
@@ -377,10 +375,6 @@ def _iterates_again(trainer: Any) -> bool:
     fit = trainer.fit_loop
     resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
     return trainer.current_epoch > 0 and not resumes
-
-
-def _has_loaded(trainer: Any) -> bool:
-    return bool(trainer.fit_loop._loaded_from_state_dict)
 
 
 def _rank_of(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-# ruff: noqa: SLF001 - Lightning's loops have no public word for their loaders
 """Reasons why a run cannot be resumed exactly from a checkpoint, one sentence for each.
 
 The run that saves a checkpoint knows some of them and stores them in it; the run that loads it
 finds the others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_d9m.control.resumable_sampler import find_position_problem, find_worker_problem
+from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume.loop_position import LoopPosition
 from lightning_d9m.lightning.resume.metric_state import MetricState
 
@@ -26,11 +26,11 @@ def find_missing_state(trainer: Any, place: LoopPosition, measured: MetricState)
     ]
     fit = trainer.fit_loop
     within = place.moment != "epoch" and not is_at_end(trainer)
-    for loader in _loaders_of(fit):
+    for loader in lightning_private.list_loaders(fit):
         found += _listed(
             find_position_problem(loader) if within else find_unsaved_loader_state(loader)
         )
-    for loader in _loaders_of(fit.epoch_loop.val_loop):
+    for loader in lightning_private.list_loaders(fit.epoch_loop.val_loop):
         found += _listed(find_unsaved_loader_state(loader))
     return found
 
@@ -45,17 +45,19 @@ def find_unresumable_loaders(trainer: Any) -> list[str]:
     fit = trainer.fit_loop
     found = [
         find_position_problem(loader) or find_unsaved_loader_state(loader)
-        for loader in _loaders_of(fit)
+        for loader in lightning_private.list_loaders(fit)
     ]
-    found += [find_unsaved_loader_state(loader) for loader in _loaders_of(fit.epoch_loop.val_loop)]
+    found += [
+        find_unsaved_loader_state(loader)
+        for loader in lightning_private.list_loaders(fit.epoch_loop.val_loop)
+    ]
     return [problem for problem in found if problem is not None]
 
 
 def saves_within_epochs(trainer: Any) -> bool:
     """Return whether a callback is configured to save checkpoints within epochs."""
     return any(
-        getattr(callback, "_every_n_train_steps", 0)
-        or getattr(callback, "_train_time_interval", None) is not None
+        lightning_private.saves_between_batches(callback)
         or getattr(callback, "save_on_exception", False)
         or trainer.val_check_interval != 1.0
         for callback in trainer.checkpoint_callbacks
@@ -132,11 +134,6 @@ def is_other_world(state: Mapping[str, Any], trainer: Any) -> bool:
 def is_at_end(trainer: Any) -> bool:
     """Return whether no batch of the epoch is left."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _loaders_of(loop: Any) -> Iterator[Any]:
-    loader = loop._combined_loader
-    yield from [] if loader is None else loader.flattened
 
 
 def _listed(problem: str | None) -> list[str]:

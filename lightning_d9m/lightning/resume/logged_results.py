@@ -1,12 +1,11 @@
-# ruff: noqa: SLF001 - Lightning has no public access to the results that were logged so far
 """The results that a run has logged so far: running sums, and the metrics for callbacks."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume.loop_position import LoopPhase
 from lightning_d9m.lightning.resume.metric_state import NotPlainError, move, to_plain
 
@@ -36,7 +35,7 @@ def capture_latest(trainer: Any) -> dict[str, Any]:
 def restore_latest(trainer: Any, latest: Mapping[str, Any]) -> None:
     """Restore the metrics for callbacks and schedulers."""
     moved = move(dict(latest), trainer.strategy.root_device)
-    trainer._logger_connector._callback_metrics.update(moved)
+    lightning_private.update_callback_metrics(trainer, moved)
 
 
 def find_metrics_to_reset(trainer: Any, moment: LoopPhase) -> list[str]:
@@ -45,8 +44,11 @@ def find_metrics_to_reset(trainer: Any, moment: LoopPhase) -> list[str]:
     These are the metrics of training at the end of an epoch, and of a finished validation.
     """
     loop = trainer.fit_loop.epoch_loop
-    ending = list(loop._results.values()) if moment == "epoch" else []
-    ending += loop.val_loop._results.values() if moment != "validation" else []
+    ending: list[Any] = []
+    if moment == "epoch":
+        ending += lightning_private.get_logged_results(loop).values()
+    if moment != "validation":
+        ending += lightning_private.get_logged_results(loop.val_loop).values()
     names = [
         metric.meta.metric_attribute
         for metric in ending
@@ -61,18 +63,19 @@ def capture_results(trainer: Any) -> dict[str, Any]:
     The state of a logged metric object is in ``metric_state``.
     """
     found = {}
-    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+    for key, metric in lightning_private.get_logged_results(trainer.fit_loop.epoch_loop).items():
         meta = metric.meta
+        updates, cache = lightning_private.get_update_state(metric)
         kept = {
             "meta": {name: getattr(meta, name) for name in _META},
             "reduce_fx": meta.reduce_fx.__name__,
             "sync": meta.sync.should,
             "rank_zero_only": meta.sync.rank_zero_only,
-            "updates": metric._update_count,
+            "updates": updates,
             "has_reset": metric.has_reset,
         }
         try:
-            kept["cache"] = to_plain(metric._forward_cache)
+            kept["cache"] = to_plain(cache)
         except NotPlainError:
             kept["cache"] = None
         if metric.is_tensor:
@@ -86,27 +89,25 @@ def capture_results(trainer: Any) -> dict[str, Any]:
 
 def restore_results(trainer: Any, results: Mapping[str, Any]) -> None:
     """Restore the results of the epoch. Called once, before its next batch."""
-    # Otherwise the first batch resets the restored results.
-    trainer._logger_connector._first_loop_iter = False
-    collection = trainer.fit_loop.epoch_loop._results
-    module = sys.modules[type(collection).__module__]
+    lightning_private.keep_results_at_next_batch(trainer)
+    collection = lightning_private.get_logged_results(trainer.fit_loop.epoch_loop)
     metrics = dict(trainer.lightning_module.named_modules())
     device = trainer.strategy.root_device
     for key, kept in results.items():
-        meta = module._Metadata(**kept["meta"], reduce_fx=kept["reduce_fx"])
-        meta.sync = module._Sync(
-            _should=kept["sync"],
-            fn=trainer.strategy.reduce,
+        is_tensor = "value" in kept
+        attribute = kept["meta"]["metric_attribute"]
+        if not is_tensor and attribute not in metrics:
+            continue
+        metric = lightning_private.create_result(
+            trainer,
+            kept["meta"] | {"reduce_fx": kept["reduce_fx"]},
+            is_tensor=is_tensor,
+            synced=kept["sync"],
             rank_zero_only=kept["rank_zero_only"],
         )
-        is_tensor = "value" in kept
-        if not is_tensor and meta.metric_attribute not in metrics:
-            continue
-        metric = module._ResultMetric(meta, is_tensor=is_tensor)
-        metric.value = kept["value"] if is_tensor else metrics[meta.metric_attribute]
+        metric.value = kept["value"] if is_tensor else metrics[attribute]
         if kept.get("count") is not None:
             metric.cumulated_batch_size = kept["count"]
-        metric._forward_cache = kept["cache"]
-        metric._update_count = kept["updates"]
+        lightning_private.set_update_state(metric, kept["updates"], kept["cache"])
         metric.has_reset = kept["has_reset"]
         collection[key] = metric.to(device)

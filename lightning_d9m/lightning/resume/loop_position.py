@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - Lightning's loops have no public word for their progress
 """The position of a Trainer's fit, and the work that is pending there when it resumes.
 
 Lightning saves checkpoints in hooks after which work remains: the validation that follows a batch,
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_d9m.lightning import lightning_private
 
 LoopPhase = Literal["epoch", "batch", "validation", "within"]
 
@@ -76,15 +77,15 @@ def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], N
         _begin_epoch(fit)
     elif place.moment != "within":
         saved_in_hook = progress.current.completed < progress.current.processed
-        due = loop._should_check_val_fx(fit._data_fetcher)
+        due = lightning_private.is_validation_due(trainer)
         if place.moment == "validation" or (saved_in_hook and due):
             _complete(progress)
             _reset_before_validation(loop.val_loop.batch_progress, place.moment, reset)
             return False
         if saved_in_hook and progress.is_last_batch:
             _complete(progress)
-            if not loop._should_accumulate():
-                loop._batches_that_stepped += 1
+            if not lightning_private.accumulates_gradients(trainer):
+                lightning_private.count_step_batch(trainer)
             at_end = True
     reset()
     return at_end
@@ -92,7 +93,7 @@ def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], N
 
 def skip_remaining_batches(trainer: Any) -> None:
     """End the loop over an epoch's batches at once; called before it starts."""
-    trainer.fit_loop.epoch_loop._restarting = False
+    lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
 
 
 def draws_when_iterated(trainer: Any) -> bool:
@@ -105,7 +106,7 @@ def draws_when_iterated(trainer: Any) -> bool:
         loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset)
         if isinstance(loader, DataLoader)
         else not isinstance(loader, Iterator)
-        for loader in trainer.fit_loop._combined_loader.flattened
+        for loader in lightning_private.list_loaders(trainer.fit_loop)
     )
 
 
@@ -115,14 +116,15 @@ def drop_consumed_states(trainer: Any) -> None:
     A fit of a number of steps (``max_steps``) loads them between epochs too, where torchdata's
     loader would skip as many batches of the next epoch.
     """
-    fit = trainer.fit_loop
-    stateful = [loader for loader in fit._combined_loader.flattened if _is_stateful(loader)]
-    states = fit._combined_loader_states_to_load
+    loaders = lightning_private.list_loaders(trainer.fit_loop)
+    stateful = [loader for loader in loaders if _is_stateful(loader)]
+    states = lightning_private.list_pending_loader_states(trainer)
     if len(states) == len(stateful):  # otherwise Lightning raises an error
-        fit._combined_loader_states_to_load = [
+        kept = [
             {} if isinstance(loader, DataLoader) and not _is_stateful(loader.dataset) else state
             for loader, state in zip(stateful, states, strict=True)
         ]
+        lightning_private.set_pending_loader_states(trainer, kept)
 
 
 def _is_stateful(value: object) -> bool:
@@ -140,10 +142,9 @@ def iterate_again(trainer: Any, loader_states: list[dict[str, Any]]) -> None:
         trainer: The Trainer.
         loader_states: States of the loaders that Lightning loaded from the checkpoint.
     """
-    fit = trainer.fit_loop
     if loader_states:
-        fit._combined_loader._load_state_dicts(loader_states)
-    iter(fit._data_fetcher)
+        lightning_private.load_loader_states(trainer, loader_states)
+    lightning_private.create_loader_iterator(trainer)
 
 
 def _begin_epoch(fit: Any) -> None:
@@ -156,7 +157,7 @@ def _begin_epoch(fit: Any) -> None:
     loops = [fit, fit.epoch_loop, fit.epoch_loop.val_loop]
     loops += [fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization]
     for loop in loops:
-        loop._restarting = False
+        lightning_private.clear_restart(loop)
 
 
 def _complete(progress: Any) -> None:

@@ -153,7 +153,7 @@ def name_callbacks(callbacks: list[Any]) -> dict[str, Any]:
 def _capture(metric: Any) -> dict[str, Any]:
     if isinstance(metric, MetricCollection):
         return {name: to_plain(getattr(metric, name)) for name in _OF_COLLECTION}
-    states = {name: to_plain(getattr(metric, name)) for name in metric._defaults}  # noqa: SLF001
+    states = {name: to_plain(getattr(metric, name)) for name in metric._defaults}  # noqa: SLF001 - of torchmetrics
     for name, value in vars(metric).items():
         if name in _MODULE or name in states:
             continue

@@ -1,9 +1,8 @@
-# ruff: noqa: SLF001 - Lightning's loops have no public word for their state
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from lightning_d9m.control.generators import (
 )
 from lightning_d9m.control.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import RngState, restore_rng
+from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume import logged_results
 from lightning_d9m.lightning.resume.loop_position import LoopPhase
 from lightning_d9m.lightning.resume.metric_state import (
@@ -55,7 +55,6 @@ def capture(trainer: Any, rng: RngState, drawn: RngAndMetricState) -> dict[str, 
         rng: The generators of training, which an evaluation may have replaced.
         drawn: The states of the user's generators and metrics.
     """
-    fit = trainer.fit_loop
     return {
         "rng": encode_rng(rng),
         "generators": drawn.generators,
@@ -63,15 +62,15 @@ def capture(trainer: Any, rng: RngState, drawn: RngAndMetricState) -> dict[str, 
         "metrics": logged_results.capture_latest(trainer),
         "results": logged_results.capture_results(trainer),
         "gradients": _capture_gradients(trainer),
-        "reload_epoch": _finite(fit._last_train_dl_reload_epoch),
-        "validation_reload_epoch": _finite(fit.epoch_loop.val_loop._last_val_dl_reload_epoch),
+        "reload_epoch": _finite(lightning_private.get_reload_epoch(trainer, "train")),
+        "validation_reload_epoch": _finite(lightning_private.get_reload_epoch(trainer, "validate")),
     }
 
 
 def find_unmatched_state(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
     """Return the paths of generators and metrics that exist only here or only in the checkpoint."""
     generators = set(find_generators(_owners(trainer))) ^ set(rank.get("generators", {}))
-    if trainer.fit_loop.epoch_loop.val_loop._combined_loader is None:
+    if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
         generators = {path for path in generators if not path.startswith(_VALIDATION)}
     metrics = set(find_metrics(trainer)) ^ set(rank.get("measured", {}).get("paths", ()))
     return sorted(generators | metrics)
@@ -95,11 +94,8 @@ def find_reloaded_generators(trainer: Any, rank: Mapping[str, Any], epoch: int) 
 def restore_outside(trainer: Any, rank: Mapping[str, Any]) -> None:
     """Restore state that outlives an epoch. Called once, before the first epoch starts."""
     _restore_drawn(trainer, rank)
-    fit = trainer.fit_loop
-    epoch = fit.epoch_progress.current.processed
-    fit._last_train_dl_reload_epoch = _settle_reload(
-        trainer, rank.get("reload_epoch"), epoch, fit._last_train_dl_reload_epoch
-    )
+    epoch = trainer.fit_loop.epoch_progress.current.processed
+    _settle_reload(trainer, "train", rank.get("reload_epoch"), epoch)
 
 
 def restore_validation(trainer: Any, rank: Mapping[str, Any]) -> None:
@@ -110,13 +106,8 @@ def restore_validation(trainer: Any, rank: Mapping[str, Any]) -> None:
         if path.startswith(_VALIDATION)
     }
     restore_generators(_owners(trainer), generators)
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    loop._last_val_dl_reload_epoch = _settle_reload(
-        trainer,
-        rank.get("validation_reload_epoch"),
-        trainer.current_epoch,
-        loop._last_val_dl_reload_epoch,
-    )
+    saved = rank.get("validation_reload_epoch")
+    _settle_reload(trainer, "validate", saved, trainer.current_epoch)
 
 
 def restore_within(trainer: Any, rank: Mapping[str, Any]) -> None:
@@ -138,11 +129,13 @@ def _restore_drawn(trainer: Any, rank: Mapping[str, Any]) -> None:
         restore_metrics(trainer, MetricState(**rank["measured"]))
 
 
-def _settle_reload(trainer: Any, saved: int | None, epoch: int, now: float) -> float:
-    """Return the epoch that counts as the last reload, so that the next reload is due in time."""
-    if saved is None:
-        return now
-    return epoch if epoch - saved >= trainer.reload_dataloaders_every_n_epochs else saved
+def _settle_reload(
+    trainer: Any, stage: Literal["train", "validate"], saved: int | None, epoch: int
+) -> None:
+    """Set the epoch that counts as the last reload, so that the next reload is due in time."""
+    if saved is not None:
+        due = epoch - saved >= trainer.reload_dataloaders_every_n_epochs
+        lightning_private.set_reload_epoch(trainer, stage, epoch if due else saved)
 
 
 def _owners(trainer: Any) -> dict[str, object]:
@@ -155,8 +148,7 @@ def _owners(trainer: Any) -> dict[str, object]:
     owners |= name_callbacks(trainer.callbacks)
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
-        loader = loop._combined_loader
-        for number, part in enumerate([] if loader is None else loader.flattened):
+        for number, part in enumerate(lightning_private.list_loaders(loop)):
             dataset, collate = getattr(part, "dataset", None), getattr(part, "collate_fn", None)
             owners[f"{stage}.{number}.dataset"] = getattr(dataset, "_dataset", dataset)
             owners[f"{stage}.{number}.collate_fn"] = (
@@ -174,7 +166,7 @@ _AVERAGING = "StochasticWeightAveraging"
 
 def _capture_gradients(trainer: Any) -> dict[str, Any]:
     """Return the gradients to which later micro-batches are added."""
-    if not trainer.fit_loop.epoch_loop._should_accumulate():
+    if not lightning_private.accumulates_gradients(trainer):
         return {}
     return {
         name: to_plain(parameter.grad)

@@ -263,7 +263,9 @@ class TestStream:
             raise AssertionError("it is said before anything is trained")
 
         fits.interrupt(loader=stream)
-        with pytest.raises(InexactResumeError, match=r"Numbers does not save its position.* StatefulDataLoader"):
+        with pytest.raises(
+            InexactResumeError, match=r"Numbers does not save its position.* StatefulDataLoader"
+        ):
             fits.resume(loader=stream, model=partial(make_model, training_step=step))
 
     @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
