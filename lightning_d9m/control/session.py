@@ -62,7 +62,7 @@ class Session:
                 stacklevel=2,
             )
         with _lock, ExitStack() as stack:
-            _refuse_second_thread()
+            _refuse_other_threads()
             variables = EarlyVariables()
             variables.set()
             stack.callback(variables.restore)
@@ -131,16 +131,18 @@ class Session:
         return self._scopes > 0
 
 
-def _refuse_second_thread() -> None:
-    session = active_session()
-    if session is None or not session.in_scope or session.thread is threading.current_thread():
-        return
-    if session.thread.is_alive():
-        raise SettingError(
-            f"A deterministic session is open in the thread {session.thread.name!r}, and its "
-            "switches and generators belong to the whole process. Open one session at a time, or "
-            "run trainings side by side in processes."
-        )
+def _refuse_other_threads() -> None:
+    """Raise a ``SettingError`` if a ``with`` block of another thread holds a session open."""
+    thread = threading.current_thread()
+    for session in _open:
+        # After a fork the threads of the parent process are not alive.
+        if session.in_scope and session.thread is not thread and session.thread.is_alive():
+            raise SettingError(
+                f"A deterministic session or run is open in thread {session.thread.name!r}, so "
+                f"thread {thread.name!r} cannot open another one: the threads of a process share "
+                "its random generators and torch's flags. Run one after the other, or each in its "
+                "own process."
+            )
 
 
 def _is_patched(settings: Settings) -> bool:
@@ -220,11 +222,16 @@ def next_fit() -> int:
 
     Two fits in one session draw different numbers, and each equals its counterpart in another run.
     Each session counts from 0: ``with deterministic(seed=1)`` around a fit repeats the same fit.
+
+    Raises:
+        SettingError: If another thread holds a session open.
     """
     global _fits  # noqa: PLW0603 - one counter for the process
-    session = active_session()
-    if session is not None:
-        session.fits += 1
-        return session.fits - 1
-    _fits += 1
-    return _fits - 1
+    with _lock:
+        _refuse_other_threads()
+        session = active_session()
+        if session is not None:
+            session.fits += 1
+            return session.fits - 1
+        _fits += 1
+        return _fits - 1

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +20,6 @@ from lightning_d9m.control.seeding import (
 )
 from lightning_d9m.control.session import deterministic, next_fit
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
 
 # Lightning's stage -> ours. Batches of the sanity check are validation batches.
 _STAGES = {"sanity_check": "validate"}
-
-_lock = Lock()
-_running: list[tuple["TrainerSession", Thread]] = []
 
 
 class TrainerSession:
@@ -44,7 +39,8 @@ class TrainerSession:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
     Raises:
-        SettingError: If a setting of the program contradicts these.
+        SettingError: If a setting of the program contradicts these, or another thread holds a
+            session open.
         TooLateError: If a switch can no longer take effect.
     """
 
@@ -58,7 +54,6 @@ class TrainerSession:
         self._loaded_epochs: Mapping[str, int | None] = {}
         self._resume_loader: Callable[[object], None] = _do_nothing
         with ExitStack() as stack:
-            self._refuse_other_threads(stack)
             # Read before the session switches it off.
             self.overridden = ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
             # Counted in the session around the run, before the run opens its own.
@@ -82,22 +77,6 @@ class TrainerSession:
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
-
-    def _refuse_other_threads(self, stack: ExitStack) -> None:
-        thread = current_thread()
-        with _lock:
-            # After a fork the threads of the parent process are not alive.
-            others = [t for _, t in _running if t is not thread and t.is_alive()]
-            if others:
-                raise SettingError(
-                    f"A Trainer is running in thread {others[0].name!r}, so this run in thread "
-                    f"{thread.name!r} cannot be deterministic: the threads of a process share its "
-                    "random generators and torch's flags. Run one after the other, or each in its "
-                    "own process."
-                )
-            entry = (self, thread)
-            _running.append(entry)
-        stack.callback(_running.remove, entry)
 
     def close(self) -> None:
         """Undo everything, in reverse."""

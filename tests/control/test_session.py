@@ -186,7 +186,9 @@ def test_a_second_thread_is_refused_while_a_session_is_open():
             refused = [result for result in results if result != "opened"]
             assert refused
             for message in refused:
-                assert message.startswith("A deterministic session is open in the thread 'worker_")
+                assert message.startswith(
+                    "A deterministic session or run is open in thread 'worker_"
+                )
             assert active_session() is None
             assert state() == before
 
@@ -225,6 +227,16 @@ def test_a_switch_that_is_turned_off_is_found():
 def test_fits_are_counted(monkeypatch):
     monkeypatch.setattr(session, "_fits", 0)
     assert [next_fit(), next_fit()] == [0, 1]
+
+
+def test_a_second_thread_is_refused_although_enable_opened_the_innermost_session():
+    """A fit of the second thread is not counted either."""
+    with deterministic(seed=1) as outer, ThreadPoolExecutor(1) as pool:
+        inner = enable(seed=2)
+        for call in (enable, next_fit):
+            with pytest.raises(SettingError, match="is open in thread 'MainThread', so thread"):
+                pool.submit(call).result()
+        assert (outer.fits, inner.fits) == (0, 0)
 
 
 def test_a_session_counts_its_own_fits(monkeypatch):

@@ -76,7 +76,7 @@ def test_a_fit_in_a_second_thread_is_refused_at_its_start(tmp_path):
     model = make_model(on_train_start=start_thread)
     make_trainer(tmp_path / "outer").fit(model, make_loader(), make_loader(shuffle=False))
     (error,) = errors
-    assert "A Trainer is running in thread 'MainThread', so this run in thread 'second'" in error
+    assert "is open in thread 'MainThread', so thread 'second' cannot open another one" in error
     assert not (tmp_path / "inner").exists()
     fit_inside()
     assert len(errors) == 1
