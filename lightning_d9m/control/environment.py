@@ -11,9 +11,11 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from lightning_d9m.control.env_settings import read_variable
 from lightning_d9m.errors import SettingError, TooLateError
 
 # One fixed workspace per handle. With the default, cuBLAS may share and resize workspaces between
@@ -45,10 +47,8 @@ def control_is_on() -> bool:
     Raises:
         SettingError: When the variable has a value that is not allowed.
     """
-    found = os.environ.get(CONTROL) or "on"
-    if found not in ("on", "off"):
-        raise SettingError(f"The variable {CONTROL} is {found!r}; allowed: 'on' or 'off'.")
-    return found == "on"
+    value: str | None = read_variable(CONTROL, os.environ, Literal["on", "off"])
+    return value != "off"
 
 
 def cuda_started() -> bool:

@@ -3,17 +3,20 @@
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
+from lightning_d9m.control.env_settings import (
+    build_from_variables,
+    read_settings,
+    variable_of,
+)
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.kinds import ALL, KINDS, ROOT
 
-_PREFIX = "LIGHTNING_D9M_"
-DUMP_VARIABLE = f"{_PREFIX}DUMP"
 _STEPS = re.compile(r"([0-9]*):([0-9]*)")
 
 
@@ -102,25 +105,20 @@ class ProbeSettings:
         return [p for p in self.probe_modules if not any(fnmatchcase(n or ROOT, p) for n in names)]
 
     def overridden(self, environment: Mapping[str, str]) -> "ProbeSettings":
-        """Return the settings in which those that variables give take their values.
+        """Return the settings with the values of variables, which take precedence.
 
         Raises:
             SettingError: When a variable's value is not allowed, or it selects among probes and
                 none are on.
         """
-        given: dict[str, object] = {}
-        for field in fields(self):
-            variable = _PREFIX + field.name.upper()
-            text = environment.get(variable, "").strip()
-            if text:
-                given[field.name] = _read(field.name, variable, text)
-        settings = replace(self, **given)  # type: ignore[arg-type]
-        idle = [_PREFIX + name.upper() for name in given if name not in ("probes", "replay_every")]
+        given = read_settings(ProbeSettings, environment)
+        settings = build_from_variables(partial(replace, self), given)
+        idle = [variable_of(name) for name in given if name not in ("probes", "replay_every")]
         if idle and not settings.kinds:
             raise SettingError(
-                f"No probes are on, so nothing is there to be selected by {', '.join(idle)}. Set "
-                f"{_PREFIX}PROBES too, to {ALL!r} or to kinds separated by commas "
-                f"({', '.join(KINDS)}); or unset what selects."
+                f"No probes are on, so these variables have no effect: {', '.join(idle)}. Unset "
+                f"them, or set {variable_of('probes')} too, to {ALL!r} or to kinds separated by "
+                f"commas ({', '.join(KINDS)})."
             )
         return settings
 
@@ -186,20 +184,3 @@ def _parse_steps(text: str) -> range:
             'a below b. "12:13" is step 12 alone, "100:" all from 100.'
         )
     return steps
-
-
-def _read(name: str, variable: str, text: str) -> object:
-    if name in ("probes", "probe_modules", "dump_names"):
-        return _split(text)
-    if name == "dump":
-        return Path(text)
-    if name == "probe_steps":
-        return text
-    try:
-        numbers = tuple(int(part) for part in _split(text))
-    except ValueError:
-        numbers = ()
-    if not numbers or (name == "replay_every" and len(numbers) != 1):
-        allowed = "a whole number" if name == "replay_every" else "ranks separated by commas"
-        raise SettingError(f"The variable {variable} is {text!r}; allowed: {allowed}.")
-    return numbers[0] if name == "replay_every" else numbers

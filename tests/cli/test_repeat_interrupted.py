@@ -13,8 +13,8 @@ import torch
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.cli.main import main
 from lightning_d9m.cli.repeat_interrupted import _REMEDIES
+from lightning_d9m.control.env_settings import read_settings
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.lightning.autoload.env_settings import read_settings
 
 D9M = (sys.executable, "-m", "lightning_d9m")
 

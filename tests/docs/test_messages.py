@@ -272,7 +272,7 @@ CASES = [
         "; allowed:",
     ),
     (
-        "lightning.autoload.env_settings",
+        "control.env_settings",
         lambda g: g.module.read_value("LIGHTNING_D9M_SEED", "x", int),
         "; allowed:",
     ),
@@ -365,11 +365,6 @@ CASES = [
     ),
     ("ledger.reader", read_a_malformed_line, "or was edited; record the run again."),
     ("ledger.reader", lambda g: g.module.RankReader(g.folder / "none"), "cannot be read:"),
-    (
-        "probes.settings",
-        lambda g: g.module._read("replay_every", "LIGHTNING_D9M_REPLAY_EVERY", "x"),
-        "; allowed:",
-    ),
     (
         "patches.catalog.catalog",
         lambda g: g.module.find_op("no_such_op"),

@@ -1,4 +1,4 @@
-"""Settings of probes: what is not allowed is said, and variables go first."""
+"""Settings of probes: values that are not allowed raise, and variables take precedence."""
 
 from pathlib import Path
 
@@ -74,18 +74,29 @@ def test_variables_go_before_settings():
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("REPLAY_EVERY", "often"), ("REPLAY_EVERY", "1,2"), ("PROBE_RANKS", "a"), ("PROBES", "no")],
+    [
+        ("REPLAY_EVERY", "often"),
+        ("REPLAY_EVERY", "1,2"),
+        ("REPLAY_EVERY", "-1"),
+        ("PROBE_RANKS", "a"),
+        ("PROBE_RANKS", ","),
+        ("PROBE_STEPS", "9:7"),
+        ("PROBES", "no"),
+    ],
 )
 def test_a_variable_with_a_wrong_value_is_an_error(name, text):
-    with pytest.raises(SettingError, match=r"allowed|kinds are"):
-        ProbeSettings().overridden({f"LIGHTNING_D9M_{name}": text})
+    variable = f"LIGHTNING_D9M_{name}"
+    with pytest.raises(SettingError, match=r"allowed|kinds are") as caught:
+        ProbeSettings().overridden({variable: text})
+    assert variable in str(caught.value)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "PROBE_RANKS", "DUMP"])
 def test_a_variable_that_selects_among_no_probes_is_an_error(name):
     given = {f"LIGHTNING_D9M_{name}": "0:1" if name == "PROBE_STEPS" else "1"}
     with pytest.raises(
-        SettingError, match=f"nothing is there to be selected by LIGHTNING_D9M_{name}."
+        SettingError, match=f"these variables have no effect: LIGHTNING_D9M_{name}. Unset"
     ):
         ProbeSettings(replay_every=2).overridden(given)
     assert ProbeSettings(probes=("loss",)).overridden(given)

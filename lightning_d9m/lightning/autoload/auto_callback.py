@@ -5,14 +5,15 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_d9m.control.settings import Settings
-from lightning_d9m.errors import SettingError
-from lightning_d9m.lightning.autoload.env_settings import (
+from lightning_d9m.control.env_settings import (
     CONTROL_VARIABLES,
+    build_from_variables,
     read_settings,
     reject_unknown_variables,
     variable_of,
 )
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.callback import DeterminismCallback, list_program_callbacks
 from lightning_d9m.lightning.packages import loaded_packages, rank_zero
 
@@ -62,13 +63,7 @@ def make_callback(package: str) -> AddedCallback:
         )
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
-    try:
-        return AddedCallback(**settings)
-    except SettingError as error:
-        if not settings:
-            raise
-        names = ", ".join(variable_of(name) for name in settings)
-        raise SettingError(f"{error} (The settings come from {names}.)") from error
+    return build_from_variables(AddedCallback, settings)
 
 
 @cache

@@ -66,7 +66,7 @@ def _attempt(func: Callable[[], None]) -> None:
 
 
 def _start() -> None:
-    from lightning_d9m.lightning.autoload.env_settings import read_switch
+    from lightning_d9m.control.env_settings import read_switch
     from lightning_d9m.lightning.autoload.import_hook import call_after_import
 
     if not read_switch(os.environ):
@@ -92,13 +92,13 @@ def _is_half_loaded() -> bool:
 
 
 def _open_session() -> None:
+    from lightning_d9m.control.env_settings import build_from_variables, read_settings
     from lightning_d9m.control.session import active_session, enable
     from lightning_d9m.control.settings import Settings
-    from lightning_d9m.lightning.autoload.env_settings import read_settings
 
     settings = read_settings(Settings, os.environ)
     if active_session() is None:  # else the program has called `enable` itself
-        _AutoloadState.session = enable(Settings(**settings))
+        _AutoloadState.session = enable(build_from_variables(Settings, settings))
         _AutoloadState.session.seed_is_default = "seed" not in settings
     _AutoloadState.started = True
 
@@ -120,7 +120,7 @@ def _make_callbacks(package: str) -> list[Any]:
     value = os.environ["LIGHTNING_D9M"]
     problem = _AutoloadState.problem
     if problem is None:
-        from lightning_d9m.lightning.autoload.env_settings import read_switch
+        from lightning_d9m.control.env_settings import read_switch
 
         if not read_switch(os.environ):
             return []

@@ -1,6 +1,7 @@
 """Settings from environment variables: ``LIGHTNING_D9M_SEED=42`` is ``seed=42``.
 
-Names and types come from the signature that takes the settings. This module does not import torch.
+This is the only parser of the variables. Names and types come from the signature of the class or
+function that takes the settings. This module does not import torch.
 """
 
 import inspect
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from lightning_d9m.errors import SettingError
 
@@ -17,8 +18,9 @@ _PREFIX = f"{SWITCH}_"
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
 _NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a text", Path: "a path"}
+_T = TypeVar("_T")
 _NOT_BY_VARIABLE = "nothing; it is set in the program"
-# Each is read where it is used, also if the program passes its own callback.
+# Each is read where it is used and takes precedence over the arguments of every callback.
 CONTROL_VARIABLES = (
     "LIGHTNING_D9M_CHECKPOINT_DIR",
     "LIGHTNING_D9M_CONTROL",
@@ -51,8 +53,17 @@ def read_switch(environment: Mapping[str, str]) -> bool:
     Raises:
         SettingError: If its value is neither 1 nor 0 nor a synonym.
     """
-    text = environment.get(SWITCH, "")
-    return bool(text) and bool(read_value(SWITCH, text, bool))
+    return bool(read_variable(SWITCH, environment, bool))
+
+
+def read_variable(variable: str, environment: Mapping[str, str], annotation: Any) -> Any:
+    """Return the value of a variable, or None if it is not set or empty.
+
+    Raises:
+        SettingError: If the value is not allowed.
+    """
+    text = environment.get(variable, "").strip()
+    return read_value(variable, text, annotation) if text else None
 
 
 def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -71,6 +82,25 @@ def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> 
         if text:
             settings[name] = read_value(variable_of(name), text, parameter.annotation)
     return settings
+
+
+def build_from_variables(build: Callable[..., _T], settings: Mapping[str, Any]) -> _T:
+    """Return ``build(**settings)``; its errors name the variables that give the settings.
+
+    Args:
+        build: The class or function that takes the settings.
+        settings: The settings that variables give, from :func:`read_settings`.
+
+    Raises:
+        SettingError: If ``build`` rejects a setting.
+    """
+    try:
+        return build(**settings)
+    except SettingError as error:
+        if not settings:
+            raise
+        names = ", ".join(variable_of(name) for name in settings)
+        raise SettingError(f"{error} (The settings come from {names}.)") from error
 
 
 def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str, str]) -> None:
@@ -102,8 +132,8 @@ def read_value(variable: str, text: str, annotation: Any) -> Any:
 
     >>> read_value("LIGHTNING_D9M_THREADS", "2", int | None)
     2
-    >>> read_value("LIGHTNING_D9M_UNPATCHED_OPS", "put_, take", Sequence[str])
-    ('put_', 'take')
+    >>> read_value("LIGHTNING_D9M_UNPATCHED_OPS", "put_, cumsum", Sequence[str])
+    ('put_', 'cumsum')
     """
     kinds = get_args(annotation) if _is_union(annotation) else (annotation,)
     # Last of all the text itself: every text is a valid str or Path.
@@ -135,7 +165,8 @@ def _parse(text: str, kind: Any) -> Any:
             return choices[text]
     if _is_list(kind):
         parts = [part.strip() for part in text.split(",")]
-        return tuple(_parse(part, get_args(kind)[0]) for part in parts if part)
+        if any(parts):
+            return tuple(_parse(part, get_args(kind)[0]) for part in parts if part)
     raise ValueError(text)
 
 

@@ -1,0 +1,278 @@
+"""Variables become settings by the signature that takes them; a slip is one clear sentence."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from lightning_d9m import DeterminismCallback, SettingError, Settings
+from lightning_d9m.control.env_settings import (
+    CONTROL_VARIABLES,
+    build_from_variables,
+    read_settings,
+    read_switch,
+    read_value,
+    reject_unknown_variables,
+    variable_of,
+)
+from lightning_d9m.control.environment import control_is_on
+from lightning_d9m.control.session import deterministic
+from lightning_d9m.lightning.resolved_settings import GivenSettings
+from lightning_d9m.probes.settings import ProbeSettings, make_settings
+
+
+def test_the_callbacks_settings():
+    given = {
+        "LIGHTNING_D9M_SEED": "42",
+        "LIGHTNING_D9M_REFERENCE": "runs/fit-000",
+        "LIGHTNING_D9M_ON_DRIFT": "warn",
+        "LIGHTNING_D9M_THREADS": "none",
+        "LIGHTNING_D9M_PER_SAMPLE_RNG": "1",
+        "LIGHTNING_D9M_IGNORED_METRICS": "time/*, speed",
+        "LIGHTNING_D9M_LEDGER_DIR": "",
+        "OTHER": "1",
+    }
+    assert read_settings(DeterminismCallback, given) == {
+        "seed": 42,
+        "reference": "runs/fit-000",
+        "on_drift": "warn",
+        "threads": None,
+        "per_sample_rng": True,
+        "ignored_metrics": ("time/*", "speed"),
+    }
+
+
+def test_every_setting_can_be_given():
+    """A new setting whose type has no reader here fails this test, not a user."""
+    samples = ("1", "warn", "none", "a")
+    for owner in (DeterminismCallback, Settings):
+        for name in names_of(owner):
+            assert any(reads(owner, name, text) for text in samples), name
+
+
+def names_of(owner):
+    """Return the names of the settings that a signature takes."""
+    return list(inspect.signature(owner).parameters)
+
+
+def reads(owner, name, text):
+    try:
+        return name in read_settings(owner, {variable_of(name): text})
+    except SettingError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (bool, "1", True),
+        (bool, "Off", False),
+        (int | None, "-3", -3),
+        (int | None, "None", None),
+        (float, "0.5", 0.5),
+        (str | Path | None, "a b", "a b"),
+        (Path | None, "a", Path("a")),
+        (Literal["a", "b"], "b", "b"),
+        (Sequence[str], "one", ("one",)),
+        (Sequence[int] | None, "0, 2", (0, 2)),
+        (tuple[str, ...], "x,,y", ("x", "y")),
+        (str | Sequence[str], "x,y", ("x", "y")),
+    ],
+)
+def test_values(annotation, text, value):
+    assert read_value("V", text, annotation) == value
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "allowed"),
+    [
+        (bool, "maybe", "1 or 0"),
+        (int | None, "two", "a whole number or none"),
+        (Literal["raise", "warn"], "shrug", "raise or warn"),
+        (Sequence[int], "1,x", "a whole number, several separated by commas"),
+        (dict[str, int], "1", "nothing; it is set in the program"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(annotation, text, allowed):
+    with pytest.raises(SettingError) as caught:
+        read_value("LIGHTNING_D9M_X", text, annotation)
+    assert str(caught.value) == f"The variable LIGHTNING_D9M_X is {text!r}; allowed: {allowed}."
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"), [("1", True), ("on", True), ("", False), ("0", False), ("no", False)]
+)
+def test_the_switch(value, asked):
+    assert read_switch({"LIGHTNING_D9M": value}) is asked
+    assert not read_switch({})
+
+
+def test_a_misspelt_variable_is_said():
+    known = dict.fromkeys([*CONTROL_VARIABLES, "LIGHTNING_D9M", "LIGHTNING_D9M_SEED", "HOME"], "1")
+    reject_unknown_variables(DeterminismCallback, known)
+    with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_REFERENCE\?") as caught:
+        reject_unknown_variables(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})
+    assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_REFRENCE.")
+
+
+@pytest.mark.parametrize(
+    ("owner", "setting", "text", "value", "bad", "allowed"),
+    [
+        (DeterminismCallback, "seed", "7", 7, "two", "a whole number or none"),
+        (DeterminismCallback, "reference", "runs/fit-000", "runs/fit-000", None, ""),
+        (DeterminismCallback, "on_drift", "warn", "warn", "ignore", "raise or warn"),
+        (
+            DeterminismCallback,
+            "on_stack_difference",
+            "ignore",
+            "ignore",
+            "no",
+            "raise or warn or ignore",
+        ),
+        (DeterminismCallback, "ledger_dir", "runs", "runs", None, ""),
+        (DeterminismCallback, "per_sample_rng", "on", True, "maybe", "1 or 0 or none"),
+        (DeterminismCallback, "threads", "2", 2, "2.5", "a whole number or none"),
+        (DeterminismCallback, "fill_uninitialized_memory", "0", False, "2", "1 or 0 or none"),
+        (DeterminismCallback, "patch_ops", "no", False, "some", "1 or 0 or none"),
+        (
+            DeterminismCallback,
+            "unpatched_ops",
+            "put_, cumsum",
+            ("put_", "cumsum"),
+            ",",
+            "a text, several separated by commas or none",
+        ),
+        (
+            DeterminismCallback,
+            "ignored_metrics",
+            "time/*",
+            ("time/*",),
+            ",",
+            "a text, several separated by commas",
+        ),
+        (
+            DeterminismCallback,
+            "on_inexact_resume",
+            "raise_early",
+            "raise_early",
+            "early",
+            "raise or warn or raise_early",
+        ),
+        (
+            ProbeSettings,
+            "probes",
+            "loss, weight",
+            ("loss", "weight"),
+            ",",
+            "a text, several separated by commas",
+        ),
+        (
+            ProbeSettings,
+            "probe_modules",
+            "a,b.*",
+            ("a", "b.*"),
+            ",",
+            "a text, several separated by commas",
+        ),
+        (ProbeSettings, "probe_steps", "1:2", "1:2", None, ""),
+        (
+            ProbeSettings,
+            "probe_ranks",
+            "0, 2",
+            (0, 2),
+            "a",
+            "a whole number, several separated by commas",
+        ),
+        (ProbeSettings, "replay_every", "3", 3, "often", "a whole number"),
+        (ProbeSettings, "dump", "here", Path("here"), None, ""),
+        (
+            ProbeSettings,
+            "dump_names",
+            "a.*",
+            ("a.*",),
+            ",",
+            "a text, several separated by commas",
+        ),
+    ],
+)
+def test_every_variable(owner, setting, text, value, bad, allowed):
+    variable = variable_of(setting)
+    assert read_settings(owner, {variable: f" {text} "}) == {setting: value}
+    assert read_settings(owner, {variable: " "}) == {}
+    if bad is not None:
+        with pytest.raises(SettingError) as caught:
+            read_settings(owner, {variable: bad})
+        assert str(caught.value) == f"The variable {variable} is {bad!r}; allowed: {allowed}."
+
+
+def test_the_table_above_has_every_variable():
+    (mark,) = test_every_variable.pytestmark
+    in_table = {row[1] for row in mark.args[1]}
+    owners = (DeterminismCallback, Settings, ProbeSettings)
+    assert in_table == {name for owner in owners for name in names_of(owner)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "argument", "text", "value"),
+    [
+        ("probes", "loss", "weight", ("weight",)),
+        ("probe_modules", "a", "b", ("b",)),
+        ("probe_steps", "1:2", "3:4", "3:4"),
+        ("probe_ranks", 1, "0", (0,)),
+        ("replay_every", 2, "3", 3),
+    ],
+)
+def test_variables_of_probes_take_precedence_over_arguments(setting, argument, text, value):
+    given = make_settings(**{"probes": "all", setting: argument})
+    assert getattr(given.overridden({variable_of(setting): text}), setting) == value
+    assert variable_of(setting) in CONTROL_VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("setting", "argument", "text", "value"),
+    [
+        ("seed", 3, "7", 7),
+        ("per_sample_rng", False, "1", True),
+        ("threads", 1, "2", 2),
+        ("fill_uninitialized_memory", True, "0", False),
+        ("patch_ops", True, "0", False),
+        ("unpatched_ops", ("put_",), "cumsum", ("cumsum",)),
+    ],
+)
+@pytest.mark.usefixtures("unseeded")
+def test_arguments_take_precedence_over_the_session_that_variables_configure(
+    setting, argument, text, value
+):
+    """The session is the one that ``LIGHTNING_D9M=1`` opens."""
+    # `unpatched_ops` needs `patch_ops`, which is off by default if torch is not built for CUDA.
+    further = {"patch_ops": True} if setting == "unpatched_ops" else {}
+    variables = {"LIGHTNING_D9M_PATCH_OPS": "1"} if further else {}
+    variables[variable_of(setting)] = text
+    with deterministic(Settings(**read_settings(Settings, variables))):
+        assert getattr(GivenSettings().resolve(), setting) == value
+        given = GivenSettings(**{setting: argument}, **further)
+        assert getattr(given.resolve(), setting) == argument
+    assert getattr(GivenSettings().resolve(), setting) == getattr(Settings(), setting)
+    assert variable_of(setting) not in CONTROL_VARIABLES
+
+
+def test_an_error_names_the_variables_that_give_the_settings():
+    settings = read_settings(Settings, {"LIGHTNING_D9M_THREADS": "0"})
+    with pytest.raises(SettingError, match=r"threads is 0; allowed: .*from LIGHTNING_D9M_THREADS"):
+        build_from_variables(Settings, settings)
+    with pytest.raises(SettingError, match="wrong") as caught:
+        build_from_variables(reject_everything, {})
+    assert str(caught.value) == "wrong"
+
+
+def reject_everything():
+    raise SettingError("wrong")
+
+
+@pytest.mark.parametrize("text", ["no", "0"])
+def test_the_control_variable_has_two_values(monkeypatch, text):
+    monkeypatch.setenv("LIGHTNING_D9M_CONTROL", text)
+    with pytest.raises(SettingError, match=f"_CONTROL is '{text}'; allowed: on or off"):
+        control_is_on()
