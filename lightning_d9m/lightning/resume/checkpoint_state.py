@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.control.attribute_patches import AttributePatches
@@ -48,6 +48,9 @@ from lightning_d9m.lightning.resume.loop_position import (
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 InexactResumeAction = Literal["raise", "warn", "raise_early"]
 
 
@@ -80,7 +83,7 @@ class CheckpointState:
         }
 
     def keep(
-        self, trainer: Any, run: TrainerSession, testimony: TrainerRecorder, *, ended: bool
+        self, trainer: "Trainer", run: TrainerSession, testimony: TrainerRecorder, *, ended: bool
     ) -> None:
         """Keep the state of a run that is about to end, for checkpoints that are saved later.
 
@@ -100,7 +103,7 @@ class CheckpointState:
 
     def save(
         self,
-        trainer: Any,
+        trainer: "Trainer",
         run: TrainerSession | None,
         testimony: TrainerRecorder,
         checkpoint: dict[str, Any],
@@ -119,7 +122,7 @@ class CheckpointState:
             return
         checkpoint[KEY] = state
 
-    def load(self, trainer: Any, run: TrainerSession, checkpoint: Mapping[str, Any]) -> None:
+    def load(self, trainer: "Trainer", run: TrainerSession, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of the checkpoint from which a fit resumes.
 
         Raises:
@@ -142,7 +145,7 @@ class CheckpointState:
                 run.resume_fit(state["fit"], loaded)
             self._unvalidated = self._rank_state(trainer)
 
-    def attach(self, trainer: Any, run: TrainerSession) -> None:
+    def attach(self, trainer: "Trainer", run: TrainerSession) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._kept = self._resumed = self._unvalidated = self._before_evaluation = None
         self._reasons, self._loader_states = [], []
@@ -153,7 +156,7 @@ class CheckpointState:
             )
 
     @contextmanager
-    def _loops_wrapped(self, trainer: Any, run: TrainerSession) -> Iterator[None]:
+    def _loops_wrapped(self, trainer: "Trainer", run: TrainerSession) -> Iterator[None]:
         fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
@@ -173,27 +176,27 @@ class CheckpointState:
         finally:
             patches.undo()
 
-    def _load_loader_states(self, trainer: Any, load: Callable[[], None]) -> None:
+    def _load_loader_states(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         if trainer.fit_loop.restarting:
             if self._resumed is not None and self._place(trainer).moment == "epoch":
                 drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
         load()
 
-    def _settle_and_reset(self, trainer: Any, reset: Callable[[], None]) -> None:
+    def _settle_and_reset(self, trainer: "Trainer", reset: Callable[[], None]) -> None:
         if not lightning_private.has_loaded_progress(trainer):
             reset()
             return
         restore_latest(trainer, self._rank_state(trainer).get("metrics", {}))
         self._at_end = finish_pending_work(trainer, self._place(trainer), reset)
 
-    def _restore_and_start(self, trainer: Any, start: Callable[[], None]) -> None:
+    def _restore_and_start(self, trainer: "Trainer", start: Callable[[], None]) -> None:
         # After `on_train_start`, where modules reset their metrics.
         if self._resumed is not None:
             run_state.restore_outside(trainer, self._rank_state(trainer))
         start()
 
-    def _reset_epoch(self, trainer: Any, reset: Callable[[], None]) -> None:
+    def _reset_epoch(self, trainer: "Trainer", reset: Callable[[], None]) -> None:
         with catch_warnings():
             if self._resumed is not None and not self._reasons:
                 # Lightning cannot resume these loaders; the loader control can.
@@ -201,7 +204,7 @@ class CheckpointState:
             reset()
 
     def _start_batches(
-        self, run: TrainerSession, trainer: Any, start: Callable[..., None], *args: Any
+        self, run: TrainerSession, trainer: "Trainer", start: Callable[..., None], *args: Any
     ) -> None:
         if _iterates_again(trainer):
             run.restart_epoch(trainer.current_epoch)
@@ -217,21 +220,21 @@ class CheckpointState:
             skip_remaining_batches(trainer)
         self._restore(trainer)
 
-    def _load_validation(self, trainer: Any, load: Callable[[], None]) -> None:
+    def _load_validation(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         load()
         loop = trainer.fit_loop.epoch_loop.val_loop
         if lightning_private.has_loaders(loop) and self._unvalidated is not None:
             rank, self._unvalidated = self._unvalidated, None
             run_state.restore_validation(trainer, rank)
 
-    def _run_validation(self, trainer: Any, run: Callable[[], object]) -> object:
+    def _run_validation(self, trainer: "Trainer", run: Callable[[], object]) -> object:
         if not trainer.sanity_checking:
             self._before_evaluation = run_state.capture_drawn(trainer, "validation")
         outputs = run()
         self._before_evaluation = None  # after an exception a checkpoint may still need it
         return outputs
 
-    def _place_loader(self, trainer: Any, run: TrainerSession, loader: object) -> None:
+    def _place_loader(self, trainer: "Trainer", run: TrainerSession, loader: object) -> None:
         if not lightning_private.has_loaded_progress(trainer):
             return
         place = self._place(trainer)
@@ -247,7 +250,7 @@ class CheckpointState:
             self._rank_state(trainer).get("samplers", {}),
         )
 
-    def begin(self, trainer: Any, testimony: TrainerRecorder) -> None:
+    def begin(self, trainer: "Trainer", testimony: TrainerRecorder) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
         if self._resumed is None and not self._reasons:
             self._report_unresumable(trainer)
@@ -269,19 +272,19 @@ class CheckpointState:
             rank.get("testimony", {}),
         )
 
-    def _restore(self, trainer: Any) -> None:
+    def _restore(self, trainer: "Trainer") -> None:
         """Restore the generators of training, as late as possible before the next batch."""
         resumed, self._resumed = self._resumed, None
         if resumed is None or resumed["place"]["moment"] == "epoch":
             return
         run_state.restore_within(trainer, _rank_of(resumed, trainer))
 
-    def _place(self, trainer: Any) -> LoopPosition:
+    def _place(self, trainer: "Trainer") -> LoopPosition:
         if self._resumed is None:
             return find_position(trainer)
         return LoopPosition(**self._resumed["place"])
 
-    def _resumes_between_epochs(self, trainer: Any) -> bool:
+    def _resumes_between_epochs(self, trainer: "Trainer") -> bool:
         """Return whether a resumed fit is about to train its first epoch from its beginning."""
         return (
             trainer.current_epoch > 0
@@ -289,10 +292,10 @@ class CheckpointState:
             and self._place(trainer).moment == "epoch"
         )
 
-    def _rank_state(self, trainer: Any) -> dict[str, Any]:
+    def _rank_state(self, trainer: "Trainer") -> dict[str, Any]:
         return {} if self._resumed is None else _rank_of(self._resumed, trainer)
 
-    def _describe(self, trainer: Any, run: TrainerSession) -> dict[str, Any]:
+    def _describe(self, trainer: "Trainer", run: TrainerSession) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "seed": run.settings.seed,
@@ -303,7 +306,7 @@ class CheckpointState:
         }
 
     def _capture(
-        self, trainer: Any, run: TrainerSession, testimony: TrainerRecorder
+        self, trainer: "Trainer", run: TrainerSession, testimony: TrainerRecorder
     ) -> dict[str, Any]:
         place = find_position(trainer)
         drawn = self._before_evaluation if place.moment == "validation" else None
@@ -316,7 +319,7 @@ class CheckpointState:
             "testimony": testimony.pending,
         }
 
-    def _report_unresumable(self, trainer: Any) -> None:
+    def _report_unresumable(self, trainer: "Trainer") -> None:
         """Report which checkpoints of a fresh fit could not be resumed exactly."""
         prospects = find_unresumable_loaders(trainer)
         if not prospects:
@@ -334,7 +337,7 @@ class CheckpointState:
                 f"{text}\nThis is an error when such a checkpoint is loaded."
             )
 
-    def _raise_or_warn_on_all_ranks(self, trainer: Any, rank: Mapping[str, Any]) -> None:
+    def _raise_or_warn_on_all_ranks(self, trainer: "Trainer", rank: Mapping[str, Any]) -> None:
         """Raise or warn on all ranks if one of them finds a problem."""
         problems = describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._place(trainer).epoch)
@@ -343,7 +346,7 @@ class CheckpointState:
             lambda: self._raise_or_warn(trainer, problems) if problems else None
         )
 
-    def _raise_or_warn(self, trainer: Any, problems: list[str]) -> None:
+    def _raise_or_warn(self, trainer: "Trainer", problems: list[str]) -> None:
         self._reasons += problems
         listed = "\n".join(f"- {problem}" for problem in problems)
         text = (
@@ -367,7 +370,7 @@ def _is_untrained(state: object) -> bool:
     return all(rank.get("ledger") is None for rank in state["ranks"])
 
 
-def _iterates_again(trainer: Any) -> bool:
+def _iterates_again(trainer: "Trainer") -> bool:
     """Return whether Lightning is about to make the iterator of the training loaders again.
 
     It makes the first one when it loads them, and their workers start then.
@@ -377,7 +380,7 @@ def _iterates_again(trainer: Any) -> bool:
     return trainer.current_epoch > 0 and not resumes
 
 
-def _rank_of(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
+def _rank_of(state: Mapping[str, Any], trainer: "Trainer") -> dict[str, Any]:
     """Return this rank's state in a checkpoint; empty if the number of ranks has changed."""
     ranks = state["ranks"]
     if is_other_world(state, trainer):

@@ -5,19 +5,22 @@ finds the others.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.resumable_sampler import find_position_problem, find_worker_problem
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume.loop_position import LoopPosition
 from lightning_d9m.lightning.resume.metric_state import MetricState
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 FORMAT = 2
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
 
 
-def find_missing_state(trainer: Any, place: LoopPosition, measured: MetricState) -> list[str]:
+def find_missing_state(trainer: "Trainer", place: LoopPosition, measured: MetricState) -> list[str]:
     """Return why a checkpoint that is being saved cannot be resumed exactly."""
     found = [
         f"The checkpoint holds no states of the metric {path}, {why}. Save checkpoints at the end "
@@ -40,7 +43,7 @@ def find_unsaved_loader_state(loader: Any) -> str | None:
     return find_worker_problem(loader) if getattr(loader, "persistent_workers", False) else None
 
 
-def find_unresumable_loaders(trainer: Any) -> list[str]:
+def find_unresumable_loaders(trainer: "Trainer") -> list[str]:
     """Return why checkpoints that a fit saves within an epoch could not be resumed exactly."""
     fit = trainer.fit_loop
     found = [
@@ -54,7 +57,7 @@ def find_unresumable_loaders(trainer: Any) -> list[str]:
     return [problem for problem in found if problem is not None]
 
 
-def saves_within_epochs(trainer: Any) -> bool:
+def saves_within_epochs(trainer: "Trainer") -> bool:
     """Return whether a callback is configured to save checkpoints within epochs."""
     return any(
         lightning_private.saves_between_batches(callback)
@@ -64,7 +67,7 @@ def saves_within_epochs(trainer: Any) -> bool:
     )
 
 
-def find_problems(state: object, trainer: Any, settings: Mapping[str, object]) -> list[str]:
+def find_problems(state: object, trainer: "Trainer", settings: Mapping[str, object]) -> list[str]:
     """Return why a run cannot be resumed exactly from a state that a checkpoint holds.
 
     Args:
@@ -126,12 +129,12 @@ def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
     return [problem]
 
 
-def is_other_world(state: Mapping[str, Any], trainer: Any) -> bool:
+def is_other_world(state: Mapping[str, Any], trainer: "Trainer") -> bool:
     """Return whether a state was saved by a different number of ranks."""
     return bool(state["world_size"] != trainer.world_size)
 
 
-def is_at_end(trainer: Any) -> bool:
+def is_at_end(trainer: "Trainer") -> bool:
     """Return whether no batch of the epoch is left."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
