@@ -1,6 +1,8 @@
 """What is released: a wheel that works without the source tree, and the archive it is made of."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -96,3 +98,32 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
     )
     logs = [log.read_text() for log in (tmp_path / "d9m-runs" / "000").rglob("*") if log.is_file()]
     assert sum(f"package: {packages}" in log for log in logs) == 2  # each run printed it
+
+
+# Imported only where their owner is installed: by an integration, or for types alone.
+INTEGRATIONS = {
+    *("flash_attn", "horovod", "lightning", "pytest", "triton"),
+    *("fsspec", "torchmetrics"),  # Lightning depends on them
+    "markupsafe",  # jinja2 depends on it
+    "typing_extensions",  # torch depends on it
+}
+
+
+def test_every_package_that_is_imported_is_a_dependency():
+    text = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    declared = set(re.findall(r'"([\w-]+)>=', block))
+    imported = {
+        name.partition(".")[0]
+        for path in (ROOT / "lightning_d9m").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    foreign = imported - sys.stdlib_module_names - {"lightning_d9m"} - INTEGRATIONS
+    assert foreign == declared
