@@ -23,7 +23,12 @@ from lightning_d9m.control import session
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-collect_ignore = ["ddp_probing.py", "ddp_training.py", "resume_training.py"]  # run by ranks
+collect_ignore = [  # run by ranks
+    "ddp_probing.py",
+    "ddp_training.py",
+    "lost_rank_training.py",
+    "resume_training.py",
+]
 
 
 SLOW = tuple(
