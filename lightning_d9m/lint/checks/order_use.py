@@ -42,20 +42,22 @@ def is_list_order_used(target: ast.AST, place: NodeContext) -> bool:
         target: ``name`` or ``self.name``.
         place: The context of the call that sorts the list.
     """
-    if isinstance(target, ast.Name):
-        area: ast.AST | None = place.scope.node
-        key = target.id
-    elif isinstance(target, ast.Attribute):
-        enclosing = place.scope.enclosing_class
-        area, key = (enclosing.node if enclosing else None), target.attr
-    else:
-        return False
+    area, key = _find_area(target, place)
     return area is not None and any(
         not isinstance(parents[-1], ast.Attribute)
         and not is_choice(parents[-1])
         and (isinstance(parents[-1], ast.Assign) or _is_used(use, parents, place, numbered=False))
         for parents, use in _find_uses(area, key, place.parents[-1])
     )
+
+
+def _find_area(target: ast.AST, place: NodeContext) -> tuple[ast.AST | None, str]:
+    """Return where a name or attribute is followed, and its name; None if it is not followed."""
+    if isinstance(target, ast.Name):
+        return place.scope.node, target.id
+    if isinstance(target, ast.Attribute) and place.scope.enclosing_class:
+        return place.scope.enclosing_class.node, target.attr
+    return None, ""
 
 
 def is_choice(node: ast.AST) -> bool:
@@ -121,14 +123,7 @@ def _is_test(node: ast.AST, around: Sequence[ast.AST]) -> bool:
 def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> bool:
     """Follow an assigned name through its scope, or an attribute through its class."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-    if isinstance(target, ast.Name):
-        area: ast.AST | None = place.scope.node
-        key = target.id
-    elif isinstance(target, ast.Attribute):
-        enclosing = place.scope.enclosing_class
-        area, key = (enclosing.node if enclosing else None), target.attr
-    else:
-        return True
+    area, key = _find_area(target, place)
     if area is None:
         return True
     # A module-level name without uses may be imported elsewhere.
