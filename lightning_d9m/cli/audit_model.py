@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_d9m.audit.training.report import (
@@ -22,7 +21,8 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
-from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.errors import CommandError
+from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.subprocess_run import run_watched
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train in both conditions; return 1 if the runs with determinism differ."""
     words = get_command(arguments, "audit model")
-    output = _make_output(arguments.output)
+    output = make_output(arguments.output, "d9m-audit", "model-")
     trainings: dict[str, list[Training]] = {condition: [] for condition in CONDITIONS}
     for number in range(1, arguments.runs + 1):
         for condition in CONDITIONS:  # alternate, so that machine load affects both alike
@@ -116,24 +116,3 @@ def _environment(condition: str, folder: Path) -> dict[str, str]:
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"
     return variables
-
-
-def _make_output(chosen: Path | None) -> Path:
-    """Create a new folder."""
-    numbered = (Path("d9m-audit") / f"model-{number:03d}" for number in range(1000))
-    candidates: Iterable[Path] = numbered if chosen is None else [chosen]
-    for folder in candidates:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise LedgerError(
-                f"The folder {folder} cannot be created: {error.strerror}. Give a different one "
-                "with --output."
-            ) from error
-        return folder.resolve()
-    raise LedgerError(
-        f"The folder {chosen or 'd9m-audit'} exists already and is not overwritten. Give a new one "
-        "with --output, or remove it."
-    )

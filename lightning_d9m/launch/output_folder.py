@@ -6,17 +6,19 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
 
 
-def make_output(chosen: Path | None) -> Path:
+def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
     """Create a new folder; an existing one is an error.
 
     Args:
-        chosen: The folder that the user named; None for the next free ``d9m-runs/NNN``.
+        chosen: The folder that the user named; None for the next free numbered one.
+        parent: The folder of the numbered ones.
+        prefix: What stands before their numbers.
 
     Raises:
         LedgerError: If it exists already or cannot be created.
     """
     candidates = (
-        (Path("d9m-runs") / f"{number:03d}" for number in range(1000))
+        (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
         if chosen is None
         else [chosen]
     )
@@ -34,7 +36,7 @@ def make_output(chosen: Path | None) -> Path:
         return folder.resolve()
     if chosen is None:
         raise LedgerError(
-            "d9m-runs holds 1000 repetitions already. Remove old ones, or give a new folder with "
+            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
             "--output."
         )
     raise LedgerError(

@@ -188,16 +188,6 @@ CASES = [
     ),
     (
         "cli.audit_model",
-        lambda g: g.module._make_output(g.folder),
-        "exists already and is not overwritten. Give a new one with --output, or remove it.",
-    ),
-    (
-        "cli.audit_model",
-        lambda g: g.module._make_output(g.file() / "below"),
-        "Give a different one with --output.",
-    ),
-    (
-        "cli.audit_model",
         lambda g: g.module._train(["true"], "with", g.folder, None),
         "succeeded but wrote no ledger.",
     ),
