@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 from lightning_d9m.errors import D9mError
@@ -16,42 +17,78 @@ from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
 _MAX_WIDTH = 100
-_COMMANDS = {
-    "repeat": (
-        "lightning_d9m.cli.repeat",
-        "run a command several times and compare the runs bit for bit",
-    ),
-    "compare": ("lightning_d9m.cli.compare", "compare two ledgers and name the first divergence"),
-    "report": ("lightning_d9m.cli.report", "write the comparison of two ledgers as one HTML file"),
-    "locate": (
-        "lightning_d9m.cli.locate",
-        "find the step, rank, module and op at which a command's runs diverge",
-    ),
-    "verify": (
-        "lightning_d9m.cli.verify",
-        "check that a checkpoint is whole and find it in a ledger",
-    ),
-    "doctor": (
-        "lightning_d9m.cli.doctor",
-        "check this machine for settings that make runs nondeterministic",
-    ),
-    "ops": (
-        "lightning_d9m.cli.ops",
-        "list the ops that torch leaves nondeterministic, and what is done about each",
-    ),
-    "scan": (
-        "lightning_d9m.cli.scan",
-        "find code in a program that makes its runs differ",
-    ),
-    "audit": (
-        "lightning_d9m.cli.audit",
-        "measure the nondeterminism of ops, trainings and inference on this machine",
-    ),
-    "install-horovod": (
-        "lightning_d9m.cli.install_horovod",
-        "build Horovod for the installed torch",
-    ),
+# By the question that a group of commands answers: the module of each command, and its summary.
+_GROUPS = {
+    "Is a training deterministic?": {
+        "repeat": (
+            "lightning_d9m.cli.repeat",
+            "run a command several times and compare the runs bit for bit",
+        ),
+        "compare": (
+            "lightning_d9m.cli.compare",
+            "compare two ledgers and name the first divergence",
+        ),
+        "verify": (
+            "lightning_d9m.cli.verify",
+            "check that a checkpoint is whole and find it in a ledger",
+        ),
+    },
+    "Why does it differ?": {
+        "locate": (
+            "lightning_d9m.cli.locate",
+            "find the step, rank, module and op at which a command's runs diverge",
+        ),
+        "scan": ("lightning_d9m.cli.scan", "find code in a program that makes its runs differ"),
+        "report": (
+            "lightning_d9m.cli.report",
+            "write the comparison of two ledgers as one HTML file",
+        ),
+    },
+    "What is on this machine?": {
+        "doctor": (
+            "lightning_d9m.cli.doctor",
+            "check this machine for settings that make runs nondeterministic",
+        ),
+        "ops": (
+            "lightning_d9m.cli.ops",
+            "list the ops that torch leaves nondeterministic, and what is done about each",
+        ),
+        "audit": (
+            "lightning_d9m.cli.audit",
+            "measure the nondeterminism of ops, trainings and inference on this machine",
+        ),
+        "install-horovod": (
+            "lightning_d9m.cli.install_horovod",
+            "build Horovod for the installed torch",
+        ),
+    },
 }
+_COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
+_EXAMPLES = """\
+examples:
+  d9m repeat -- python train.py            run it twice; are the weights equal?
+  d9m locate -- python train.py            which step, module and op differ?
+  d9m scan .                               which lines can make runs differ?
+
+exit status: 0 equal or no findings, 1 different or findings, 2 an error
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """The parser of ``d9m``, whose help lists the commands in groups."""
+
+    def format_help(self) -> str:
+        width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+        lines = ["usage: d9m [-h] [--version] COMMAND ...", "", self.description or ""]
+        column = max(map(len, _COMMANDS)) + 4
+        for title, commands in _GROUPS.items():
+            lines += ["", title]
+            for name, (_, summary) in commands.items():
+                head = f"  {name:{column - 2}}"
+                lines += textwrap.wrap(
+                    summary, width, initial_indent=head, subsequent_indent=" " * column
+                )
+        return "\n".join([*lines, "", self.epilog or ""])
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -60,13 +97,15 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     Args:
         chosen: The command that will run. Only its module is imported, so that help is fast.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="d9m",
         description="Deterministic training with PyTorch Lightning: prove it, compare it, fix it.",
-        epilog="Exit status: 0 equal or no findings, 1 different or findings, 2 an error.",
+        epilog=_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"d9m {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
     for name, (module, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name == chosen:
@@ -80,9 +119,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``d9m`` on ``argv`` (by default ``sys.argv[1:]``) and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in argv if not word.startswith("-")), None)
+    if not argv:
+        print(build_parser().format_help(), end="")
+        return 2
+    if chosen is not None and chosen not in _COMMANDS:
+        _print_error(_describe_unknown(chosen))
+        return 2
     arguments, unknown = build_parser(chosen).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
         arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the chosen command, print any error as one message, and return the exit status."""
     try:
         status = int(arguments.run(arguments))
         # Flush here, where a closed pipe can be handled, and not when the interpreter exits.
@@ -105,6 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 2
     return status
+
+
+def _describe_unknown(word: str) -> str:
+    """Return the message for a word that is not a command, with the command that is alike."""
+    alike = get_close_matches(word, _COMMANDS, n=1)
+    hint = f"Did you mean `d9m {alike[0]}`? " if alike else ""
+    return f"{word!r} is not a command. {hint}Commands: {', '.join(_COMMANDS)}."
 
 
 def _print_error(text: str) -> None:

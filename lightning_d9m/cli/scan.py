@@ -15,7 +15,13 @@ from lightning_d9m.lint.join import join_ops, read_records
 from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import LARGEST, FileScan, scan_file, scanning_prepared
-from lightning_d9m.output.lint_text import render_json, render_sarif, render_table, render_text
+from lightning_d9m.output.lint_text import (
+    render_github,
+    render_json,
+    render_sarif,
+    render_table,
+    render_text,
+)
 from lightning_d9m.patches.catalog.catalog import OPS
 
 # The findings of these two rules depend on all files.
@@ -26,12 +32,23 @@ _CHUNK = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m scan``."""
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files and folders")
     parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="files and folders (default: the current folder)",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
         "--format",
-        choices=("text", "json", "sarif"),
+        choices=("text", "json", "sarif", "github"),
         default="text",
-        help="text for a terminal (80 columns), JSON, or SARIF 2.1.0 (default: text)",
+        help="text for a terminal (80 columns), JSON, SARIF 2.1.0, or annotations of GitHub "
+        "Actions (default: text)",
+    )
+    form.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="short for --format json"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write to a file instead of the terminal"
@@ -45,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="GLOB",
         help="leave out paths or names that match",
+    )
+    parser.add_argument(
+        "--no-gitignore", action="store_true", help="scan files that git ignores, too"
     )
     parser.add_argument(
         "--torch",
@@ -79,14 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
         for rule in RULES.values():
             print(f"{rule.id}  {rule.severity:8}{rule.name}")
         return 0
-    if not arguments.paths:
-        raise SettingError("d9m scan needs a path. Give a file or a folder.")
     if arguments.jobs < 1:
         raise SettingError(f"--jobs is {arguments.jobs}; allowed: 1 or more.")
     rules = choose_rules(arguments.select, arguments.ignore)
     torch_version = choose_version(arguments.torch)
     records = [record for path in arguments.records for record in read_records(path)]
-    entries = list(list_files(arguments.paths, arguments.exclude))
+    paths = arguments.paths or [Path()]
+    entries = list(list_files(paths, arguments.exclude, ignored=arguments.no_gitignore))
     entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
     scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
@@ -110,10 +129,12 @@ def run(arguments: argparse.Namespace) -> int:
         text = render_json(findings, summary, table)
     elif arguments.format == "sarif":
         text = render_sarif(findings)
+    elif arguments.format == "github":
+        text = render_github(findings)
     else:
         text = render_text(findings, summary) + (f"\n\n{render_table(table)}" if table else "")
     if arguments.output is None:
-        print(text)
+        print(text, end="\n" if text else "")
     else:
         _write(arguments.output, text)
     return 1 if findings else 0

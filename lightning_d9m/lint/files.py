@@ -1,6 +1,7 @@
 """The files that a scan reads."""
 
 import os
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -31,6 +32,8 @@ SKIPPED_FOLDERS = frozenset(
     }
 )
 """Names of folders that do not hold source of the project."""
+# A work tree on a slow disk is scanned whole rather than not at all.
+_GIT_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,15 @@ class SourceFile:
     problem: str = ""
 
 
-def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[SourceFile]:
+def list_files(
+    paths: Sequence[Path], exclude: Iterable[str] = (), *, ignored: bool = False
+) -> Iterator[SourceFile]:
     """Yield each file once, in the order of the given paths and then of names.
 
     Args:
         paths: Files, scanned whatever their names are, and folders.
         exclude: Globs that a path below a folder, or a name, must not match.
+        ignored: Whether to yield files that git ignores, too.
 
     Raises:
         SettingError: If a path does not exist, or is neither a file nor a folder.
@@ -65,9 +71,27 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Iterator[S
     seen: set[tuple[int, int]] = set()
     for path in paths:
         if path.is_dir():
-            yield from _walk(str(path), "", patterns, seen, ())
+            skipped = frozenset() if ignored else find_ignored(path)
+            yield from _walk(str(path), "", patterns, seen, (), skipped)
         elif _is_new(str(path), seen):
             yield SourceFile(str(path))
+
+
+def find_ignored(folder: Path) -> frozenset[str]:
+    """Return the paths below a folder that git ignores; folders stand for all that they hold.
+
+    Nothing is ignored if git is not installed, if the folder is not in a work tree, or if it is
+    itself ignored: then it was named on purpose.
+    """
+    command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--directory"]
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed command
+            [*command, "-z"], cwd=folder, capture_output=True, check=False, timeout=_GIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    names = {os.fsdecode(name).rstrip("/") for name in done.stdout.split(b"\0") if name}
+    return frozenset() if done.returncode or "." in names else frozenset(names)
 
 
 def _walk(  # noqa: C901 - one case for each kind of entry
@@ -76,6 +100,7 @@ def _walk(  # noqa: C901 - one case for each kind of entry
     patterns: tuple[str, ...],
     seen: set[tuple[int, int]],
     above: tuple[tuple[int, int], ...],
+    skipped: frozenset[str],
 ) -> Iterator[SourceFile]:
     try:
         state = Path(folder).stat()
@@ -96,7 +121,9 @@ def _walk(  # noqa: C901 - one case for each kind of entry
     folders = []
     for entry in entries:
         below = f"{inner}{entry.name}"
-        if any(fnmatch(below, pattern) or fnmatch(entry.name, pattern) for pattern in patterns):
+        if below in skipped or any(
+            fnmatch(below, pattern) or fnmatch(entry.name, pattern) for pattern in patterns
+        ):
             continue
         try:
             is_folder, is_file = entry.is_dir(), entry.is_file()
@@ -113,7 +140,7 @@ def _walk(  # noqa: C901 - one case for each kind of entry
         ):
             yield SourceFile(entry.path)
     for path, below in folders:
-        yield from _walk(path, below, patterns, seen, (*above, key))
+        yield from _walk(path, below, patterns, seen, (*above, key), skipped)
 
 
 def _is_new(path: str, seen: set[tuple[int, int]]) -> bool:

@@ -1,15 +1,19 @@
-"""Findings as text, JSON and SARIF, and their table with alerts and figures of audits."""
+"""Findings as text, JSON, SARIF and annotations, and their table with figures of audits."""
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from linecache import checkcache, getline
 from pathlib import PurePath
 from textwrap import wrap
 from urllib.parse import quote
 
+from rich.cells import cell_len
+
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.join import OpRow
 from lightning_d9m.lint.rules import RULES, Severity
+from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
 _WIDTH = 80
@@ -20,15 +24,20 @@ _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> str:
-    """Return the findings for a terminal: each with its place, reason and fix."""
+    """Return the findings for a terminal: by rule, each place with its line of source."""
+    checkcache()  # a file may have changed since an earlier scan of this process
     lines: list[str] = []
-    for finding in findings:
-        lines.append(f"{finding.place}: {finding.rule} {finding.severity}, {finding.certainty}")
-        if finding.code:
-            lines.append(_cut(f"{_INDENT}| {finding.code}"))
-        lines += _fold(finding.reason)
-        lines += _fold(f"Fix: {finding.fix}")
-        lines.append("")
+    for rule, title in RULES.items():
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for finding in findings:
+            if finding.rule == rule:
+                groups.setdefault((finding.reason, finding.fix), []).append(finding)
+        if groups:
+            lines += [f"{rule} {title.name}", ""]
+        for (reason, fix), group in groups.items():
+            for finding in group:
+                lines += _show_place(finding)
+            lines += [*_fold(reason), *_fold(f"Fix: {fix}"), ""]
     counts = Counter(finding.severity for finding in findings)
     counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
     lines += wrap(
@@ -38,7 +47,59 @@ def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> s
         f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}.",
         _WIDTH,
     )
+    if findings:
+        lines.append("Next: d9m repeat -- python PROGRAM shows whether its runs really differ.")
     return "\n".join(lines)
+
+
+def _show_place(finding: Finding) -> list[str]:
+    """Return the place of a finding, and its line with carets below the code."""
+    place = f"{_INDENT}{printable(finding.place)}: {finding.severity}, {finding.certainty}"
+    source = "" if finding.cell else printable(getline(finding.file, finding.line).rstrip())
+    margin = f"{_INDENT}{finding.line:>5} | "
+    if not source:  # a notebook's cell, or the program's standard input
+        return [place, *([_cut(f"{_INDENT}| {finding.code}")] if finding.code else [])]
+    before = source[: finding.column - 1]
+    end = finding.end_column - 1 if finding.end_line == finding.line else len(source)
+    # A long line is cut on the left so that the code starts within the first third.
+    room = _WIDTH - len(margin)
+    indent = len(source) - len(source.lstrip())
+    start = min(indent, len(before))
+    if cell_len(source[start:end]) > room:
+        start = max(start, len(before) - room // 3)
+    shown = source[start:].replace("\t", " ")
+    while cell_len(shown) > room:
+        shown = shown[:-1]
+    marked = source[len(before) : max(end, len(before) + 1)]
+    offset = cell_len(source[start : len(before)])
+    carets = "^" * max(1, min(cell_len(marked), room - offset))
+    return [place, f"{margin}{shown}", f"{' ' * (len(margin) - 2)}| {' ' * offset}{carets}"]
+
+
+def render_github(findings: Sequence[Finding]) -> str:
+    """Return one workflow command of GitHub Actions per finding, which annotates its line."""
+    kinds = {"error": "error", "warning": "warning", "note": "notice"}
+    lines = []
+    for finding in findings:
+        column = "" if finding.cell else f",col={finding.column}"
+        end = "" if finding.cell else f",endLine={finding.end_line}"
+        lines.append(
+            f"::{kinds[finding.severity]} file={_escape_property(finding.file)},"
+            f"line={finding.file_line}{end}{column},title={finding.rule} "
+            f"{_escape_property(RULES[finding.rule].name)}::"
+            f"{_escape_data(f'{finding.reason} Fix: {finding.fix}')}"
+        )
+    return "\n".join(lines)
+
+
+def _escape_data(text: str) -> str:
+    """Escape the message of a workflow command, as GitHub's toolkit does."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _escape_property(text: str) -> str:
+    """Escape a property of a workflow command, as GitHub's toolkit does."""
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def _count(number: object, noun: str) -> str:

@@ -16,7 +16,7 @@ def test_help_names_every_command_at_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = build_parser().format_help()
     for command in ("repeat", "compare", "doctor", "ops", "install-horovod"):
-        assert re.search(rf"^    {command}\s", text, re.MULTILINE)
+        assert re.search(rf"^  {command}\s", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -34,12 +34,35 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"d9m {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["no-such-command"], ["compare", "only one"]])
+@pytest.mark.parametrize("words", [["compare", "only one"], ["--bogus"]])
 def test_misuse_ends_with_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
     assert "usage: d9m" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_help_and_ends_with_2(capsys):
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert "Why does it differ?" in out
+    assert "d9m repeat -- python train.py" in out
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("comapre", "Did you mean `d9m compare`?"), ("lcoate", "Did you mean `d9m locate`?")],
+)
+def test_a_mistyped_command_gets_the_one_that_is_alike(word, hint, capsys):
+    assert main([word, "a", "b"]) == 2
+    assert f"d9m: error: '{word}' is not a command. {hint}" in capsys.readouterr().err
+
+
+def test_a_word_like_no_command_gets_the_list(capsys):
+    assert main(["zzz"]) == 2
+    error = capsys.readouterr().err
+    assert "Did you mean" not in error
+    assert "Commands: repeat, compare," in error
 
 
 @pytest.mark.parametrize(

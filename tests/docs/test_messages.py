@@ -308,7 +308,6 @@ CASES = [
         lambda g: g.module.parse_point("epoch:x"),
         "with whole numbers, and +N",
     ),
-    ("cli.scan", asks("run", rules=False, paths=[]), "needs a path. Give a file or a folder."),
     ("cli.scan", asks("run", rules=False, paths=["x"], jobs=0), "allowed: 1 or more."),
     ("cli.scan", lambda g: g.module.choose_version("new"), "is not a version of torch."),
     ("cli.scan", lambda g: g.module._expand(["D9X"]), "does not match a rule."),

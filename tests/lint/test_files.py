@@ -1,6 +1,7 @@
 """Every path is scanned once or gives one clear line; nothing ends the scan."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,9 +86,31 @@ def test_paths_that_do_not_exist_are_misuse(folder, capsys):
     with pytest.raises(SettingError, match="does not exist"):
         list(list_files([folder / "absent"]))
     assert main(["scan", str(folder / "absent")]) == 2
-    assert main(["scan"]) == 2
     assert main(["scan", str(folder), "--select", "D9M999"]) == 2
     assert "does not match a rule" in capsys.readouterr().err
+
+
+def test_without_a_path_the_current_folder_is_scanned(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run(capsys) == run(capsys, ".")
+    assert [file for file, *_ in run(capsys)[1]] == ["bad.py"]
+
+
+def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, capsys):
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    (folder / "build").mkdir()
+    for name in ("build/made.py", "local.py", "inner.py"):
+        (folder / name).write_text(BAD)
+    (folder / "package").mkdir()
+    (folder / "package" / "inner.py").write_text(BAD)
+    (folder / "package" / ".gitignore").write_text("inner.py\n")
+    (folder / ".gitignore").write_text("build/\nlocal.py\n")
+    assert {file for file, *_ in run(capsys, folder)[1]} == {"bad.py", "inner.py"}
+    assert len(run(capsys, folder)[1]) == 2
+    assert len(run(capsys, folder, "--no-gitignore")[1]) == 5
+    assert run(capsys, folder / "local.py")[0] == 1
+    assert run(capsys, folder / "build")[0] == 1
+    assert {file for file, *_ in run(capsys, folder / "package")[1]} == set()
 
 
 def test_nothing_found_is_status_0_and_something_1(folder, capsys):

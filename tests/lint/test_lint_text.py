@@ -1,10 +1,12 @@
 """Text fits a terminal, JSON holds the facts, and SARIF is what its schema says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from jsonschema import Draft4Validator, FormatChecker
+from rich.cells import cell_len
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.lint.rules import RULES
@@ -36,12 +38,64 @@ def read(capsys, *words):
 def test_text_fits_80_columns(program, capsys):
     out = read(capsys, program)
     assert max(map(len, out.splitlines())) <= 80
-    assert "my program.py:3:18: D9M101 warning, certain\n" in out
+    assert (
+        "D9M101 op-without-deterministic-version\n\n  my program.py:3:18: warning, certain\n" in out
+    )
     assert "Fix: Turn patch_ops on" in out
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "layer = nn.AvgPool3d(2)",
+        "    layer = nn.AvgPool3d(2)  # indented",
+        'ä = "ä"; 日本 = "日本"; layer = nn.AvgPool3d(2)',
+        "f(" + "a, " * 60 + "nn.AvgPool3d(2))",
+        "f(nn.AvgPool3d(" + "2, " * 60 + "))",
+    ],
+)
+def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    block = "if True:\n" if line.startswith(" ") else ""
+    (tmp_path / "a.py").write_text(f"from torch import nn\n{block}{line}\n", encoding="utf-8")
+    out = read(capsys, "a.py", "--select", "D9M101").splitlines()
+    at = next(i for i, row in enumerate(out) if row.lstrip().startswith("| ") and "^" in row)
+    assert max(map(cell_len, out)) <= 80
+    first = cell_len(out[at][: out[at].index("^")])
+    row = out[at - 1]
+    marked = "".join(c for i, c in enumerate(row) if first <= cell_len(row[:i]))
+    assert marked.startswith("nn.AvgPool3d(2")
+    whole = marked[: out[at].count("^")]
+    assert whole == "nn.AvgPool3d(2)" or (whole == marked and len(line) > 100)
+
+
+def test_findings_of_one_rule_and_reason_are_listed_together(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("import torch, random\nrandom.seed()\ntorch.seed()\n")
+    out = read(capsys)
+    assert out.count("D9M204 ") == 1
+    assert re.findall(r"^  (\S+): error", out, re.MULTILINE) == [
+        *("a.py:2:1", "a.py:3:1", "b.py:2:1", "b.py:3:1")
+    ]
+
+
+def test_annotations_of_github_are_escaped(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b:c%.py").write_text("import random\nrandom.seed()\n")
+    [line] = read(capsys, "--format", "github").splitlines()
+    head = (
+        "::error file=a%2Cb%3Ac%25.py,line=2,endLine=2,col=1,title=D9M204 reseeded-from-the-system"
+    )
+    assert line.startswith(f"{head}::Without an argument")
+    (tmp_path / "a,b:c%.py").write_text("")
+    assert main(["scan", "--format", "github"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_json_holds_each_fact(program, capsys):
-    record = json.loads(read(capsys, program, "--format", "json"))
+    record = json.loads(read(capsys, program, "--json"))
+    assert record == json.loads(read(capsys, program, "--format", "json"))
     assert record["files"] == 1
     first = record["findings"][0]
     assert (first["line"], first["column"], first["op"]) == (3, 18, "avg_pool3d_backward")

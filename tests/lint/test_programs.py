@@ -56,7 +56,7 @@ def test_a_notebook_is_a_program(tmp_path, capsys):
     cell = {"cell_type": "code", "source": code}
     (tmp_path / "train.ipynb").write_text(json.dumps({"cells": [cell]}))
     assert main(["scan", str(tmp_path), "--select", "D9M210"]) == 1
-    assert "train.ipynb:cell 1:3:1: D9M210 warning, depends" in capsys.readouterr().out
+    assert "train.ipynb:cell 1:3:1: warning, depends" in capsys.readouterr().out
     cell["source"] = ["import lightning_d9m\n", *code]
     (tmp_path / "train.ipynb").write_text(json.dumps({"cells": [cell]}))
     assert main(["scan", str(tmp_path), "--select", "D9M210"]) == 0
