@@ -2,20 +2,32 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_d9m.text import pluralize
+from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.control.doctor import CheckResult
 
 
+# The marks of the three statuses, and what stands for them where they cannot be printed.
+_MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
+_ASCII_MARKS = {"problem": "x", "note": "!", "ok": "+"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m doctor``."""
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
         "--json", action="store_true", help="print findings and the whole stack as one JSON object"
+    )
+    form.add_argument(
+        "--fix",
+        action="store_true",
+        help='print the shell commands that fix what variables can fix: eval "$(d9m doctor --fix)"',
     )
 
 
@@ -27,27 +39,50 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_d9m.ledger.stack import capture_stack
 
     findings = sort_results([*find_problems(), *check_installation()])
-    problems = sum(finding.status == "problem" for finding in findings)
     if arguments.json:
         report = {"findings": [asdict(f) for f in findings], "stack": capture_stack()}
         print(json.dumps(report, indent=2))
+    elif arguments.fix:
+        print("".join(f"{line}\n" for line in list_fixes(findings)), end="")
+        findings = [finding for finding in findings if not finding.shell]
     else:
         print(format_findings(findings))
-        print(f"\n{pluralize(problems, 'problem') if problems else 'No problems'} found.")
-    return 1 if problems else 0
+        print(f"\n{_summarize(findings)}")
+    return int(any(finding.status == "problem" for finding in findings))
+
+
+def _summarize(findings: Sequence["CheckResult"]) -> str:
+    """Return one sentence, and the command that fixes what variables can fix."""
+    problems = sum(finding.status == "problem" for finding in findings)
+    verdict = f"{pluralize(problems, 'problem') if problems else 'No problems'} found."
+    fixable = any(finding.shell for finding in findings)
+    return verdict + ('\nNext: eval "$(d9m doctor --fix)"' if fixable else "")
+
+
+def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:
+    """Return the shell commands; a problem that no variable fixes becomes a comment."""
+    lines = []
+    for finding in findings:
+        if finding.shell:
+            lines.append(finding.shell)
+        elif finding.status == "problem":
+            lines.append(printable(f"# {finding.name}: {finding.fix}"))
+    return lines
 
 
 def format_findings(findings: Sequence["CheckResult"]) -> str:
-    """Return a table of findings: the status, then what was found, why it matters and the fix."""
+    """Return a table of findings: a mark, then what was found, why it matters and the fix."""
     from rich.text import Text
 
     from lightning_d9m.output.terminal import make_table, render, style, terminal_width
 
+    encoding = sys.stdout.encoding or "ascii"
+    marks = _MARKS if "✓".encode(encoding, "ignore") else _ASCII_MARKS
     rows = [
         (
-            style(finding.status),
+            style(finding.status, marks[finding.status]),
             Text("\n".join(filter(None, [
-                f"{finding.name}: {finding.found}",
+                printable(f"{finding.name}: {finding.found}"),
                 finding.reason,
                 finding.fix and f"Fix: {finding.fix}",
             ]))),

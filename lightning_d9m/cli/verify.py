@@ -4,7 +4,9 @@ It runs on the CPU and loads only plain values, unless ``--allow-objects`` is gi
 """
 
 import argparse
+import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also load Python objects, which can run code from the file: use it only for files "
         "that you trust",
     )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,23 +54,81 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
         sealed = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
-        print(error)
-        return 1
-    state = checkpoint.get(KEY)
-    state = state if isinstance(state, Mapping) else {}
-    ledger = _find_ledger(arguments.ledger, state)
-    if not sealed and ledger is None:
-        raise CommandError(
-            f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. Name "
-            "the ledger of the run that saved it, or save checkpoints with DeterminismCallback."
-        )
-    print(f"{path}: {_describe_manifest(checkpoint) if sealed else 'no manifest of lightning_d9m'}")
+        found = Verification(path, "damaged", [str(error)])
+    else:
+        state = checkpoint.get(KEY)
+        state = state if isinstance(state, Mapping) else {}
+        ledger = _find_ledger(arguments.ledger, state)
+        if not sealed and ledger is None:
+            raise CommandError(
+                f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
+                "Name the ledger of the run that saved it, or save checkpoints with "
+                "DeterminismCallback."
+            )
+        found = _verify(path, checkpoint, state, ledger, sealed=sealed)
+    if arguments.json:
+        print(json.dumps({"ok": found.ok, **asdict(found), "checkpoint": str(path)}, indent=2))
+    else:
+        print("\n".join(found.lines))
+    return 0 if found.ok else 1
+
+
+@dataclass
+class Verification:
+    """What is known of a checkpoint.
+
+    Attributes:
+        checkpoint: Its path.
+        verdict: ``"damaged"``; ``"whole"`` if all that was saved is as it was; ``"found"`` or
+            ``"not found"`` if its weights were searched for in a ledger; ``"between records"`` if
+            the ledger has no record of that step, but all records before it.
+        lines: The sentences that are printed.
+        tensors: How many tensors the manifest covers; None without a manifest.
+        seed: The seed of the run that saved it; None if it is not known.
+        epoch: The epoch that a resumed run begins in; None if it is not known.
+        step: The number of optimizer steps before; None if it is not known.
+        ledger: The ledger that was searched.
+        records: The records of the ledger that hold its weights, in words.
+    """
+
+    checkpoint: Path
+    verdict: str
+    lines: list[str]
+    tensors: int | None = None
+    seed: int | None = None
+    epoch: int | None = None
+    step: int | None = None
+    ledger: str | None = None
+    records: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing speaks against it."""
+        return self.verdict in ("whole", "found", "between records")
+
+
+def _verify(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    state: Mapping[str, Any],
+    ledger: Ledger | None,
+    *,
+    sealed: bool,
+) -> Verification:
+    manifest = _describe_manifest(checkpoint) if sealed else "no manifest of lightning_d9m"
+    found = Verification(path, "whole", [f"{path}: {manifest}"])
+    if sealed:
+        found.tensors = len(checkpoint["lightning_d9m"]["seal"]["tensors"])
     if state:
-        print(f"saved {_describe_position(state['place'])}, seed {state['seed']}")
+        found.seed = state["seed"]
+        found.epoch, found.step = state["place"]["epoch"], state["place"]["step"]
+        found.lines.append(f"saved {_describe_position(state['place'])}, seed {state['seed']}")
     if ledger is None:
-        print("no ledger to find its weights in; name one to search it")
-        return 0
-    return _find_in(ledger, checkpoint, state)
+        found.lines.append("no ledger to find its weights in; name one to search it")
+    else:
+        found.ledger = str(ledger.path)
+        _find_in(ledger, checkpoint, state, found)
+    return found
 
 
 def _describe_manifest(checkpoint: Mapping[str, Any]) -> str:
@@ -93,29 +154,33 @@ def _find_ledger(named: Path | None, state: Mapping[str, Any]) -> Ledger | None:
         return None  # it was moved
 
 
-def _find_in(ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Print which records of a ledger have the checkpoint's weights; return the exit status."""
+def _find_in(
+    ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, Any], result: Verification
+) -> None:
+    """Find the records of a ledger that have the checkpoint's weights."""
     weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
     rank = min(ledger.files)
     digests = _digest_weights(weights)
-    found, count = [], 0
+    count = 0
     for record in ledger.records(rank):
         if isinstance(record, Digests) and record.groups.get("weights"):
             count += 1
             if _holds(record, digests):
-                found.append(f"{record.moment} {record.epoch} (step {record.step})")
-    if found:
-        print(f"{ledger.path}: its weights are those of {', '.join(map(escape, found[:8]))}")
-        return 0
+                result.records.append(f"{record.moment} {record.epoch} (step {record.step})")
     between = bool(state) and state["place"]["moment"] != "epoch"
-    if between and _was_written_for(ledger, rank, state):
-        print(
+    if result.records:
+        result.verdict = "found"
+        shown = ", ".join(map(escape, result.records[:8]))
+        result.lines.append(f"{ledger.path}: its weights are those of {shown}")
+    elif between and _was_written_for(ledger, rank, state):
+        result.verdict = "between records"
+        result.lines.append(
             f"{ledger.path}: none of its {count} records of weights was taken where this was "
             "saved, but it has the record that was its last at that time"
         )
-        return 0
-    print(f"{ledger.path}: none of its {count} records holds these weights")
-    return 1
+    else:
+        result.verdict = "not found"
+        result.lines.append(f"{ledger.path}: none of its {count} records holds these weights")
 
 
 def _was_written_for(ledger: Ledger, rank: int, state: Mapping[str, Any]) -> bool:

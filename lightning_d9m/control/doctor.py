@@ -44,6 +44,7 @@ class CheckResult:
         found: The state on this machine.
         reason: The mechanism; empty if the status is ``"ok"``.
         fix: The remedy; empty if there is nothing to do.
+        shell: A shell command that applies the remedy; empty if no variable does.
     """
 
     name: str
@@ -51,6 +52,7 @@ class CheckResult:
     found: str
     reason: str = ""
     fix: str = ""
+    shell: str = ""
 
 
 def find_problems() -> list[CheckResult]:
@@ -81,7 +83,14 @@ def check_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str
         return CheckResult(name, "ok", f"not set; {unset}")
     if found in allowed:
         return CheckResult(name, "ok", found or "empty")
-    return CheckResult(name, "problem", found, reason, f"Unset it, or set {name}={allowed[0]}.")
+    return CheckResult(
+        name,
+        "problem",
+        found,
+        reason,
+        f"Unset it, or set {name}={allowed[0]}.",
+        f"export {name}={allowed[0]}",
+    )
 
 
 def _run_checks() -> Iterator[CheckResult]:
@@ -124,10 +133,11 @@ def _check_hash_seed() -> CheckResult:
         return CheckResult("PYTHONHASHSEED", "ok", "fixed")
     return CheckResult(
         "PYTHONHASHSEED",
-        "problem",
+        "note",
         "not fixed",
         "Sets of strings have a different order in each run; Python reads it when it starts.",
-        "Start programs with PYTHONHASHSEED=0 (`d9m repeat` does).",
+        "Start programs with PYTHONHASHSEED=0 (`d9m repeat` and `d9m locate` do).",
+        "export PYTHONHASHSEED=0",
     )
 
 
@@ -144,6 +154,7 @@ def _check_seed() -> CheckResult:
         "It is not a valid seed: the callback, which reads its seed from it, raises, and "
         "seed_everything chooses a different one.",
         f"Unset it, or set it to a whole number from 0 to {HIGHEST_SEED}.",
+        "unset PL_GLOBAL_SEED",
     )
 
 
@@ -157,6 +168,7 @@ def _check_nccl() -> CheckResult:
         found,
         "NVLS reduces inside the network switch, in an order that differs between calls.",
         f"Unset it, or set {environment.NCCL}={environment.NCCL_DEFAULT}.",
+        f"export {environment.NCCL}={environment.NCCL_DEFAULT}",
     )
 
 
@@ -218,6 +230,7 @@ def _check_threads() -> CheckResult:
         "cores" + (", which this container or job limits." if usable < cores else "."),
         "To get equal results on several machines, set OMP_NUM_THREADS or "
         "DeterminismCallback(threads=...).",
+        f"export OMP_NUM_THREADS={torch.get_num_threads()}",
     )
 
 
@@ -238,4 +251,5 @@ def _check_dynamic_threads() -> CheckResult:
         str(found),
         "OpenMP chooses the number of threads for every operation by the load of the machine.",
         f"Unset it, or set {DYNAMIC}=false.",
+        f"export {DYNAMIC}=false",
     )

@@ -36,11 +36,11 @@ def make_table(titles: Sequence[str], rows: Sequence[Sequence["RenderableType"]]
     return table
 
 
-def style(word: str) -> "Text":
-    """Return a word in the color of its meaning."""
+def style(meaning: str, shown: str | None = None) -> "Text":
+    """Return a word, or what is shown for it, in the color of its meaning."""
     from rich.text import Text
 
-    return Text(word, _STYLES.get(word, ""))
+    return Text(meaning if shown is None else shown, _STYLES.get(meaning, ""))
 
 
 def measure(table: "Table") -> int:

@@ -1,5 +1,6 @@
 """``d9m verify`` checks a checkpoint offline and finds it in a ledger."""
 
+import json
 import sys
 
 import pytest
@@ -82,6 +83,26 @@ def test_without_a_seal_the_ledger_decides(saved, verify, tmp_path):
     assert verify(bare, ledger)[0] == 0
     status, text = verify(bare)
     assert (status, "nothing to check it by" in text) == (2, True)
+
+
+def test_json_holds_the_facts(saved, capsys, tmp_path):
+    def read(*words):
+        status = main(["verify", "--json", *map(str, words)])
+        return status, json.loads(capsys.readouterr().out)
+
+    ledger, checkpoint = saved["epoch"]
+    status, found = read(checkpoint)
+    assert (status, found["ok"], found["verdict"]) == (0, True, "found")
+    assert (found["seed"], found["epoch"], found["step"]) == (3, 2, 12)
+    assert (found["ledger"], found["records"]) == (str(ledger), ["epoch 1 (step 12)"])
+    assert found["tensors"] > 0
+    assert read(saved["batch"][1])[1]["verdict"] == "between records"
+    status, found = read(saved["batch"][1], ledger)
+    assert (status, found["ok"], found["verdict"]) == (1, False, "not found")
+    broken = tmp_path / "broken.ckpt"
+    broken.write_bytes(checkpoint.read_bytes()[:1000])
+    status, found = read(broken)
+    assert (status, found["verdict"], found["checkpoint"]) == (1, "damaged", str(broken))
 
 
 def test_a_file_that_is_not_a_checkpoint(verify, tmp_path):
