@@ -25,6 +25,7 @@ from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Update
 from lightning_d9m.patches.reference_check import agrees_with_cpu
+from lightning_d9m.patches.triton.launch import kernels_noted, withdraw
 
 _MOST_ATTEMPTS = 3  # calls that the CPU cannot compute, after which nothing is compared
 _OVERLAP = 1  # torch's MemOverlap::Yes
@@ -162,15 +163,17 @@ class Kernel:
             raise_as_original(original, *args, **kwargs)
         if overlaps or self._disagrees:
             return original(*args, **kwargs)
-        returned = self._replacement(original, *args, **kwargs)
-        if isinstance(returned, Update):
-            if any(_shares_memory(target, args[1:]) for target in targets):
-                raise_as_original(original, *args, **kwargs)
-            returned = self._write(returned, args[0])
+        with kernels_noted() as used:
+            returned = self._replacement(original, *args, **kwargs)
+            if isinstance(returned, Update):
+                if any(_shares_memory(target, args[1:]) for target in targets):
+                    raise_as_original(original, *args, **kwargs)
+                returned = self._write(returned, args[0])
         if original.was_called:
             return returned  # it has written into the targets, or in place
-        if self._unchecked and not self._agrees(args, kwargs, returned):
-            return original(*args, **kwargs)
+        if self._unchecked and not self._agrees(args, kwargs, returned, used):
+            again = partial(self, keyset, **outputs) if used else original
+            return again(*args, **kwargs)
         return self._store(returned, targets, partial(original, *args, **kwargs))
 
     def _store(self, returned: Any, targets: list[Tensor], original: partial[Any]) -> Any:
@@ -189,11 +192,19 @@ class Kernel:
         update.write(target)
         return target
 
-    def _agrees(self, args: Any, kwargs: Any, returned: Any) -> bool:
-        """Compare the first results on a device with those on the CPU."""
+    def _agrees(self, args: Any, kwargs: Any, returned: Any, used: list[str]) -> bool:
+        """Compare the first results on a device with those on the CPU.
+
+        If Triton kernels were used and the results disagree, these are withdrawn: the next
+        comparison is that of the torch ops.
+        """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return True  # nothing may be copied to the host now
         agrees = agrees_with_cpu(self._replacement, args, kwargs, _as_tuple(returned))
+        if used and agrees is False:
+            for path in used:
+                withdraw(path, f"{self._name} gave a different result with it than on the CPU")
+            return False
         self._disagrees = agrees is False
         self._attempts += 1
         self._unchecked = agrees is None and self._attempts < _MOST_ATTEMPTS

@@ -1,0 +1,1 @@
+"""Replacements as Triton kernels, for CUDA."""

@@ -1,0 +1,170 @@
+"""Use of Triton kernels: when torch ops take over."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.registration import Kernel
+from lightning_d9m.patches.triton import launch
+
+KEYS = torch._C._dispatch_keys(torch.empty(0))
+RELU = torch.ops.aten.relu.default
+
+
+@pytest.fixture(autouse=True)
+def withdrawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Let kernels run on the CPU, and forget which ones were withdrawn."""
+    names: set[str] = set()
+    monkeypatch.setattr(launch, "_withdrawn", names)
+    monkeypatch.setattr(launch, "_device_types", {"cpu"})
+    return names
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., object]) -> None:
+    """Let every path name one kernel."""
+    monkeypatch.setattr(launch, "resolve_name", lambda path: kernel)
+
+
+def test_a_kernel_runs_in_place_of_torch_ops(monkeypatch) -> None:
+    """And is noted, once for each use, in the innermost block."""
+    install(monkeypatch, lambda x, by: x + by)
+    with launch.kernels_noted() as used:
+        assert launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3).item() == 4
+        with launch.kernels_noted() as inner:
+            launch.run_kernel("pool:backward", torch.mul, torch.ones(1), 3)
+        launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3)
+    assert used == ["pool:forward", "pool:forward"]
+    assert inner == ["pool:backward"]
+    launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3)
+    assert used == ["pool:forward", "pool:forward"]
+
+
+def test_no_kernel_runs_on_another_device(monkeypatch) -> None:
+    """The CPU computes with torch ops, without a warning and without Triton."""
+    monkeypatch.setattr(launch, "_device_types", {"cuda"})
+    install(monkeypatch, lambda *args: pytest.fail("not reached"))
+    with launch.kernels_noted() as used:
+        assert launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3).item() == 3
+    assert used == []
+
+
+class TritonError(Exception):
+    """Stands for Triton's own error, whose base class is Exception."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TritonError, ModuleNotFoundError])
+def test_torch_ops_replace_a_kernel_that_fails(monkeypatch, withdrawn, kind) -> None:
+    """One warning, then nothing more is tried; the other kernels are."""
+
+    def fail(*_args: object) -> None:
+        calls.append(1)
+        raise kind("Failed to find C compiler.")
+
+    calls: list[int] = []
+    install(monkeypatch, fail)
+    with pytest.warns(
+        UserWarning, match=rf"pool:forward cannot be used \({kind.__name__}: Failed .*Torch ops"
+    ):
+        assert launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3).item() == 3
+    with warnings.catch_warnings(action="error"):
+        assert launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3).item() == 3
+    assert len(calls) == 1
+    assert withdrawn == {"pool:forward"}
+
+
+def test_a_lack_of_memory_is_raised(monkeypatch, withdrawn) -> None:
+    """Torch ops would need more memory, not less."""
+
+    def fail(*_args: object) -> None:
+        raise torch.OutOfMemoryError
+
+    install(monkeypatch, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3)
+    assert not withdrawn
+
+
+def make_op(torch_ops: Callable[[Tensor], Tensor]) -> Kernel:
+    """Return a checked replacement that has a Triton kernel; torch's kernel returns -1."""
+
+    def replacement(original: object, x: Tensor) -> Tensor:
+        return launch.run_kernel("pool:forward", torch_ops, x)
+
+    def original(keyset: object, x: Tensor) -> Tensor:
+        return torch.full_like(x, -1)
+
+    return Kernel(replacement, original, RELU._schema, offered=False, check=True)
+
+
+def on_cpu_with_torch_ops(monkeypatch: pytest.MonkeyPatch, module: object) -> None:
+    """Compute the reference as the CPU does: without kernels."""
+    compare = module.agrees_with_cpu
+
+    def without_kernels(*args: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "_device_types", {"cuda"})
+            return compare(*args)
+
+    monkeypatch.setattr(module, "agrees_with_cpu", without_kernels)
+
+
+def test_a_kernel_with_a_wrong_result_is_replaced_by_torch_ops(monkeypatch, withdrawn) -> None:
+    """The first call returns what torch ops give, and torch's own kernel is not used."""
+    from lightning_d9m.patches import registration
+
+    on_cpu_with_torch_ops(monkeypatch, registration)
+    install(monkeypatch, lambda x: x + 2)
+    kernel = make_op(lambda x: x + 1)
+    with pytest.warns(UserWarning, match="aten::relu gave a different result with it than"):
+        assert kernel(KEYS, torch.zeros(2)).tolist() == [1, 1]
+    assert withdrawn == {"pool:forward"}
+    with warnings.catch_warnings(action="error"):
+        assert kernel(KEYS, torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_a_kernel_with_the_right_result_stays(monkeypatch, withdrawn) -> None:
+    """No warning."""
+    from lightning_d9m.patches import registration
+
+    on_cpu_with_torch_ops(monkeypatch, registration)
+    install(monkeypatch, lambda x: x + 1)
+    kernel = make_op(lambda x: x + 1)
+    assert kernel(KEYS, torch.zeros(2)).tolist() == [1, 1]
+    assert not withdrawn
+
+
+def test_offsets_are_counted_past_the_last_block() -> None:
+    """A strided tensor may reach far with few elements."""
+    one = torch.empty(1, dtype=torch.int8)
+    limit = 2**31 - 1 - 512
+    assert not launch.needs_int64(one, one.as_strided((limit,), (0,)))
+    assert launch.needs_int64(one, one.as_strided((limit + 1,), (0,)))
+    far = SimpleNamespace(shape=(2, 3), stride=lambda: (2**31, 1), numel=lambda: 6)
+    assert launch.needs_int64(far)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_floats_are_passed_by_their_bits(dtype) -> None:
+    """The kernel reads the same number."""
+    bits = launch.encode_float(1 / 3, dtype)
+    integer = torch.int64 if dtype == torch.float64 else torch.int32
+    assert torch.tensor(bits, dtype=integer).view(dtype) == torch.tensor(1 / 3, dtype=dtype)
+
+
+def test_allocated_memory_has_the_layout() -> None:
+    """Contiguous, like another tensor, or in a given format; nothing is filled."""
+    like = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert launch.allocate((2, 3, 6, 7), like).stride() == (126, 1, 21, 3)
+    plain = launch.allocate((2, 3, 6, 7), like.half(), torch.contiguous_format)
+    assert (plain.dtype, plain.stride()) == (torch.float16, (126, 42, 7, 1))
+
+
+def test_volumes_have_five_dimensions() -> None:
+    """With and without a batch."""
+    assert launch.view_as_volumes(torch.ones(2, 3, 4), 1).shape == (2, 3, 1, 1, 4)
+    assert launch.view_as_volumes(torch.ones(3, 4, 5), 2).shape == (1, 3, 1, 4, 5)
+    assert launch.view_as_volumes(torch.ones(2, 3, 4, 5, 6), 3).shape == (2, 3, 4, 5, 6)
