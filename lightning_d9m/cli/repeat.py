@@ -1,6 +1,9 @@
 """``d9m repeat``: run a command several times and compare the runs bit for bit."""
 
 import argparse
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import (
@@ -10,6 +13,12 @@ from lightning_d9m.cli.arguments import (
     whole_number,
 )
 from lightning_d9m.cli.repeat_interrupted import interrupt_and_resume
+from lightning_d9m.cli.repeat_processes import (
+    LOGICAL_RANKS,
+    PlannedRun,
+    plan_runs,
+    process_counts,
+)
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.output_folder import make_output
@@ -22,14 +31,21 @@ _MIN_RUNS = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
     parser.usage = (
-        "d9m repeat [-n RUNS | --interrupt [--allow-objects]] [-o DIR]\n"
-        "                  [--timeout SECONDS] [--json] -- COMMAND ..."
+        "d9m repeat [-n RUNS | --processes P,P,... | --interrupt [--allow-objects]]\n"
+        "                  [-o DIR] [--timeout SECONDS] [--json] -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
         "--runs",
         type=whole_number(_MIN_RUNS, MOST_RUNS),
         help="number of runs (default: 2)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=process_counts,
+        metavar="P,P,...",
+        help="numbers of processes, such as 1,2,4: run once on each, started as torchrun starts "
+        "them; a command that contains {processes} starts them itself",
     )
     parser.add_argument(
         "--interrupt",
@@ -66,28 +82,44 @@ def run(arguments: argparse.Namespace) -> int:
             argv, output, timeout=arguments.timeout, allow_objects=arguments.allow_objects
         )
     else:
-        report = RepeatReport(_repeat(argv, output, arguments), output)
+        count = arguments.runs or _MIN_RUNS
+        plans = (
+            [PlannedRun(argv, f"run {number} of {count}") for number in range(1, count + 1)]
+            if arguments.processes is None
+            else plan_runs(argv, arguments.processes)
+        )
+        report = RepeatReport(_repeat(plans, output, arguments.timeout), output)
     report.print_out(as_one_object=arguments.json)
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
-def _repeat(argv: list[str], output: Path, arguments: argparse.Namespace) -> dict[int, Run]:
+def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) -> dict[int, Run]:
     runs: dict[int, Run] = {}
-    count = arguments.runs or _MIN_RUNS
-    for number in range(1, count + 1):
-        title = f"run {number} of {count}"
+    for number, plan in enumerate(plans, start=1):
         folder = make_run_folder(output, f"run-{number:03d}")
+        start = time.monotonic()
         try:
-            run_once(argv, folder, title=title, timeout=arguments.timeout)
-            fits = read_fits(folder, argv)
-            runs[number] = Run(pair_fits(runs[1].fits, fits) if runs else fits)
+            run_once(
+                plan.command,
+                folder,
+                title=plan.title,
+                timeout=timeout,
+                variables=plan.variables,
+                processes=plan.started,
+            )
+            seconds = time.monotonic() - start
+            fits = read_fits(folder, plan.command)
+            fits = pair_fits(runs[1].fits, fits) if runs else fits
+            runs[number] = Run(fits, processes=plan.processes, seconds=seconds)
         except CommandError as error:
             before = f" (run {number - 1} succeeded)" if runs else ""
-            raise CommandError(f"In {title}{before}: {error}") from error
+            raise CommandError(f"In {plan.title}{before}: {error}") from error
     return runs
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.processes is not None:
+        _check_processes(arguments)
     if arguments.interrupt and arguments.runs is not None:
         raise SettingError(
             f"--runs is {arguments.runs}, but --interrupt makes one run for each point that it "
@@ -97,4 +129,20 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingError(
             "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
             "add --interrupt."
+        )
+
+
+def _check_processes(arguments: argparse.Namespace) -> None:
+    given = ",".join(map(str, arguments.processes))
+    for name in ("interrupt", "runs"):
+        if getattr(arguments, name):
+            raise SettingError(
+                f"--processes is {given}, and --{name} is given too. --processes makes one run on "
+                f"each number of processes. Leave one of them out."
+            )
+    logical_ranks = os.environ.get(LOGICAL_RANKS, "")
+    if logical_ranks.isdigit() and max(arguments.processes) > int(logical_ranks):
+        raise SettingError(
+            f"--processes is {given}, but {LOGICAL_RANKS} is {logical_ranks}: each process needs "
+            f"at least one logical rank. Allowed: numbers from 1 to {logical_ranks}."
         )

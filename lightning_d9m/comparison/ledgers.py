@@ -33,7 +33,7 @@ from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.resumed_runs import LineageReader
-from lightning_d9m.ledger.stack import stack_differences
+from lightning_d9m.ledger.stack import same_logical_ranks, stack_differences
 from lightning_d9m.text import escape
 
 __all__ = [
@@ -79,7 +79,8 @@ def compare_ledgers(
     """Compare two ledgers rank by rank.
 
     Records are paired by kind, moment, epoch, step and name, so runs that stop at different epochs
-    or record different things are compared in what they have in common.
+    or record different things are compared in what they have in common. With the same logical
+    ranks, runs on different numbers of processes are compared on the ranks that both have.
 
     Args:
         expected: The earlier run.
@@ -112,6 +113,11 @@ def compare_ledgers(
             comparison, found_in_run = _compare_rank(rank, files, tick, watch)
         ranks.append(comparison)
         refusals += _on_ranks(found_in_run, (rank,))
+    any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
+    alone = [
+        () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
+        for one, other in ((expected, actual), (actual, expected))
+    ]
     return Comparison(
         expected=expected.path,
         actual=actual.path,
@@ -119,8 +125,8 @@ def compare_ledgers(
         settings=_merge(settings),
         refusals=_merge(refusals),
         ranks=tuple(ranks),
-        ranks_only_expected=tuple(rank for rank in expected.files if rank not in actual.files),
-        ranks_only_actual=tuple(rank for rank in actual.files if rank not in expected.files),
+        ranks_only_expected=alone[0],
+        ranks_only_actual=alone[1],
     )
 
 

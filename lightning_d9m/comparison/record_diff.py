@@ -14,6 +14,7 @@ from lightning_d9m.ledger.records import (
     Record,
     RunFacts,
 )
+from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
 
 Table: TypeAlias = Mapping[str, Json]
@@ -101,9 +102,12 @@ class RecordDifference:
 
 def header_refusals(expected: Header, actual: Header) -> list[FieldDifference]:
     """Return the fields of two headers that make their runs incomparable."""
+    names = ["seed", "fit", "world_size"]
+    if same_logical_ranks(expected.stack, actual.stack):
+        names.remove("world_size")
     fields = [
         FieldDifference(name, getattr(expected, name), getattr(actual, name))
-        for name in ("seed", "fit", "world_size")
+        for name in names
         if getattr(expected, name) != getattr(actual, name)
     ]
     settings = table_differences(expected.settings, actual.settings)

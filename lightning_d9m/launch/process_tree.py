@@ -36,21 +36,22 @@ def subreaper_enabled() -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class ProcessTree:
-    """A command and all its descendants.
+    """The processes of a command and all their descendants.
 
     Attributes:
-        leader: The command's process, which leads its process group.
+        leaders: The command's processes; each leads its process group.
         others: Children that this process had before; they and their descendants are left alone.
         is_subreaper: Whether orphans become children of this process.
     """
 
-    leader: "subprocess.Popen[bytes]"
+    leaders: "list[subprocess.Popen[bytes]]"
     others: frozenset[int]
     is_subreaper: bool
 
     def find_descendants(self) -> dict[int, str]:
-        """Return ``{pid: name}`` of the running descendants of the leader. Reap exited ones."""
+        """Return ``{pid: name}`` of the running descendants of the leaders. Reap exited ones."""
         found: dict[int, str] = {}
+        leaders = {leader.pid for leader in self.leaders}
         for child in psutil.Process().children() if self.is_subreaper else ():
             if child.pid in self.others:
                 continue
@@ -59,17 +60,18 @@ class ProcessTree:
                     with suppress(psutil.NoSuchProcess):
                         if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                             found[process.pid] = process.name()
-                        elif process is child and child.pid != self.leader.pid:
+                        elif process is child and child.pid not in leaders:
                             with suppress(ChildProcessError):
                                 os.waitpid(child.pid, os.WNOHANG)
-        found.pop(self.leader.pid, None)
-        return found
+        return {pid: name for pid, name in found.items() if pid not in leaders}
 
     def is_alive(self) -> bool:
-        """Return whether the leader or a descendant still runs."""
-        if self.leader.poll() is None or self.find_descendants():
+        """Return whether a leader or a descendant still runs."""
+        # All are polled, so that each that has ended is reaped.
+        running = [leader for leader in self.leaders if leader.poll() is None]
+        if running or self.find_descendants():
             return True
-        return not self.is_subreaper and _group_is_alive(self.leader.pid)
+        return not self.is_subreaper and any(_group_is_alive(entry.pid) for entry in self.leaders)
 
     def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
         """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
@@ -99,10 +101,11 @@ class ProcessTree:
             time.sleep(_POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
-        # After the leader is reaped its PID can be reused, unless its process group still exists.
-        if self.leader.poll() is None or not self.is_subreaper:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.leader.pid, number)
+        # After a leader is reaped its PID can be reused, unless its process group still exists.
+        for leader in self.leaders:
+            if leader.poll() is None or not self.is_subreaper:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(leader.pid, number)
         for pid in self.find_descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)

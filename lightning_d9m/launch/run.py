@@ -10,7 +10,8 @@ from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.file_errors import explain
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.progress import RunProgress
-from lightning_d9m.launch.subprocess_run import describe_command, run_watched
+from lightning_d9m.launch.rank_variables import make_rank_variables
+from lightning_d9m.launch.subprocess_run import ProcessStart, describe_command, run_processes
 from lightning_d9m.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
@@ -23,10 +24,14 @@ class Run:
     Attributes:
         fits: Its ledgers by name (``fit-000``), in order. An evaluation outside a fit has one too.
         label: Description of the run, printed with its number; empty for none.
+        processes: The number of processes that trained; None if the command decided.
+        seconds: How long it took; None if it was not measured.
     """
 
     fits: Mapping[str, Ledger]
     label: str = ""
+    processes: int | None = None
+    seconds: float | None = None
 
 
 def make_run_folder(output: Path, name: str) -> Path:
@@ -51,6 +56,7 @@ def run_once(
     timeout: float | None,
     variables: Mapping[str, str] = MappingProxyType({}),
     killed_when: Callable[[], bool] = lambda: False,
+    processes: int | None = None,
 ) -> None:
     """Run the command once, in a process that writes its ledgers to ``folder``.
 
@@ -61,15 +67,25 @@ def run_once(
         timeout: Seconds after which the run counts as hanging.
         variables: Further environment variables of the process.
         killed_when: Condition under which the process is killed without counting as a failure.
+        processes: Starts the command so many times at once, as the ranks of one training; None
+            starts it once, without variables for ranks.
 
     Raises:
         CommandError: If the command fails.
     """
+    environment = _make_environment(folder) | dict(variables)
+    starts = [ProcessStart(environment, folder / "output.log")]
+    if processes is not None:
+        starts = [
+            ProcessStart(
+                environment | own, folder / (f"output-{rank}.log" if rank else "output.log")
+            )
+            for rank, own in enumerate(make_rank_variables(processes))
+        ]
     with RunProgress(title, folder) as progress:
-        run_watched(
+        run_processes(
             command,
-            environment=_make_environment(folder) | dict(variables),
-            log=folder / "output.log",
+            starts,
             timeout=timeout,
             tick=progress.tick,
             killed_when=killed_when,

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,19 @@ _NAMES = 3
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
+@dataclass(frozen=True)
+class ProcessStart:
+    """The start of one process.
+
+    Attributes:
+        environment: All environment variables of the process.
+        log: File that receives standard output and standard error, interleaved.
+    """
+
+    environment: Mapping[str, str]
+    log: Path
+
+
 def run_watched(
     command: Sequence[str],
     *,
@@ -39,14 +53,27 @@ def run_watched(
     tick: Callable[[float], None],
     killed_when: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run ``command`` to its end; its output goes to ``log``.
+    """Run ``command`` to its end in one process; see ``run_processes``."""
+    start = ProcessStart(environment, log)
+    run_processes(command, [start], timeout=timeout, tick=tick, killed_when=killed_when)
 
-    If this process gets SIGINT, SIGTERM or SIGHUP meanwhile, it ends the command first.
+
+def run_processes(
+    command: Sequence[str],
+    starts: Sequence[ProcessStart],
+    *,
+    timeout: float | None,
+    tick: Callable[[float], None],
+    killed_when: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run ``command`` to its end in several processes at once.
+
+    If one fails, the others are ended. If this process gets SIGINT, SIGTERM or SIGHUP meanwhile, it
+    ends the command first.
 
     Args:
         command: The program and its arguments.
-        environment: All environment variables of the new process.
-        log: File that receives standard output and standard error, interleaved.
+        starts: One entry for each process.
         timeout: Seconds after which the command counts as hanging; None for no limit.
         tick: Called a few times a second with the elapsed seconds.
         killed_when: Condition under which the command is killed without counting as a failure;
@@ -57,22 +84,31 @@ def run_watched(
             of its processes have ended by then.
     """
     described = describe_command(command)
-    status, left = _watch(
-        command,
-        environment,
-        log,
-        partial(_wait, timeout=timeout, tick=tick, killed_when=killed_when),
-    )
+    wait = partial(_wait, timeout=timeout, tick=tick, killed_when=killed_when)
+    end, left = _watch(command, starts, wait)
     if left:
         print(f"d9m: {_describe_left(left)}", file=sys.stderr)
-    if status is None:
+    if end is None:
+        return
+    log = starts[end.process].log
+    which = f" in process {end.process} of {len(starts)}" if len(starts) > 1 else ""
+    if end.status is None:
         raise CommandError(
-            f"The command {described} was still running after {timeout:g} s and was ended. Allow "
-            f"it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
+            f"The command {described} was still running{which} after {timeout:g} s and was ended. "
+            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
         )
-    if status != 0:
-        cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
-        raise CommandError(f"The command {described} ended with {cause}. Log: {log}.{_tail(log)}")
+    cause = f"signal {_name_signal(-end.status)}" if end.status < 0 else f"exit status {end.status}"
+    raise CommandError(
+        f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
+    )
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The failure of a process: its index and its exit status, None if it did not end."""
+
+    process: int
+    status: int | None
 
 
 def describe_command(command: Sequence[str]) -> str:
@@ -82,24 +118,27 @@ def describe_command(command: Sequence[str]) -> str:
 
 def _watch(
     command: Sequence[str],
-    environment: Mapping[str, str],
-    log: Path,
-    wait: Callable[[ProcessTree, list[int]], int | None],
-) -> tuple[int | None, dict[int, str]]:
+    starts: Sequence[ProcessStart],
+    wait: Callable[[ProcessTree, list[int]], _Failure | None],
+) -> tuple[_Failure | None, dict[int, str]]:
     """Return the result of ``wait``, and the processes that a successful command left running."""
     others = list_children()
     with _signals_deferred() as received, subreaper_enabled() as is_subreaper:
-        tree = ProcessTree(_start(command, environment, log), others, is_subreaper)
+        tree = ProcessTree([], others, is_subreaper)
         left: dict[int, str] = {}
         try:
-            status = wait(tree, received)
-            if status == 0 and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+            for start in starts:
+                tree.leaders.append(_start(command, start.environment, start.log))
+            failure = wait(tree, received)
+            if failure is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                 left = tree.find_descendants()
+            elif failure is not None:
+                failure = _find_first(failure, tree, starts)
         finally:
             # The first signal ends the command; a second one kills it at once.
             expected = max(1, len(received))
             tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
-    return status, left
+    return failure, left
 
 
 def _start(
@@ -138,22 +177,44 @@ def _wait(
     timeout: float | None,
     tick: Callable[[float], None],
     killed_when: Callable[[], bool],
-) -> int | None:
-    """Return the exit status; None after ``timeout`` or a signal to this process."""
+) -> _Failure | None:
+    """Wait until all processes have ended, or one has failed; return what failed.
+
+    After a signal to this process nothing has failed: the signal is raised later.
+    """
     start = time.monotonic()
     while not received:
-        try:
-            status = tree.leader.wait(_TICK_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
+        running = [leader for leader in tree.leaders if leader.poll() is None]
+        for leader in running:
+            with suppress(subprocess.TimeoutExpired):
+                leader.wait(_TICK_SECONDS / len(running))
+        statuses = [leader.poll() for leader in tree.leaders]
         if killed_when():
             tree.kill()
-            return 0
+            return None
+        failed = next((n for n, status in enumerate(statuses) if status), None)
+        if failed is not None:
+            return _Failure(failed, statuses[failed])
+        if None not in statuses:
+            return None
         passed = time.monotonic() - start
-        if status is not None or (timeout is not None and passed > timeout):
-            return status
+        if timeout is not None and passed > timeout:
+            return _Failure(statuses.index(None), None)
         tick(passed)
     return None
+
+
+def _find_first(failure: _Failure, tree: ProcessTree, starts: Sequence[ProcessStart]) -> _Failure:
+    """Return the failure that came first; others may fail shortly after, because of it.
+
+    The process that failed first wrote to its log before the others.
+    """
+    if failure.status is None or len(starts) == 1:
+        return failure
+    tree.wait(_SETTLE_SECONDS, lambda: False)
+    failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
+    first = min(failed, key=lambda number: starts[number].log.stat().st_mtime_ns)
+    return _Failure(first, tree.leaders[first].poll())
 
 
 @contextmanager

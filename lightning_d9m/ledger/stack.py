@@ -33,6 +33,10 @@ INFORMATIONAL = {
     "device.order": "equal devices compute equal bits; NCCL builds its ring from their order",
 }
 
+# The number of logical ranks. Where two runs share it, their processes are not compared.
+LOGICAL_RANKS = "world.logical_ranks"
+_PROCESSES = ("world.size", "world.nodes", "world.devices_per_node")
+
 # Installed packages whose code computes values that reach the model, or orders the computation.
 _PACKAGES = (
     "lightning-d9m",
@@ -283,12 +287,26 @@ def stack_differences(
     """Return (field, expected, actual) for each field that differs and is compared.
 
     A field that one stack lacks is ``"missing"`` there. The fields of ``INFORMATIONAL`` are left
-    out.
+    out, and the number of processes if both stacks have the same logical ranks.
 
     >>> stack_differences({"torch.cuda": "12.8", "cpu.count": 8}, {"torch.cuda": "13.0"})
     [('torch.cuda', '12.8', '13.0')]
     """
-    return [entry for entry in table_differences(expected, actual) if entry[0] not in INFORMATIONAL]
+    ignored = {*INFORMATIONAL, *(_PROCESSES if same_logical_ranks(expected, actual) else ())}
+    return [entry for entry in table_differences(expected, actual) if entry[0] not in ignored]
+
+
+def same_logical_ranks(expected: Mapping[str, object], actual: Mapping[str, object]) -> bool:
+    """Return whether two stacks have logical ranks, and equally many.
+
+    The bits of such runs do not depend on the number of processes.
+
+    >>> same_logical_ranks({"world.logical_ranks": 4}, {"world.logical_ranks": 4})
+    True
+    >>> same_logical_ranks({}, {})
+    False
+    """
+    return expected.get(LOGICAL_RANKS) == actual.get(LOGICAL_RANKS) is not None
 
 
 def check_stack(

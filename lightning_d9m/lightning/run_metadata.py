@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_stack
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.strategies import shards_every_parameter
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -41,13 +41,15 @@ def _describe_settings(session: TrainerSession) -> dict[str, str | int | bool | 
 
 
 def _describe_layout(trainer: "Trainer") -> dict[str, str | int | bool | None]:
-    return {
+    layout: dict[str, str | int | bool | None] = {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,
         "world.devices_per_node": trainer.num_devices,
         "world.strategy": type(trainer.strategy).__name__,
         "world.accelerator": type(trainer.accelerator).__name__,
     }
+    logical_ranks = getattr(trainer.strategy, "logical_ranks", None)
+    return layout if logical_ranks is None else {**layout, LOGICAL_RANKS: logical_ranks}
 
 
 def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:

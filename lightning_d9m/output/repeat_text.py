@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.output.run_table import RunRow, format_table
@@ -37,6 +38,7 @@ class _FitOutcome:
     fit: int
     ledger: Ledger
     comparison: Comparison | None
+    source: Run
 
     @property
     def differs(self) -> bool:
@@ -52,7 +54,14 @@ class _FitOutcome:
             weights="" if last is None else last.totals.get("weights", ""),
             loss=None if last is None else last.loss,
             verdict="reference" if self.run == 1 else verdict,
+            processes=self.source.processes,
+            seconds=self.source.seconds,
+            records=self._count_records() if self.source.processes is not None else None,
         )
+
+    def _count_records(self) -> int:
+        """Return the number of records of all ranks without the headers."""
+        return sum(self.ledger.outcome(rank).records - 1 for rank in self.ledger.files)
 
 
 class RepeatReport:
@@ -82,6 +91,7 @@ class RepeatReport:
                 comparison=(
                     compare_ledgers(first[name], ledger) if number > 1 and name in first else None
                 ),
+                source=run,
             )
             for number, run in runs.items()
             for name, ledger in run.fits.items()
@@ -145,6 +155,20 @@ class RepeatReport:
             end += f"; above: run {entry.run}{fit}"
         verb = "differs" if count == 1 else "differ"
         print(f"\ndifferent: {count} of {runs} runs {verb} from run 1{end}.")
+        if advice := self._advise_logical_ranks():
+            print(advice)
+
+    def _advise_logical_ranks(self) -> str | None:
+        """Return advice if runs on different numbers of processes have no logical ranks."""
+        counts = [run.processes for run in self._runs.values() if run.processes is not None]
+        if not counts or any(LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries):
+            return None
+        number = 2 ** (max(counts) - 1).bit_length()
+        return (
+            "The runs have no logical ranks. Without them, the same bits on different numbers of\n"
+            "processes are not promised: sums and batches depend on that number. Use the strategy\n"
+            f'"ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the command.'
+        )
 
     def _describe_fits(self, number: int) -> str:
         """Describe a run that left other ledgers than run 1."""

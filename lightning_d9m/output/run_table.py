@@ -1,6 +1,7 @@
 """The table at the end of ``d9m repeat``: run, seed, weights, final loss, verdict.
 
-Its form is that of Riach's table of repeated trainings (GTC 2019, S9911).
+Its form is that of Riach's table of repeated trainings (GTC 2019, S9911). Runs on different numbers
+of processes have these numbers, the time and the records instead of seed and loss.
 """
 
 import math
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 _WIDTH = 80
 _DIGEST = 32
 _SHORTEST_DIGEST = 8
+_TITLES = ("seed", "weights", "final loss", "")
+_PROCESS_TITLES = ("processes", "time", "records", "weights")
+_OF_PROCESSES = {"processes", "seconds", "records"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class RunRow:
         weights: Digest of the final weights, 32 hex digits; empty if the fit did not end.
         loss: ``float.hex()`` of the last training loss; None if there was none.
         verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
+        processes: Number of processes; None unless it distinguishes the runs.
+        seconds: Duration of the run; None likewise.
+        records: Number of records in the ledger; None likewise.
     """
 
     run: int
@@ -37,11 +44,17 @@ class RunRow:
     weights: str
     loss: str | None
     verdict: str
+    processes: int | None = None
+    seconds: float | None = None
+    records: int | None = None
 
     def as_json(self) -> dict[str, object]:
         """Return the row for ``--json``, the loss in both notations (null for NaN)."""
         loss = math.nan if self.loss is None else float.fromhex(self.loss)
-        return asdict(self) | {
+        row = asdict(self)
+        if self.processes is None:
+            row = {name: value for name, value in row.items() if name not in _OF_PROCESSES}
+        return row | {
             "loss": loss if math.isfinite(loss) else None,
             "loss_hex": self.loss,
         }
@@ -65,21 +78,35 @@ def format_table(rows: Sequence[RunRow], width: int = _WIDTH, *, plain: bool = T
 
 def _make_table(rows: Sequence[RunRow], digits: int) -> "Table":
     several_fits = len({row.fit for row in rows}) > 1
-    losses = [None if row.loss is None else float.fromhex(row.loss) for row in rows]
+    by_processes = any(row.processes is not None for row in rows)
+    titles = _PROCESS_TITLES if by_processes else _TITLES
+    list_cells = _list_process_cells if by_processes else _list_cells
     table = make_table(
-        ["run.fit" if several_fits else "run", "seed", "weights", "final loss", "", "verdict"],
+        ["run.fit" if several_fits else "run", *titles, "verdict"],
         [
             (
                 f"{row.run}.{row.fit}" if several_fits else str(row.run),
-                str(row.seed),
-                row.weights[:digits] or "none",
-                "none" if loss is None else repr(loss),
-                "" if loss is None else loss.hex(),
+                *list_cells(row, digits),
                 style(row.verdict),
             )
-            for row, loss in zip(rows, losses, strict=True)
+            for row in rows
         ],
     )
-    for column in table.columns[:2]:
+    for column in table.columns[: 4 if by_processes else 2]:
         column.justify = "right"
     return table
+
+
+def _list_cells(row: RunRow, digits: int) -> tuple[str, ...]:
+    loss = None if row.loss is None else float.fromhex(row.loss)
+    return (
+        str(row.seed),
+        row.weights[:digits] or "none",
+        "none" if loss is None else repr(loss),
+        "" if loss is None else loss.hex(),
+    )
+
+
+def _list_process_cells(row: RunRow, digits: int) -> tuple[str, ...]:
+    seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
+    return str(row.processes), seconds, str(row.records), row.weights[:digits] or "none"

@@ -1,7 +1,7 @@
 """Compare a run with a reference ledger during training."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.keys import START, describe_record, record_key, record_place
 from lightning_d9m.ledger.records import Digests, Header, Record, RunFacts
+from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import (
     describe_names,
     describe_value,
@@ -61,6 +62,7 @@ class Reference:
         self._ledger = read_ledger(path, ignoring=writing)
         self.header = self._ledger.headers.get(rank, self._ledger.header)
         self._reader: RankReader | None = None
+        self._stack: Mapping[str, object] = {}
         self._records = _digests_of(iter(()))
         self._next: Digests | None = None
         self._first_beyond: Digests | None = None
@@ -86,6 +88,7 @@ class Reference:
         Raises:
             ReferenceRefusedError: With the first field that differs.
         """
+        self._stack = header.stack
         self._refuse(header_refusals(self.header, header))
 
     def check_run(self, facts: RunFacts) -> None:
@@ -95,7 +98,10 @@ class Reference:
             ReferenceRefusedError: With the first field that differs.
             LedgerError: When the reference has no file of this rank, or no facts of its run.
         """
-        self._reader = reader = self._ledger.open(self.rank)
+        # With logical ranks, a reference of fewer processes has no file of this rank.
+        rank = self.rank if self.rank in self._ledger.files else self.header.rank
+        alike = same_logical_ranks(self.header.stack, self._stack)
+        self._reader = reader = self._ledger.open(rank if alike else self.rank)
         records = reader.records()
         first = next(records, None)
         if not isinstance(first, RunFacts):

@@ -29,6 +29,14 @@ def flip(record, group="weights", name="layers.2.weight"):
     record["totals"][group] = "e" * 32
 
 
+def logical_run(runs, processes, logical_ranks=4, **options):
+    """Write a run with logical ranks on a number of processes."""
+    stack = {**runs.header().stack, "world.size": processes, "world.devices_per_node": processes}
+    if logical_ranks is not None:
+        stack["world.logical_ranks"] = logical_ranks
+    return runs.write(world_size=processes, stack=stack, **options)
+
+
 class TestEqual:
     """Runs that hold the same evidence."""
 
@@ -126,6 +134,30 @@ class TestDivergence:
         comparison = compare(runs.write(world_size=3), runs.write(world_size=3, edit=drift))
         assert comparison.first[0] == 2
         assert [rank.equal for rank in comparison.ranks] == [True, True, False]
+
+    def test_with_logical_ranks_the_number_of_processes_is_not_compared(self, runs):
+        """The records of the ranks that both have decide."""
+        one, four = (logical_run(runs, processes) for processes in (1, 4))
+        comparison = compare(one, four)
+        assert comparison.verdict == "equal"
+        assert [rank.rank for rank in comparison.ranks] == [0]
+        assert compare(four, one).verdict == "equal"
+
+        def drift(_, records):
+            records[3]["totals"]["weights"] = "0" * 32
+
+        assert compare(one, logical_run(runs, 2, edit=drift)).verdict == "different"
+
+    @pytest.mark.parametrize("numbers", [(4, 8), (4, None), (None, None)])
+    def test_without_equal_logical_ranks_it_is(self, runs, numbers):
+        """The world size is refused, and so are different numbers of logical ranks."""
+        one, other = (
+            logical_run(runs, processes, number)
+            for processes, number in zip((1, 2), numbers, strict=True)
+        )
+        comparison = compare(one, other)
+        assert comparison.verdict == "not comparable"
+        assert "world_size" in [entry.field for entry in comparison.refusals]
 
     def test_the_earliest_rank_comes_first(self, runs):
         """By epoch and step, not by number."""

@@ -76,6 +76,7 @@ def asks(function, **words):
             "timeout": None,
             "interrupt": False,
             "allow_objects": False,
+            "processes": None,
             "threads": None,
         } | words
         call = getattr(g.module, function)
@@ -94,8 +95,7 @@ def use_full_folder(g):
 
 def repeat_what_fails(g):
     g.refuse(g.module, "run_once", import_module(f"{ROOM}errors").CommandError("why"))
-    arguments = argparse.Namespace(runs=2, timeout=None)
-    g.module._repeat(["false"], g.folder, arguments)
+    g.module._repeat([g.module.PlannedRun(["false"], "run 1 of 2")], g.folder, None)
 
 
 def find_unlike_runs(g):

@@ -108,6 +108,16 @@ class TestRefusal:
         with pytest.raises(LedgerError, match="has no file of rank 3"):
             reference.check_run(runs.facts())
 
+    def test_a_rank_that_it_lacks_with_logical_ranks(self, runs):
+        """A run on four processes is compared with one on a single process."""
+        stack = {"world.logical_ranks": 4}
+        reference = Reference(runs.write(stack=stack), 3)
+        reference.check_header(runs.header(rank=3, world_size=4, stack=stack))
+        reference.check_run(runs.facts())
+        assert reference.check(runs.digests("initial", 0)) is None
+        assert reference.checked == 1
+        reference.close()
+
     def test_one_that_never_trained(self, runs):
         """It was killed after its header."""
         folder = runs.write(edit=lambda _, records: records.__delitem__(slice(1, None)))
