@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Verification:
-    """What is known of a checkpoint.
+    """The result of verifying a checkpoint.
 
     Attributes:
         checkpoint: Its path.
