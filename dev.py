@@ -2,6 +2,9 @@
 
 It makes a virtual environment in ``.venv``, installs what is missing there, and runs the command in
 it. It uses only the standard library, because it runs before anything is installed.
+
+``python3 dev.py test-cuda-build`` uses the environment ``.venv-cuda``, which has a CUDA build of
+torch, and runs the tests that need such a build but no device.
 """
 
 import argparse
@@ -20,6 +23,13 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 # has one. Otherwise torch brings gigabytes of CUDA libraries; PIP_EXTRA_INDEX_URL can name an index
 # of CPU builds. An installed torch >= 2.11 is kept.
 TORCH = "torch==2.13.0"
+# `===` compares the whole version, so that pip does not take a build 2.11.0+cpu of another index.
+# PyPI's build for Linux is a CUDA build; this is the oldest torch that the metadata allows.
+TORCH_CUDA = "torch===2.11.0"
+CUDA_ENVIRONMENT = ".venv-cuda"
+# Horovod's kernels are compiled for this architecture if no device is present, and the user has not
+# chosen any.
+CUDA_ARCHITECTURE = "90"
 OLDEST_PYTHON = (3, 10)
 # `pip install` imports this; an interrupted upgrade of pip leaves only parts of it.
 PIP = "pip._internal.commands.install"
@@ -108,7 +118,7 @@ def install_debian(*packages: str) -> None:
     subprocess.run(install, check=True, env=quiet)
 
 
-def install(*groups: str, extra: str = "") -> None:
+def install(*groups: str, extra: str = "", torch: str = TORCH) -> None:
     """Install torch, this package (editable) and groups, once for each state of the metadata."""
     recipe = (ROOT / "pyproject.toml").read_bytes() + repr((groups, extra, sys.version)).encode()
     mark = ENVIRONMENT / f"installed-{'-'.join(groups) or 'package'}"
@@ -119,7 +129,7 @@ def install(*groups: str, extra: str = "") -> None:
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
     run(*pip, "--upgrade", "pip>=25.1")  # the first with --group
     if not works("torch"):
-        run(*pip, TORCH)
+        run(*pip, torch)
     run(
         *pip,
         "--editable",
@@ -200,19 +210,54 @@ def test_quickly() -> None:
     sys.exit(status)
 
 
+def test_cuda_build(arguments: list[str]) -> None:
+    """The tests that need a CUDA build of torch; they need no device."""
+    need_tools()
+    install("test", "horovod", torch=TORCH_CUDA)
+    if not works("torch; assert torch.version.cuda"):
+        sys.exit(
+            f"dev.py: the torch in {ENVIRONMENT} is not a CUDA build. Remove this folder and run "
+            "the command again, with a package index that has CUDA builds."
+        )
+    say("Horovod with NCCL (built once, some minutes; then taken from a cache)")
+    architectures = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST")
+    if not architectures and not works("torch; assert torch.cuda.device_count()"):
+        architectures = CUDA_ARCHITECTURE
+    chosen = {"HOROVOD_BUILD_CUDA_CC_LIST": architectures} if architectures else {}
+    run(ENVIRONMENT / "bin" / "d9m", "install-horovod", "--gpu", "nccl", **chosen)
+    say("tests marked cuda_build")
+    run(PYTHON, "-m", "pytest", "-m", "cuda_build", *(arguments or ["tests"]))
+
+
+def use_environment(name: str) -> None:
+    """Run everything in another environment than ``.venv``."""
+    global ENVIRONMENT, PYTHON, UNFINISHED  # noqa: PLW0603 - one command runs in each process
+    ENVIRONMENT = ROOT / name
+    PYTHON = ENVIRONMENT / "bin" / "python"
+    UNFINISHED = ENVIRONMENT / "unfinished"
+
+
 def main() -> None:
     """Read the command and run it."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit(f"dev.py: Python {sys.version.split()[0]} is too old; use 3.10 or newer.")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["digits", "test"], help="the main job, or all checks")
+    parser.add_argument(
+        "command",
+        choices=["digits", "test", "test-cuda-build"],
+        help="the main job, all checks, or the tests of a CUDA build of torch",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="test: the checks and tests for everyday work"
     )
     options, arguments = parser.parse_known_args()
+    if options.command == "test-cuda-build":
+        use_environment(CUDA_ENVIRONMENT)
     make_environment()
     if options.command == "digits":
         digits()
+    elif options.command == "test-cuda-build":
+        test_cuda_build(arguments)
     elif options.quick:
         test_quickly()
     else:

@@ -38,11 +38,16 @@ SLOW = tuple(
 )
 
 
+NO_CUDA_BUILD = pytest.mark.skip(reason="needs a CUDA build of torch")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow tests, and let their files start first."""
+    """Mark the slow tests, and let their files start first; skip what needs another torch."""
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+        if torch.version.cuda is None and item.get_closest_marker("cuda_build"):
+            item.add_marker(NO_CUDA_BUILD)
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow_files)
 
