@@ -99,9 +99,8 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
 def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
     """Describe how the ledgers of two runs differ; None if they agree."""
     if len(expected) != len(actual):
-        return (
-            f"The numbers of their fits differ.\nexpected: {len(expected)}\nactual:   {len(actual)}"
-        )
+        counts = f"reference: {len(expected)}\nthis run:  {len(actual)}"
+        return f"The numbers of their fits differ.\n{counts}"
     for first, second in zip(expected, actual, strict=True):
         comparison = compare_ledgers(read_ledger(first), read_ledger(second))
         if not comparison.equal:
@@ -123,8 +122,8 @@ def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | 
     first = differing[0]
     return (
         f"{len(differing)} of {len(names)} returned entries differ, the first {first}.\n"
-        f"expected: {expected[0].get(first, 'no such entry')}\n"
-        f"actual:   {actual[0].get(first, 'no such entry')}"
+        f"reference: {expected[0].get(first, 'no such entry')}\n"
+        f"this run:  {actual[0].get(first, 'no such entry')}"
     )
 
 

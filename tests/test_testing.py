@@ -51,7 +51,7 @@ def test_the_first_epoch_that_differs_is_named():
         assert_bit_exact(train_and_disturb)
     message = str(caught.value)
     assert "Run 2 of" in message
-    assert "diverges first in epoch 1" in message
+    assert "diverges first, in epoch 1" in message
     assert "layers.0.weight" in message
 
 

@@ -70,8 +70,12 @@ def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the two ledgers that a command compares."""
     forms = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
-    parser.add_argument("expected", type=Path, help=f"ledger of the earlier run: {forms}")
-    parser.add_argument("actual", type=Path, help="ledger of the later run, in the same forms")
+    parser.add_argument(
+        "expected", metavar="REFERENCE", type=Path, help=f"ledger of the earlier run: {forms}"
+    )
+    parser.add_argument(
+        "actual", metavar="THIS_RUN", type=Path, help="ledger of the later run, in the same forms"
+    )
 
 
 def get_command(arguments: argparse.Namespace, name: str) -> list[str]:

@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import shlex
 
 from lightning_d9m.cli.arguments import add_ledger_arguments
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_comparison
+from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.output.progress import show_progress
+from lightning_d9m.output.terminal import print_lines
+from lightning_d9m.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,5 +29,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(comparison), indent=2))
     else:
-        print("\n".join(format_comparison(comparison)))
+        print_lines(format_comparison(comparison))
+        if not comparison.equal:
+            print("\n".join(format_next_steps(_list_next_steps(arguments))))
     return 0 if comparison.equal else 1
+
+
+def _list_next_steps(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    ledgers = " ".join(shlex.quote(str(path)) for path in (arguments.expected, arguments.actual))
+    return [
+        (f"d9m report {printable(ledgers)}", "shows the difference as a page"),
+        ("d9m locate -- COMMAND", "finds the step, module and source line"),
+        ("d9m scan", "lists causes in the source"),
+    ]

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
     parser.usage = (
         "d9m repeat [-n RUNS | --processes P,P,... | --interrupt [--allow-objects]]\n"
-        "                  [-o DIR] [--timeout SECONDS] [--json] -- COMMAND ..."
+        "                  [-o DIR] [--timeout SECONDS] [--json] [-v] -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="new folder for ledgers and logs (default: the next free d9m-runs/NNN)",
     )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show whole digests and the bits of losses"
+    )
     add_command_arguments(parser, "a training with Lightning")
 
 
@@ -88,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.processes is None
             else plan_runs(argv, arguments.processes)
         )
-        report = RepeatReport(_repeat(plans, output, arguments.timeout), output)
-    report.print_out(as_one_object=arguments.json)
+        report = RepeatReport(_repeat(plans, output, arguments.timeout), output, argv)
+    report.print_out(as_one_object=arguments.json, verbose=arguments.verbose)
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 

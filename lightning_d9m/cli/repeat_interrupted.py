@@ -82,14 +82,14 @@ def interrupt_and_resume(
             variables |= _ALLOW_OBJECTS if allow_objects else {}
             run_once(argv, folder, title=f"{title}, resumed", timeout=timeout, variables=variables)
             run = Run(read_fits(folder, argv), f"{label}, resumed")
-            if RepeatReport({1: straight, number: run}, output).verdict == "equal":
+            if RepeatReport({1: straight, number: run}, output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)
             runs[number] = run
         except (CommandError, LedgerError) as error:
             text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
             failures.append(FailedRun(number, f"{label}, failed", text))
-    return RepeatReport(runs, output, failures)
+    return RepeatReport(runs, output, argv, failures)
 
 
 def _read_survey(folder: Path) -> list[EpochShape]:

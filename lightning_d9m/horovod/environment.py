@@ -135,8 +135,8 @@ def check_ranks(described: Sequence[Mapping[str, Scalar]]) -> None:
         differences = stack_differences(described[0], actual)
         if differences:
             raise StackDifferenceError(
-                f"Rank {rank} (actual) runs with different settings or on a different stack than "
-                "rank 0 (expected), so they would not compute the same bits; make them equal:\n"
+                f"Rank {rank} (this run) runs with different settings or on a different stack than "
+                "rank 0 (reference), so they would not compute the same bits; make them equal:\n"
                 f"{format_differences(differences)}",
                 differences=differences,
             )

@@ -347,7 +347,7 @@ def _describe(differences: Sequence[StackDifference]) -> str:
 def format_differences(differences: Sequence[StackDifference]) -> str:
     """Return the differences as text: each field with both values below it, aligned."""
     return "\n".join(
-        f"  {escape(field)}\n    expected: {escape(one, _MAX_VALUE)}\n"
-        f"    actual:   {escape(other, _MAX_VALUE)}"
+        f"  {escape(field)}\n    reference: {escape(one, _MAX_VALUE)}\n"
+        f"    this run:  {escape(other, _MAX_VALUE)}"
         for field, one, other in differences
     )

@@ -16,10 +16,18 @@ _LONGEST = 4_096
 
 
 def format_comparison(comparison: Comparison) -> list[str]:
-    """Return the lines of a comparison: what explains a difference comes before it."""
+    """Return the lines of a comparison: the verdict, the ledgers, what differs between them.
+
+    What may explain a difference, such as another driver, comes before the difference.
+    """
+    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison)]
+
+
+def format_evidence(comparison: Comparison) -> list[str]:
+    """Return the lines of a comparison without the verdict."""
     lines = [
-        f"expected: {escape(str(comparison.expected), _LONGEST)}",
-        f"actual:   {escape(str(comparison.actual), _LONGEST)}",
+        f"reference: {escape(str(comparison.expected), _LONGEST)}",
+        f"this run:  {escape(str(comparison.actual), _LONGEST)}",
     ]
     if is_one_ledger(comparison):
         lines.append("Both are the same ledger, so this shows nothing about two runs.")
@@ -33,13 +41,11 @@ def format_comparison(comparison: Comparison) -> list[str]:
             for entry in found:
                 lines += _format_field(entry, len(comparison.ranks))
     for entry in comparison.refusals[:1]:
-        lines += _wrap(entry.reason)
-    lines.append("")
-    if not comparison.refusals:
-        lines += _format_divergences(comparison)
+        lines += wrap(entry.reason)
+    details = [] if comparison.refusals else list(_format_divergences(comparison))
     for sentence in list_one_sided(comparison):
-        lines += _wrap(sentence)
-    return [*lines, *_wrap(state_verdict(comparison))]
+        details += wrap(sentence)
+    return [*lines, "", *details] if details else lines
 
 
 def is_one_ledger(comparison: Comparison) -> bool:
@@ -52,8 +58,8 @@ def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
     # Ranks are named only if not all of them differ in this way.
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
     yield f"  {escape(entry.field)}{where}"
-    yield f"    expected: {escape(entry.expected, _VALUE)}"
-    yield f"    actual:   {escape(entry.actual, _VALUE)}"
+    yield f"    reference: {escape(entry.expected, _VALUE)}"
+    yield f"    this run:  {escape(entry.actual, _VALUE)}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -95,20 +101,20 @@ def _format_divergences(comparison: Comparison) -> Iterator[str]:
         same.setdefault(sentence, []).append(found.rank)
     for sentence, numbers in same.items():
         verb = "diverge" if numbers[1:] else "diverges"
-        yield from _wrap(_begin(f"{name_ranks(sorted(numbers))} {verb} {sentence}"))
+        yield from wrap(_begin(f"{name_ranks(sorted(numbers))} {verb} {sentence}"))
 
 
 def _format_divergence(rank: RankComparison, first: RecordDifference) -> Iterator[str]:
-    yield from _wrap(f"Rank {rank.rank} diverges first in {first.where}:")
+    yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_group.items():
         yield f"  {escape(group)}: {count} of {of} differ"
     if first.names != ("(total)",):
         count = first.by_group.get(first.group, (first.count, 0))[0]
-        yield from _wrap(f"first {escape(first.group)}: {describe_names(first.names, count)}", "  ")
-    yield f"    expected: {describe_value(first.expected)}"
-    yield f"    actual:   {describe_value(first.actual)}"
+        yield from wrap(f"first {escape(first.group)}: {describe_names(first.names, count)}", "  ")
+    yield f"    reference: {describe_value(first.expected)}"
+    yield f"    this run:  {describe_value(first.actual)}"
     if text := advise(first):
-        yield from _wrap(text, "  ")
+        yield from wrap(text, "  ")
     if rank.differing or not rank.places:
         yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
     if rank.places:
@@ -142,11 +148,11 @@ def advise(first: RecordDifference) -> str:
 def list_one_sided(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence for everything that only one run has, or that it lacks."""
     for name, ranks in (
-        ("expected", comparison.ranks_only_expected),
-        ("actual", comparison.ranks_only_actual),
+        ("the reference", comparison.ranks_only_expected),
+        ("this run", comparison.ranks_only_actual),
     ):
         if ranks:
-            yield f"Only the {name} run has a file of {name_ranks(ranks)}."
+            yield f"Only {name} has a file of {name_ranks(ranks)}."
     same: dict[str, list[int]] = {}
     for rank in comparison.ranks if not comparison.refusals else ():
         for sentence in _list_one_sided(rank):
@@ -158,7 +164,7 @@ def list_one_sided(comparison: Comparison) -> Iterator[str]:
 def _list_one_sided(rank: RankComparison) -> Iterator[str]:
     for name, found, places, breaks, complete, truncated in (
         (
-            "expected",
+            "the reference",
             rank.only_expected,
             rank.only_expected_places,
             rank.expected_breaks,
@@ -166,7 +172,7 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             rank.expected_truncated,
         ),
         (
-            "actual",
+            "this run",
             rank.only_actual,
             rank.only_actual_places,
             rank.actual_breaks,
@@ -175,25 +181,22 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
         ),
     ):
         if found.count:
-            yield (
-                f"only the {name} run has {pluralize(found.count, 'record')}, the first "
-                f"{found.first}."
-            )
+            yield (f"only {name} has {pluralize(found.count, 'record')}, the first {found.first}.")
         if places.count:
             yield (
-                f"only the {name} run has {pluralize(places.count, 'probe')} in batches of both, "
+                f"only {name} has {pluralize(places.count, 'probe')} in batches of both, "
                 f"the first {places.first}."
             )
         for found_break in breaks:
             problem = (found_break.problem or "").removesuffix(".")
             problem = f"; {escape(problem, _LONGEST)}" if problem else ""
             yield (
-                f"the {name} run was interrupted and resumed at epoch {found_break.epoch}, batch "
+                f"{name} was interrupted and resumed at epoch {found_break.epoch}, batch "
                 f"{found_break.batch} (step {found_break.step}){problem}."
             )
         if not complete:
             torn = "; its torn last record was left out" if truncated else ""
-            yield f"the {name} run was ended before it finished its ledger{torn}."
+            yield f"{name} was ended before it finished its ledger{torn}."
 
 
 def state_verdict(comparison: Comparison) -> str:
@@ -228,9 +231,9 @@ def count_compared(comparison: Comparison) -> str:
 
 
 def _name_first(comparison: Comparison) -> str:
-    """Return a sentence that repeats the first divergence if others were listed after it."""
+    """Return a sentence that names the first divergence."""
     first, found = comparison.first, comparison.divergences
-    if first is None or not found[1:]:
+    if first is None:
         return ""
     ranks = [entry.rank for entry in found if entry.when == found[0].when]
     verb = "diverge" if ranks[1:] else "diverges"
@@ -241,7 +244,8 @@ def _begin(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def _wrap(text: str, indent: str = "") -> list[str]:
+def wrap(text: str, indent: str = "") -> list[str]:
+    """Return a text in lines of at most 80 columns; words and paths are not broken."""
     return textwrap.wrap(
         text,
         _WIDTH,

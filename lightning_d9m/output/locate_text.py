@@ -80,8 +80,8 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
         yield f"  {escape(entry.field)}"
-        yield f"    expected: {escape(entry.expected)}"
-        yield f"    actual:   {escape(entry.actual)}"
+        yield f"    reference: {escape(entry.expected)}"
+        yield f"    this run:  {escape(entry.actual)}"
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:
@@ -96,7 +96,7 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
 def _name_ranks(found: "SearchResult") -> str:
     ranks = ", ".join(str(entry.rank) for entry in found.divergences)
     reference = found.reference_rank
-    compared = "" if reference is None else f", compared with rank {reference} (expected)"
+    compared = "" if reference is None else f", compared with rank {reference} (reference)"
     return f"{ranks} of {found.ranks}{compared}"
 
 
@@ -167,5 +167,5 @@ def _describe_magnitude(found: "Magnitude") -> Iterator[str]:
     )
     for at, expected, actual in found.examples:
         yield f"  {list(at)}"
-        yield f"    expected: {expected!r} ({expected.hex()})"
-        yield f"    actual:   {actual!r} ({actual.hex()})"
+        yield f"    reference: {expected!r} ({expected.hex()})"
+        yield f"    this run:  {actual!r} ({actual.hex()})"

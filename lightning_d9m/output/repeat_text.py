@@ -1,6 +1,7 @@
 """The result of ``d9m repeat``: a table of all fits, the verdict, and what differs."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.output.comparison_json import as_json
-from lightning_d9m.output.comparison_text import format_comparison
+from lightning_d9m.output.comparison_text import format_evidence, state_verdict, wrap
+from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.output.run_table import RunRow, format_table
-from lightning_d9m.output.terminal import terminal_width
-from lightning_d9m.text import pluralize
+from lightning_d9m.output.terminal import print_lines, terminal_width
+from lightning_d9m.text import pluralize, printable
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,19 @@ class RepeatReport:
     Args:
         runs: The runs by number; run 1 is the reference.
         output: The folder with their ledgers.
+        command: The command that was run.
         failures: The runs that failed.
     """
 
     def __init__(
-        self, runs: Mapping[int, Run], output: Path, failures: Sequence[FailedRun] = ()
+        self,
+        runs: Mapping[int, Run],
+        output: Path,
+        command: Sequence[str],
+        failures: Sequence[FailedRun] = (),
     ) -> None:
         self._runs = runs
+        self._command = command
         self._output = output
         self._failures = failures
         # Fits are matched by name, so that a missing fit does not shift the others.
@@ -107,12 +115,18 @@ class RepeatReport:
             return "different"
         return "incomplete" if self._failures else "equal"
 
-    def print_out(self, *, as_one_object: bool) -> None:
-        """Print the report as text or as one JSON object."""
+    def print_out(self, *, as_one_object: bool, verbose: bool = False) -> None:
+        """Print the report as text or as one JSON object.
+
+        Args:
+            as_one_object: Whether to print JSON.
+            verbose: Whether the text has whole digests and the bits of the losses.
+        """
         if as_one_object:
             print(json.dumps(self._as_json(), indent=2))
             return
-        print(format_table(self._rows, terminal_width(), plain=False))
+        print_lines([*wrap(self._state_verdict()), ""])
+        print(format_table(self._rows, terminal_width(), plain=False, verbose=verbose))
         labels = {number: run.label for number, run in self._runs.items()}
         labels |= {failure.run: failure.label for failure in self._failures}
         for number, label in sorted(labels.items()):
@@ -121,42 +135,62 @@ class RepeatReport:
         print()
         for failure in self._failures:
             print(f"Run {failure.run} failed: {failure.error}\n")
-        self._print_verdict()
+        if self.verdict == "different":
+            self._print_difference()
+        elif self._fits == 1 and len(self._runs) > 1:
+            print(f"weights: {self._rows[-1].weights}")
         print(f"ledgers: {self._output}")
+        if self._differing:
+            print("\n".join(format_next_steps(self._list_next_steps(self._differing[0]))))
 
-    def _print_verdict(self) -> None:
+    def _state_verdict(self) -> str:
         runs = len(self._runs)
-        if self.verdict != "different":
-            last = max(self._runs)
-            records = sum(
-                rank.records
-                for entry in self._entries
-                if entry.run == last and entry.comparison is not None
-                for rank in entry.comparison.ranks
+        failed = pluralize(len(self._failures), "run")
+        if self.verdict == "different":
+            count = len({entry.run for entry in self._differing} | set(self._unmatched))
+            verb = "differs" if count == 1 else "differ"
+            failures = f"; {failed} failed" if self._failures else ""
+            first = self._describe_first(self._differing[0]) if self._differing else ""
+            return (
+                f"different: {count} of {runs} runs {verb} from run 1{failures}. {first}".rstrip()
             )
-            agree = f"{runs} runs agree bit for bit in {pluralize(records, 'record')} each"
-            if self._failures:
-                failed = pluralize(len(self._failures), "run")
-                agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
-            print(f"{self.verdict}: {agree}.")
-            if self._fits == 1 and runs > 1:
-                print(f"weights: {self._rows[-1].weights}")
-            return
+        last = max(self._runs)
+        records = sum(
+            rank.records
+            for entry in self._entries
+            if entry.run == last and entry.comparison is not None
+            for rank in entry.comparison.ranks
+        )
+        agree = f"{runs} runs agree bit for bit in {pluralize(records, 'record')} each"
+        if self._failures:
+            agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
+        return f"{self.verdict}: {agree}."
+
+    def _describe_first(self, entry: _FitOutcome) -> str:
+        """Return the verdict on the first fit that differs."""
+        assert entry.comparison is not None, "it differs"
+        fit = f", fit {entry.fit}" if self._fits > 1 else ""
+        verdict = state_verdict(entry.comparison).removeprefix("different: ")
+        return f"Run {entry.run}{fit}: {verdict}"
+
+    def _print_difference(self) -> None:
         for number in self._unmatched[:1]:
             print(self._describe_fits(number))
         for entry in self._differing[:1]:
             assert entry.comparison is not None, "it differs"
-            print("\n".join(format_comparison(entry.comparison)))
-        count = len({entry.run for entry in self._differing} | set(self._unmatched))
-        end = f"; {pluralize(len(self._failures), 'run')} failed" if self._failures else ""
-        if self._differing:
-            entry = self._differing[0]
-            fit = f", fit {entry.fit}" if self._fits > 1 else ""
-            end += f"; above: run {entry.run}{fit}"
-        verb = "differs" if count == 1 else "differ"
-        print(f"\ndifferent: {count} of {runs} runs {verb} from run 1{end}.")
+            print("\n".join([*format_evidence(entry.comparison), ""]))
         if advice := self._advise_logical_ranks():
             print(advice)
+
+    def _list_next_steps(self, entry: _FitOutcome) -> list[tuple[str, str]]:
+        assert entry.comparison is not None, "it differs"
+        ledgers = (entry.comparison.expected, entry.comparison.actual)
+        command = printable(shlex.join(self._command))
+        return [
+            (f"d9m locate -- {command}", "finds the step, module and source line"),
+            (f"d9m report {' '.join(map(_show_path, ledgers))}", "shows the difference as a page"),
+            ("d9m scan", "lists causes in the source"),
+        ]
 
     def _advise_logical_ranks(self) -> str | None:
         """Return advice if runs on different numbers of processes have no logical ranks."""
@@ -176,8 +210,8 @@ class RepeatReport:
         return "\n".join(
             [
                 f"Run 1 left {pluralize(len(first), 'ledger')}, run {number} left {len(run)}:",
-                f"  expected: {', '.join(first)}",
-                f"  actual:   {', '.join(run)}",
+                f"  reference: {', '.join(first)}",
+                f"  this run:  {', '.join(run)}",
                 "The ledgers that both left were compared.",
             ]
         )
@@ -198,3 +232,10 @@ class RepeatReport:
                 if entry.comparison is not None
             ],
         }
+
+
+def _show_path(path: Path) -> str:
+    """Return a path for a shell, relative to the current folder if it is below it."""
+    current = Path.cwd()
+    shown = path.relative_to(current) if path.is_relative_to(current) else path
+    return printable(shlex.quote(str(shown)))

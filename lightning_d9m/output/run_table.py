@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 80
-_DIGEST = 32
-_SHORTEST_DIGEST = 8
-_TITLES = ("seed", "weights", "final loss", "")
+# Shown of a digest: enough to tell runs apart, and the table fits 80 columns.
+_DIGEST = 16
+_TITLES = ("seed", "weights", "final loss")
 _PROCESS_TITLES = ("processes", "time", "records", "weights")
 _OF_PROCESSES = {"processes", "seconds", "records"}
 
@@ -60,33 +60,33 @@ class RunRow:
         }
 
 
-def format_table(rows: Sequence[RunRow], width: int = _WIDTH, *, plain: bool = True) -> str:
-    """Lay out the rows.
-
-    A table that would be too wide has all digests cut to one length. A loss is never cut.
+def format_table(
+    rows: Sequence[RunRow], width: int = _WIDTH, *, plain: bool = True, verbose: bool = False
+) -> str:
+    """Lay out the rows; digests are cut to one length, and losses are never cut.
 
     Args:
         rows: The rows.
         width: The number of columns if possible.
         plain: Whether to leave out colors even on a terminal.
+        verbose: Whether to show whole digests and ``float.hex()`` of losses.
     """
-    table = _make_table(rows, _DIGEST)
-    if (excess := measure(table) - width) > 0:
-        table = _make_table(rows, max(_SHORTEST_DIGEST, _DIGEST - excess))
+    table = _make_table(rows, verbose=verbose)
     return render(table, max(width, measure(table)), plain=plain)
 
 
-def _make_table(rows: Sequence[RunRow], digits: int) -> "Table":
+def _make_table(rows: Sequence[RunRow], *, verbose: bool) -> "Table":
     several_fits = len({row.fit for row in rows}) > 1
     by_processes = any(row.processes is not None for row in rows)
-    titles = _PROCESS_TITLES if by_processes else _TITLES
+    digits = None if verbose else _DIGEST
+    titles = _PROCESS_TITLES if by_processes else (*_TITLES, *[""] * verbose)
     list_cells = _list_process_cells if by_processes else _list_cells
     table = make_table(
         ["run.fit" if several_fits else "run", *titles, "verdict"],
         [
             (
                 f"{row.run}.{row.fit}" if several_fits else str(row.run),
-                *list_cells(row, digits),
+                *list_cells(row, digits)[: len(titles)],
                 style(row.verdict),
             )
             for row in rows
@@ -97,7 +97,7 @@ def _make_table(rows: Sequence[RunRow], digits: int) -> "Table":
     return table
 
 
-def _list_cells(row: RunRow, digits: int) -> tuple[str, ...]:
+def _list_cells(row: RunRow, digits: int | None) -> tuple[str, ...]:
     loss = None if row.loss is None else float.fromhex(row.loss)
     return (
         str(row.seed),
@@ -107,6 +107,6 @@ def _list_cells(row: RunRow, digits: int) -> tuple[str, ...]:
     )
 
 
-def _list_process_cells(row: RunRow, digits: int) -> tuple[str, ...]:
+def _list_process_cells(row: RunRow, digits: int | None) -> tuple[str, ...]:
     seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
     return str(row.processes), seconds, str(row.records), row.weights[:digits] or "none"

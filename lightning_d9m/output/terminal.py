@@ -1,6 +1,7 @@
 """Tables on a terminal, laid out and colored by rich; plain in a pipe and under NO_COLOR."""
 
 import shutil
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
 
 _STYLES = {
     "equal": "green",
+    "different": "bold red",
+    "not comparable": "bold red",
+    "incomplete": "bold yellow",
+    "reference": "dim",
     "differs": "bold red",
     "no match": "red",
     "problem": "bold red",
@@ -64,6 +69,18 @@ def render(table: "Table", width: int, *, plain: bool = False) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines; a verdict that begins the first one is colored on a terminal."""
+    verdict, colon, rest = lines[0].partition(":")
+    if verdict in _STYLES and sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(style(verdict), colon + rest, sep="")
+        lines = lines[1:]
+    print("\n".join(lines))
 
 
 def terminal_width(limit: int = 100) -> int:

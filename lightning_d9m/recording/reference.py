@@ -157,8 +157,8 @@ class Reference:
         )
         lines = [
             headline,
-            f"  expected: {describe_value(difference.expected)}",
-            f"  actual:   {describe_value(difference.actual)}",
+            f"  reference: {describe_value(difference.expected)}",
+            f"  this run:  {describe_value(difference.actual)}",
         ]
         if len(difference.by_group) > 1:
             parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_group.items()]
@@ -214,7 +214,8 @@ class Reference:
         others = f" Also different: {', '.join(escape(r.field) for r in refusals[1:])}."
         raise ReferenceRefusedError(
             f"The reference {self.path} comes from another experiment: its {escape(first.field)} "
-            f"differs.\n  expected: {escape(first.expected)}\n  actual:   {escape(first.actual)}\n"
+            f"differs.\n  reference: {escape(first.expected)}\n"
+            f"  this run:  {escape(first.actual)}\n"
             f"{first.reason}{others if refusals[1:] else ''} Run as the reference was run, or name "
             "a reference that was run as this is.",
             field=first.field,
@@ -226,7 +227,7 @@ class Reference:
         lacking, following = describe_record(actual), describe_record(expected)
         return ReferenceRefusedError(
             f"The reference {self.path} has no record of {lacking}; the next that it has is "
-            f"{following}.\n  expected: {following}\n  actual:   {lacking}\nIt was recorded at "
+            f"{following}.\n  reference: {following}\n  this run:  {lacking}\nIt was recorded at "
             "other moments than this run; record a new reference with the settings of this run.",
             field="records",
             expected=following,

@@ -58,20 +58,26 @@ def fits(*values, seed=42):
     return RUN.format(fits=0).replace("in 0:", f"in [{pairs}]:")
 
 
+def table_rows(output):
+    """Return the lines of the table, which stands below the verdict."""
+    return output.split("\n\n")[1].splitlines()[1:]
+
+
 def test_equal_runs(repeat):
     status, out, err = repeat(fits(7), n=3)
     assert status == 0
     assert "equal: 3 runs agree bit for bit in 5 records each." in out
-    assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["reference", "equal", "equal"]
+    assert [line.split()[-1] for line in table_rows(out)] == ["reference", "equal", "equal"]
     assert "run 2 of 3: done, 1 epoch\n" in err
 
 
 def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     status, out, _ = repeat(fits(f"1 if {NUMBER} == 2 else 7"), n=3)
     assert status == 1
-    assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["reference", "differs", "equal"]
-    assert "diverges first in" in out
-    assert "different: 1 of 3 runs differs from run 1; above: run 2." in out
+    assert [line.split()[-1] for line in table_rows(out)] == ["reference", "differs", "equal"]
+    assert "Rank 0 diverges first, in the initial state." in " ".join(out.split())
+    assert out.startswith("different: 1 of 3 runs differs from run 1. Run 2: ")
+    assert "  d9m locate -- " in out
     assert max(len(line) for line in out.splitlines() if "d9m-runs" not in line) <= 80
 
 
@@ -88,24 +94,24 @@ def test_json(repeat):
 def test_several_fits_are_compared_one_by_one(repeat):
     status, out, _ = repeat(fits(7, f"{NUMBER}"))
     assert status == 1
-    assert "above: run 2, fit 2." in out
+    assert "differs from run 1. Run 2, fit 2: " in out
 
 
 def test_all_fits_count_as_records(repeat):
     assert "agree bit for bit in 10 records each" in repeat(fits(7, 8))[1]
 
 
-@pytest.mark.parametrize(("values", "seen"), [((7, 7), ""), ((7, f"{NUMBER}"), "run 2, fit 1")])
+@pytest.mark.parametrize(("values", "seen"), [((7, 7), ""), ((7, f"{NUMBER}"), "Run 2, fit 1")])
 def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(repeat, values, seen):
     code = fits(*values).replace("]:", f"][-{NUMBER}:]:")
     status, out, _ = repeat(code, n=3)
     assert status == 1
-    assert "Run 1 left 1 ledger, run 2 left 2:\n  expected: fit-000\n" in out
-    assert "  actual:   fit-000, fit-001\nThe ledgers that both left were compared.\n" in out
+    assert "Run 1 left 1 ledger, run 2 left 2:\n  reference: fit-000\n" in out
+    assert "  this run:  fit-000, fit-001\nThe ledgers that both left were compared.\n" in out
     assert "different: 2 of 3 runs differ from run 1" in out
     assert seen in out
-    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["1.1", "2.1", "2.2"]
-    assert out.splitlines()[3].split()[-2:] == ["no", "match"]
+    assert [line.split()[0] for line in table_rows(out)] == ["1.1", "2.1", "2.2", "3.1", "3.2"]
+    assert table_rows(out)[2].split()[-2:] == ["no", "match"]
 
 
 def test_nothing_is_overwritten(repeat, tmp_path):
@@ -172,7 +178,7 @@ def test_a_ledger_cut_short_is_no_agreement(repeat):
     cut = "\nif {} == 2: os.truncate(rank_path(folder, 0), rank_path(folder, 0).stat().st_size - 5)"
     status, out, _ = repeat(fits(7) + cut.format(NUMBER))
     assert status == 1
-    assert "the actual run was ended before it finished its ledger" in " ".join(out.split())
+    assert "this run was ended before it finished its ledger" in " ".join(out.split())
 
 
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):

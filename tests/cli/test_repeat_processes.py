@@ -55,12 +55,12 @@ def rank(value=7, stack=LOGICAL):
 def test_one_table_shows_that_runs_on_other_numbers_of_processes_agree(repeat):
     status, out, err = repeat(rank(), "1,2,4")
     assert status == 0
-    lines = [line.split() for line in out.splitlines()]
+    lines = [line.split() for line in out.split("\n\n")[1].splitlines()]
     assert lines[0] == ["run", "processes", "time", "records", "weights", "verdict"]
     assert [line[:2] + line[4:] for line in lines[1:4]] == [
-        ["1", "1", "5", f"{7:032x}", "reference"],
-        ["2", "2", "5", f"{7:032x}", "equal"],
-        ["3", "4", "5", f"{7:032x}", "equal"],
+        ["1", "1", "5", "0" * 16, "reference"],
+        ["2", "2", "5", "0" * 16, "equal"],
+        ["3", "4", "5", "0" * 16, "equal"],
     ]
     assert "equal: 3 runs agree bit for bit in 5 records each." in out
     assert "run 2 of 3, on 2 processes: done, 1 epoch\n" in err
@@ -108,7 +108,7 @@ def test_a_command_may_start_the_processes_itself(repeat, tmp_path):
     code += "os.environ.update(RANK='0', WORLD_SIZE=sys.argv[1].removeprefix('-np='))\n"
     status, out, _ = repeat(code + rank(), "1,2", words=["-np={processes}"])
     assert status == 0
-    assert [line.split()[1] for line in out.splitlines()[1:3]] == ["1", "2"]
+    assert [line.split()[1] for line in out.split("\n\n")[1].splitlines()[1:3]] == ["1", "2"]
 
 
 def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):

@@ -216,7 +216,7 @@ def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
     assert (
         "The records that both runs have are equal, but one run has what the other lacks:" in words
     )
-    assert "Rank 0: the actual run was ended before it finished its ledger." in words
+    assert "Rank 0: this run was ended before it finished its ledger." in words
 
 
 def test_a_number_is_shown_in_both_notations(tmp_path):
@@ -233,14 +233,14 @@ def test_a_number_is_shown_in_both_notations(tmp_path):
                     record["loss"] = loss.hex()
                 writer.write(record)
     words = Page(report(tmp_path, *ledgers)).words
-    assert "Expected 0x1.0000000000000p-1 (0.5), actual 0x1.0000000000000p-2 (0.25)." in words
+    assert "Reference: 0x1.0000000000000p-1 (0.5); this run: 0x1.0000000000000p-2 (0.25)." in words
 
 
 def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
     """A module that only one run calls may explain the difference."""
     one, other = write(tmp_path), write(tmp_path, names=[*MODULES, "extra"], drift=2)
     words = Page(report(tmp_path, one, other)).words
-    assert "Only the actual run has output extra in that batch." in words
+    assert "Only this run has output extra in that batch." in words
 
 
 def test_where_nothing_differs_no_growth_is_drawn(tmp_path):
@@ -273,7 +273,7 @@ def test_runs_of_other_world_sizes(tmp_path):
     """They are not comparable, and the page says why."""
     words = Page(report(tmp_path, write(tmp_path), write(tmp_path, world_size=2))).words
     assert "Not comparable" in words
-    assert "world_size : expected 1, actual 2. A different number of ranks gives" in words
+    assert "world_size : reference: 1; this run: 2. A different number of ranks gives" in words
     assert "How the difference grows" not in words
 
 

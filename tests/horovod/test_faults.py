@@ -15,7 +15,7 @@ FAULTS = {
     "gradients": (r"(?s)the backward pass:.*branch.weight: yes on rank 0; no on rank 1",) * 2,
     "batches": (rf"(?s){DIFFERENT}.*rank 0: training on 8 .*rank 1: training on 6 batches",) * 2,
     "stream": (rf"(?s){DIFFERENT}.*rank 0: the backward pass.*rank 1: the end of validation",) * 2,
-    "settings": (r"(?s)StackDifferenceError: Rank 1 .*strategy.bucket_bytes.*actual:   1024",) * 2,
+    "settings": (r"(?s)StackDifferenceError: Rank 1 .*strategy.bucket_bytes.*this run:  1024",) * 2,
     "validation": (rf"(?s){DIFFERENT}.*rank 0: the end of validation.*rank 1: all_gather",) * 2,
     "ulp": (r"DriftError: Rank 1 differs from rank 0 .*1 of 8 weights differ, first net.0.weight",)
     * 2,

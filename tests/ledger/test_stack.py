@@ -237,8 +237,8 @@ class TestPolicy:
             "The stack differs from the reference's in 1 field, so another result would be no "
             "nondeterminism of this program:\n"
             "  device.driver\n"
-            "    expected: 560.35.03\n"
-            "    actual:   570.00\n"
+            "    reference: 560.35.03\n"
+            "    this run:  570.00\n"
             "Run on the stack of the reference, or record a new reference on this one; with the "
             "policy 'warn' the run continues."
         )

@@ -80,7 +80,7 @@ def mask(text):
     """Return a report without line breaks and without values that change in each run."""
     words = " ".join(text.replace(str(TRAINING), "train.py").split())
     where, _, values = words.partition(" differ: ")
-    values = re.sub(r"( \[[\d, ]*\] expected: \S+ \S+ actual: \S+ \S+)+", " [values]", values)
+    values = re.sub(r"( \[[\d, ]*\] reference: \S+ \S+ this run: \S+ \S+)+", " [values]", values)
     return where, re.sub(r"\d[\d,.]*(e[+-]\d+)?(?![\w-])", "#", values)
 
 

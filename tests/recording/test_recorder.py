@@ -114,7 +114,7 @@ def test_drift_from_the_reference_on_one_rank_stops_all(tmp_path):
     errors = run(tmp_path / "a", act, reference=tmp_path / "reference")
     assert [error.rank for error in errors] == [1, 1, 1]
     assert errors[1].names == ("b",)
-    assert "expected:" in str(errors[1])
+    assert "reference:" in str(errors[1])
     assert "in the message of rank 1" in str(errors[0])
 
 

@@ -50,7 +50,7 @@ class TestRefusal:
             reference.check_header(runs.header(**header))
         assert (caught.value.field, caught.value.expected) == (field, expected)
         assert caught.value.actual == actual
-        assert f"\n  expected: {expected}\n  actual:   {actual}\n" in str(caught.value)
+        assert f"\n  reference: {expected}\n  this run:  {actual}\n" in str(caught.value)
 
     def test_the_message(self, runs):
         """What, the values, why, what to do."""
@@ -59,8 +59,8 @@ class TestRefusal:
             Reference(folder, 0).check_header(runs.header(seed=43, fit=1))
         assert str(caught.value) == (
             f"The reference {folder} comes from another experiment: its seed differs.\n"
-            "  expected: 42\n"
-            "  actual:   43\n"
+            "  reference: 42\n"
+            "  this run:  43\n"
             "A different seed draws different random numbers, so every digest differs by design. "
             "Also different: fit. Run as the reference was run, or name a reference that was run "
             "as this is."
@@ -170,8 +170,8 @@ class TestDrift:
         assert str(error) == (
             "This run differs from its reference in epoch 1 (step 46) on rank 0: 1 of 12 entries "
             "differ, first in weights: layers.0.bias.\n"
-            f"  expected: {expected}\n"
-            f"  actual:   {'f' * 32}\n"
+            f"  reference: {expected}\n"
+            f"  this run:  {'f' * 32}\n"
             "They last agreed in epoch 0 (step 23), so the cause lies after it.\n"
             f"Reference: {folder}/rank-0.jsonl"
         )
@@ -210,8 +210,8 @@ class TestDrift:
         with reference_closed(reference):
             difference = reference.check(runs.digests("epoch", 0, loss="0x1.5555555555556p-2"))
         error = reference.drift_error(difference)
-        assert "  expected: 0x1.5555555555555p-2 (0.3333333333333333)\n" in str(error)
-        assert "  actual:   0x1.5555555555556p-2 (0.33333333333333337)\n" in str(error)
+        assert "  reference: 0x1.5555555555555p-2 (0.3333333333333333)\n" in str(error)
+        assert "  this run:  0x1.5555555555556p-2 (0.33333333333333337)\n" in str(error)
         assert error.group == "loss"
 
     def test_a_total_alone(self, runs):

@@ -288,8 +288,8 @@ def _make_error(
         f"A step that was run twice on the same batch, from the same weights, buffers and random "
         f"generators, gave different values (epoch {moment.epoch}, step {moment.step}, batch "
         f"{moment.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
-        f"  expected: {difference.expected or 'nothing'}\n"
-        f"  actual:   {difference.actual or 'nothing'}\n"
+        f"  reference: {difference.expected or 'nothing'}\n"
+        f"  this run:  {difference.actual or 'nothing'}\n"
         f"{difference.differing} of {total} values differ. Either an operation there is not "
         "deterministic (`d9m locate` names it), or the step reads what cannot be put back (a "
         "clock, a file, a generator of its own), or the hardware makes errors.",

@@ -31,7 +31,7 @@ def test_compare_takes_it_for_a_straight_run_and_says_where_the_break_was(fits, 
     assert moments == [("initial", 0), ("epoch", 0), ("epoch", 1), ("epoch", 2), ("final", 2)]
     assert main(["compare", str(straight), str(resumed)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "the actual run was interrupted and resumed at epoch 1, batch 3 (step 9)." in said
+    assert "this run was interrupted and resumed at epoch 1, batch 3 (step 9)." in said
     assert main(["compare", str(straight), str(interrupted)]) == 1
 
 

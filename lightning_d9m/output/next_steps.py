@@ -1,0 +1,29 @@
+"""The commands that help now, printed below a verdict."""
+
+from collections.abc import Sequence
+
+_WIDTH = 80
+
+
+def format_next_steps(steps: Sequence[tuple[str, str]]) -> list[str]:
+    r"""Return a block of commands with what each does; what does not fit beside it stands below.
+
+    Args:
+        steps: Pairs of a command and what it does.
+
+    >>> print("\n".join(format_next_steps([("d9m scan", "lists causes in the source")])))
+    <BLANKLINE>
+    Next:
+      d9m scan  lists causes in the source
+    """
+    if not steps:
+        return []
+    width = max(len(command) for command, _ in steps)
+    beside = 2 + width + 2 + max(len(purpose) for _, purpose in steps) <= _WIDTH
+    lines = ["", "Next:"]
+    for command, purpose in steps:
+        if beside:
+            lines.append(f"  {command:{width}}  {purpose}")
+        else:
+            lines += [f"  {command}", f"      {purpose}"]
+    return lines
