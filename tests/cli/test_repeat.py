@@ -79,7 +79,9 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     assert "Rank 0 diverges first, in the initial state." in " ".join(out.split())
     assert out.startswith("different: 1 of 3 runs differs from run 1. Run 2: ")
     assert "  d9m locate -- " in out
-    assert max(len(line) for line in out.splitlines() if not re.search("d9m-runs|  d9m", line)) <= 80
+    assert (
+        max(len(line) for line in out.splitlines() if not re.search("d9m-runs|  d9m", line)) <= 80
+    )
 
 
 def test_json(repeat):
