@@ -8,12 +8,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.records import Digests
 from lightning_d9m.text import escape, pluralize
+
+if TYPE_CHECKING:
+    from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,27 +48,27 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: When there is nothing to check it by, or it holds objects.
         LedgerError: When the ledger that was named cannot be read.
     """
-    from lightning_d9m.lightning.checkpoint_io import KEY, check_checkpoint, load_checkpoint
+    from lightning_d9m.lightning.checkpoint_io import check_checkpoint, load_checkpoint
+    from lightning_d9m.lightning.saved_state import SavedState
 
     path: Path = arguments.checkpoint
     if not path.is_file():
         raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
     try:
         checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
-        sealed = check_checkpoint(checkpoint, path)
+        has_manifest = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
         found = Verification(path, "damaged", [str(error)])
     else:
-        state = checkpoint.get(KEY)
-        state = state if isinstance(state, Mapping) else {}
+        state = SavedState.from_checkpoint(checkpoint)
         ledger = _find_ledger(arguments.ledger, state)
-        if not sealed and ledger is None:
+        if not has_manifest and ledger is None:
             raise CommandError(
                 f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
                 "Name the ledger of the run that saved it, or save checkpoints with "
                 "DeterminismCallback."
             )
-        found = _verify(path, checkpoint, state, ledger, sealed=sealed)
+        found = _verify(path, checkpoint, state, ledger, has_manifest=has_manifest)
     if arguments.json:
         print(json.dumps({"ok": found.ok, **asdict(found), "checkpoint": str(path)}, indent=2))
     else:
@@ -110,19 +113,27 @@ class Verification:
 def _verify(
     path: Path,
     checkpoint: Mapping[str, Any],
-    state: Mapping[str, Any],
+    state: "SavedState | str",
     ledger: Ledger | None,
     *,
-    sealed: bool,
+    has_manifest: bool,
 ) -> Verification:
-    manifest = _describe_manifest(checkpoint) if sealed else "no manifest of lightning_d9m"
-    found = Verification(path, "whole", [f"{path}: {manifest}"])
-    if sealed:
-        found.tensors = len(checkpoint["lightning_d9m"]["seal"]["tensors"])
-    if state:
-        found.seed = state["seed"]
-        found.epoch, found.step = state["place"]["epoch"], state["place"]["step"]
-        found.lines.append(f"saved {_describe_position(state['place'])}, seed {state['seed']}")
+    from lightning_d9m.lightning.checkpoint_io import find_manifest
+
+    manifest = find_manifest(checkpoint) if has_manifest else None
+    found = Verification(path, "whole", [])
+    if manifest is None:
+        found.lines.append(f"{path}: no manifest of lightning_d9m")
+    else:
+        found.tensors = len(manifest["tensors"])
+        count = pluralize(found.tensors, "tensor")
+        found.lines.append(f"{path}: whole: {count} and all other values are as saved")
+    if not isinstance(state, str):
+        position = state.position
+        found.seed, found.epoch, found.step = state.seed, position.epoch, position.step
+        found.lines.append(f"saved {_describe_position(position)}, seed {state.seed}")
+    elif manifest is not None:
+        found.lines.append(state)
     if ledger is None:
         found.lines.append("no ledger to find its weights in; name one to search it")
     else:
@@ -131,31 +142,27 @@ def _verify(
     return found
 
 
-def _describe_manifest(checkpoint: Mapping[str, Any]) -> str:
-    count = len(checkpoint["lightning_d9m"]["seal"]["tensors"])
-    return f"whole: {pluralize(count, 'tensor')} and all other values are as saved"
+def _describe_position(position: "LoopPosition") -> str:
+    if position.phase == "epoch":
+        return f"before epoch {position.epoch} at step {position.step}"
+    return (
+        f"within epoch {position.epoch} after {position.batch} of its batches, at step "
+        f"{position.step}"
+    )
 
 
-def _describe_position(place: Mapping[str, Any]) -> str:
-    epoch, step = place["epoch"], place["step"]
-    if place["moment"] == "epoch":
-        return f"before epoch {epoch} at step {step}"
-    return f"within epoch {epoch} after {place['batch']} of its batches, at step {step}"
-
-
-def _find_ledger(named: Path | None, state: Mapping[str, Any]) -> Ledger | None:
+def _find_ledger(named: Path | None, state: "SavedState | str") -> Ledger | None:
     if named is not None:
         return read_ledger(named)
-    ranks = state.get("ranks") or [{}]
-    position = ranks[0].get("ledger")
+    position = None if isinstance(state, str) else state.ranks[0].ledger
     try:
-        return read_ledger(position["folder"]) if position else None
+        return read_ledger(position.folder) if position else None
     except LedgerError:
         return None  # it was moved
 
 
 def _find_in(
-    ledger: Ledger, checkpoint: Mapping[str, Any], state: Mapping[str, Any], result: Verification
+    ledger: Ledger, checkpoint: Mapping[str, Any], state: "SavedState | str", result: Verification
 ) -> None:
     """Find the records of a ledger that have the checkpoint's weights."""
     weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
@@ -167,7 +174,7 @@ def _find_in(
             count += 1
             if _holds(record, digests):
                 result.records.append(f"{record.moment} {record.epoch} (step {record.step})")
-    between = bool(state) and state["place"]["moment"] != "epoch"
+    between = not isinstance(state, str) and state.position.phase != "epoch"
     if result.records:
         result.verdict = "found"
         shown = ", ".join(map(escape, result.records[:8]))
@@ -183,12 +190,13 @@ def _find_in(
         result.lines.append(f"{ledger.path}: none of its {count} records holds these weights")
 
 
-def _was_written_for(ledger: Ledger, rank: int, state: Mapping[str, Any]) -> bool:
+def _was_written_for(ledger: Ledger, rank: int, state: "SavedState | str") -> bool:
     from lightning_d9m.ledger.resumed_runs import holds_record
 
-    ranks = state.get("ranks") or []
-    position = (ranks[rank].get("ledger") if rank < len(ranks) else None) or {}
-    return "check" in position and holds_record(ledger.files[rank], position["check"])
+    if isinstance(state, str) or rank >= len(state.ranks):
+        return False
+    position = state.ranks[rank].ledger
+    return position is not None and holds_record(ledger.files[rank], position.check)
 
 
 def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:

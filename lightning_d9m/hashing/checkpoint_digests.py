@@ -52,21 +52,21 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"tensors": table, "values": values}
 
 
-def check_manifest(content: Mapping[str, Any], seal: Mapping[str, Any]) -> Damage:
+def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
     """Compare a checkpoint's content with its manifest."""
-    data = seal["tensors"].cpu().numpy().tobytes()
+    data = manifest["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
-    sealed = {row[:_HALF]: row[_HALF:] for row in rows}
+    expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
     digests, values = _digest(content)
     changed, added = [], []
     for path, value in digests.items():
         row = _row(path, value)
-        expected = sealed.pop(row[:_HALF], None)
+        expected = expected_rows.pop(row[:_HALF], None)
         if expected is None:
             added.append(path)
         elif expected != row[_HALF:]:
             changed.append(path)
-    return Damage(tuple(changed), tuple(added), len(sealed), values != seal["values"])
+    return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
 
 
 def _digest(content: Mapping[str, Any]) -> tuple[dict[str, str], str]:

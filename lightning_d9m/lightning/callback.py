@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.strategies import register_strategies
+from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
@@ -350,7 +351,7 @@ class DeterminismCallback(_Callback):
 
 def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:
     """Return the DeterminismCallbacks of a Trainer that the program itself has passed."""
-    callbacks = [c for c in cast(Any, trainer).callbacks if isinstance(c, DeterminismCallback)]
+    callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
 
 

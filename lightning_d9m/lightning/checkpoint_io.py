@@ -12,6 +12,7 @@ import torch
 from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
 from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
+from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, OLD_MANIFEST_KEY
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.text import describe_names, escape
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
 
-KEY = "lightning_d9m"
 _CHUNK = 2**20
 
 
@@ -72,7 +72,7 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
             stack.close()
         state = checkpoint.get(KEY)
         if state is not None and trainer.is_global_zero:
-            state["seal"] = make_manifest(checkpoint)
+            state[MANIFEST_KEY] = make_manifest(checkpoint)
         return original(checkpoint, *args, **kwargs)
 
     replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
@@ -151,13 +151,11 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     Raises:
         CheckpointError: If its content differs from what was saved.
     """
-    state = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
-    if not isinstance(checkpoint, Mapping) or not isinstance(state, Mapping):
+    manifest = find_manifest(checkpoint) if isinstance(checkpoint, Mapping) else None
+    if not isinstance(checkpoint, Mapping) or manifest is None:
         return False
-    if "seal" not in state:
-        return False
-    rest = {name: value for name, value in state.items() if name != "seal"}
-    damage = check_manifest({**checkpoint, KEY: rest}, state["seal"])
+    rest = {name: value for name, value in checkpoint[KEY].items() if value is not manifest}
+    damage = check_manifest({**checkpoint, KEY: rest}, manifest)
     if damage:
         raise CheckpointError(
             f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
@@ -165,6 +163,15 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
             names=damage.changed,
         )
     return True
+
+
+def find_manifest(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the manifest in a checkpoint, also in one of an older format; None without one."""
+    state = checkpoint.get(KEY)
+    if not isinstance(state, Mapping):
+        return None
+    manifest = state.get(MANIFEST_KEY, state.get(OLD_MANIFEST_KEY))
+    return manifest if isinstance(manifest, Mapping) else None
 
 
 def _describe_damage(damage: Damage) -> str:

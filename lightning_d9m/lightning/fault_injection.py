@@ -32,6 +32,7 @@ from lightning_d9m.launch.interruption_points import (
 )
 from lightning_d9m.lightning.lightning_private import resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
+from lightning_d9m.lightning.trainer_attributes import list_callbacks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -69,7 +70,7 @@ def apply_interrupt_variables(
                 f"The variable {INTERRUPT} is {request!r} and {FOLDER} is not set. Set it to a "
                 "folder for the checkpoint."
             )
-        cast(Any, trainer).callbacks.append(
+        list_callbacks(trainer).append(
             EpochShapeCallback(Path(folder))
             if request == SURVEY
             else CheckpointAndKill(Path(folder), parse_point(request))

@@ -2,7 +2,7 @@
 
 import re
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed
 
@@ -10,12 +10,15 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 # Words of the errors that Gloo and NCCL raise; torch has no type for them.
 _FAILURE = re.compile(r"gloo|nccl|closed by peer|reset by peer", re.IGNORECASE)
 _runs = count()  # separates the runs of a process in the store, and is equal on every rank
 
 
-def connect_liveness(trainer: Any) -> RankLiveness | None:
+def connect_liveness(trainer: "Trainer") -> RankLiveness | None:
     """Connect the ranks of a Trainer; every rank must call this.
 
     Returns:

@@ -16,6 +16,7 @@ from lightning_d9m.lightning.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.loggers import log_digest, log_drift
 from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.lightning.run_metadata import describe_run, find_replicated, make_header
+from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.lightning.weight_snapshots import save_weight_snapshot
 from lightning_d9m.recording.collective import Ranks
@@ -103,11 +104,11 @@ class TrainerRecorder:
         return None if self._recorder is None else self._recorder.ledger_position
 
     @property
-    def pending(self) -> dict[str, Any]:
-        """The values that wait for the next record, as plain values."""
-        return {"loss": self._loss_text(), "evaluations": list(self._evaluations)}
+    def pending(self) -> PendingRecords:
+        """The values that wait for the next record."""
+        return PendingRecords(self._loss_text(), list(self._evaluations))
 
-    def resume(self, record: Mapping[str, Json], pending: Mapping[str, Any]) -> None:
+    def resume(self, record: Mapping[str, Json], pending: PendingRecords) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
         Args:
@@ -115,10 +116,9 @@ class TrainerRecorder:
             pending: The ``pending`` of the run that wrote the other ledger.
         """
         self._resumed = {"kind": "resume", **record}
-        loss = pending.get("loss")
-        number = None if loss is None else float.fromhex(loss)
+        number = None if pending.loss is None else float.fromhex(pending.loss)
         self._loss = None if number is None else torch.tensor(number, dtype=torch.float64)
-        self._evaluations[:] = pending.get("evaluations", [])
+        self._evaluations[:] = pending.evaluations
 
     def keep_loss(self, outputs: object) -> None:
         """Keep the loss of a step on its device, without waiting for it."""

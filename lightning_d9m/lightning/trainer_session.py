@@ -22,6 +22,7 @@ from lightning_d9m.control.session import deterministic, next_fit
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
+from lightning_d9m.lightning.trainer_attributes import get_epoch_counts, get_reload_interval
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -211,11 +212,11 @@ class TrainerSession:
     def _loader_epoch(self, stage: str) -> int:
         """Return the epoch for which loaders are loaded; 0 if they are loaded once."""
         trainer = self._trainer
-        every = cast(Any, trainer).reload_dataloaders_every_n_epochs
+        every = get_reload_interval(trainer)
         if not every:
             return 0
         # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
-        epoch = _count_processed_epochs(trainer) if stage == "train" else trainer.current_epoch
+        epoch = get_epoch_counts(trainer).processed if stage == "train" else trainer.current_epoch
         loaded = self._loaded_epochs.get(stage)
         return int(epoch) if loaded is None or epoch - loaded >= every else loaded
 
@@ -234,7 +235,7 @@ class TrainerSession:
                 return controlled
             self._resume_loader(controlled)
             # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
-            epoch = _count_processed_epochs(self._trainer)
+            epoch = get_epoch_counts(self._trainer).processed
             self._loaders.start_epoch(stage, epoch)
             # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
             # is seeded; without this, all ranks would draw the same numbers for it.
@@ -246,10 +247,6 @@ class TrainerSession:
 
 def _do_nothing(loader: object) -> None:
     """Do nothing: this run does not resume."""
-
-
-def _count_processed_epochs(trainer: "Trainer") -> int:
-    return int(cast(Any, trainer.fit_loop.epoch_progress.current).processed)
 
 
 def _data_rank(trainer: "Trainer") -> int:

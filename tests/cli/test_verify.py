@@ -9,7 +9,7 @@ from resuming import Fits
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.hashing.checkpoint_digests import make_manifest
-from lightning_d9m.lightning.checkpoint_io import KEY
+from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -122,8 +122,8 @@ def test_objects_are_loaded_on_request_only(saved, verify, tmp_path):
     ledger, checkpoint = saved["epoch"]
     content = torch.load(checkpoint, weights_only=True)
     content["hyper_parameters"] = {"setting": Setting()}
-    rest = {name: value for name, value in content[KEY].items() if name != "seal"}
-    content[KEY] = {**rest, "seal": make_manifest({**content, KEY: rest})}
+    rest = {name: value for name, value in content[KEY].items() if name != MANIFEST_KEY}
+    content[KEY] = {**rest, MANIFEST_KEY: make_manifest({**content, KEY: rest})}
     path = tmp_path / "objects.ckpt"
     torch.save(content, path)
     status, text = verify(path, ledger)

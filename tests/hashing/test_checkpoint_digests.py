@@ -1,4 +1,4 @@
-"""A seal tells every change of a checkpoint's content, and names the tensor."""
+"""A manifest tells every change of a checkpoint's content, and names the tensor."""
 
 import io
 
@@ -17,49 +17,49 @@ def content():
 
 
 @pytest.fixture
-def seal():
-    """Return a seal as a checkpoint gives it back."""
+def manifest():
+    """Return a manifest as a checkpoint gives it back."""
     buffer = io.BytesIO()
     torch.save(make_manifest(content()), buffer)
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
 
 
-def test_equal_content_fits(seal):
-    assert not check_manifest(content(), seal)
-    assert seal["tensors"].shape == (3, 16)
+def test_equal_content_fits(manifest):
+    assert not check_manifest(content(), manifest)
+    assert manifest["tensors"].shape == (3, 16)
 
 
-def test_a_changed_tensor_is_named(seal):
+def test_a_changed_tensor_is_named(manifest):
     changed = content()
     changed["state_dict"]["a"].view(torch.int32)[2] ^= 1
-    assert check_manifest(changed, seal).changed == ("state_dict.a",)
+    assert check_manifest(changed, manifest).changed == ("state_dict.a",)
 
 
 @pytest.mark.parametrize(
     "change", [lambda t: t.double(), lambda t: t.reshape(2, 2)], ids=["dtype", "shape"]
 )
-def test_another_dtype_or_shape_is_a_change(seal, change):
+def test_another_dtype_or_shape_is_a_change(manifest, change):
     changed = content()
     changed["state_dict"]["b"] = change(changed["state_dict"]["b"])
-    assert check_manifest(changed, seal).changed == ("state_dict.b",)
+    assert check_manifest(changed, manifest).changed == ("state_dict.b",)
 
 
-def test_swapped_tensors_are_named(seal):
+def test_swapped_tensors_are_named(manifest):
     changed = content()
     weights = changed["state_dict"]
     weights["a"], weights["b"] = weights["b"], weights["a"]
-    assert check_manifest(changed, seal).changed == ("state_dict.a", "state_dict.b")
+    assert check_manifest(changed, manifest).changed == ("state_dict.a", "state_dict.b")
 
 
-def test_missing_and_added_tensors_are_told(seal):
+def test_missing_and_added_tensors_are_told(manifest):
     changed = content()
     changed["state_dict"]["c"] = changed["state_dict"].pop("a")
-    damage = check_manifest(changed, seal)
+    damage = check_manifest(changed, manifest)
     assert (damage.added, damage.missing, damage.changed) == (("state_dict.c",), 1, ())
 
 
 @pytest.mark.parametrize("value", [0.2, "0.1", None, -0.1])
-def test_another_number_is_told(seal, value):
+def test_another_number_is_told(manifest, value):
     changed = content()
     changed["states"][0]["lr"] = value
-    assert check_manifest(changed, seal).values
+    assert check_manifest(changed, manifest).values

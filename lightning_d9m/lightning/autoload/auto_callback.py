@@ -16,9 +16,10 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.callback import DeterminismCallback, list_program_callbacks
 from lightning_d9m.lightning.packages import loaded_packages, rank_zero
+from lightning_d9m.lightning.trainer_attributes import list_callbacks
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class AddedCallback(DeterminismCallback):
@@ -33,7 +34,7 @@ class AddedCallback(DeterminismCallback):
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Open the session, unless another callback does."""
-        callbacks: list[Callback] = cast(Any, trainer).callbacks
+        callbacks = list_callbacks(trainer)
         in_program = list_program_callbacks(trainer)
         first = next(c for c in callbacks if isinstance(c, DeterminismCallback))
         if not in_program and first is self:

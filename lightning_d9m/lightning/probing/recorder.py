@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,8 +22,11 @@ from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector, ProbePoint
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
 # Attributes that belong to one fit.
-_OWN = ("_probes", "_roster", "_hooks", "_ops", "_replay", "_replayed")
+_OF_ONE_FIT = ("_probes", "_model_tensors", "_hooks", "_ops", "_replay", "_replayed")
 
 
 class ProbeRecorder:
@@ -40,7 +43,7 @@ class ProbeRecorder:
         self._settings = settings
         self._kinds: frozenset[str] = frozenset()
         self._probes: ProbeCollector | None = None
-        self._roster: ModelTensors | None = None
+        self._model_tensors: ModelTensors | None = None
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
         self._replay: Replay | None = None
@@ -48,7 +51,7 @@ class ProbeRecorder:
         self._took_loss = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {**dict.fromkeys(_OWN)}
+        return self.__dict__ | {**dict.fromkeys(_OF_ONE_FIT)}
 
     def read_variables(self) -> None:
         """Let environment variables override the settings.
@@ -62,7 +65,13 @@ class ProbeRecorder:
         """Return the settings as the ledger's header keeps them."""
         return self._settings.as_record()
 
-    def begin(self, trainer: Any, module: Any, testimony: TrainerRecorder, on_drift: str) -> None:
+    def begin(
+        self,
+        trainer: "Trainer",
+        module: "LightningModule",
+        recorder: TrainerRecorder,
+        on_drift: str,
+    ) -> None:
         """Begin a fit, whose ledger is open.
 
         Raises:
@@ -74,14 +83,16 @@ class ProbeRecorder:
         if self._kinds and self._settings.takes_rank(trainer.global_rank):
             folder, names = self._settings.dump, self._settings.dump_names
             dump = None if folder is None else Dump(folder, trainer.global_rank, names)
-            self._probes = ProbeCollector(testimony.append, None if dump is None else dump.save)
-            self._roster = ModelTensors(module, self._settings.takes_parameter)
+            self._probes = ProbeCollector(recorder.append, None if dump is None else dump.save)
+            self._model_tensors = ModelTensors(module, self._settings.takes_parameter)
             _warn_of_idle_patterns(self._settings, module)
         if self._settings.replay_every:
-            append = _append_after(self._probes, testimony)
+            append = _append_after(self._probes, recorder)
             self._replay = Replay(trainer, module, append, on_drift)
 
-    def start_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def start_batch(
+        self, trainer: "Trainer", module: "LightningModule", batch: Any, batch_idx: int
+    ) -> None:
         """Record the state at the start of the batch, and hook the model if it is probed."""
         if self._replayed is not None:
             self._end_replay()
@@ -91,9 +102,11 @@ class ProbeRecorder:
         if self._replay is not None:
             self._start_replay(trainer, self._replay, batch_idx)
 
-    def _start_probes(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        probes, roster = self._probes, self._roster
-        assert probes is not None and roster is not None, "begin() comes first"  # noqa: PT018
+    def _start_probes(
+        self, trainer: "Trainer", module: "LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        probes, tensors = self._probes, self._model_tensors
+        assert probes is not None and tensors is not None, "begin() comes first"  # noqa: PT018
         step = trainer.global_step
         if step not in self._settings.steps:
             self._unhook()
@@ -101,7 +114,7 @@ class ProbeRecorder:
         probes.begin(ProbePoint(trainer.current_epoch, step, batch_idx))
         self._took_loss = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        take_states(roster, trainer.optimizers, self._settings, probes, scaler)
+        take_states(tensors, trainer.optimizers, self._settings, probes, scaler)
         if "batch" in self._kinds:
             probes.add("batch", "batch", batch)
         if self._hooks is None:
@@ -117,17 +130,17 @@ class ProbeRecorder:
 
     def take_gradients(self, optimizer: Any) -> None:
         """Take the gradients that an optimizer is about to use."""
-        if self._probes is None or self._roster is None or "gradient" not in self._kinds:
+        if self._probes is None or self._model_tensors is None or "gradient" not in self._kinds:
             return
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
         gradients = {
             name: parameter.grad
-            for name, parameter in self._roster.parameters.items()
-            if id(parameter) in own and parameter.grad is not None
+            for name, parameter in self._model_tensors.parameters.items()
+            if id(parameter) in used and parameter.grad is not None
         }
         self._probes.add_tensors("gradient", gradients)
 
-    def end_batch(self, trainer: Any, outputs: Any) -> None:
+    def end_batch(self, trainer: "Trainer", outputs: Any) -> None:
         """Record the results of the batch, and write its records."""
         if self._replayed is not None:
             self._end_replay()
@@ -153,11 +166,11 @@ class ProbeRecorder:
         try:
             self.flush()
         finally:
-            self._probes = self._roster = self._replay = None
+            self._probes = self._model_tensors = self._replay = None
             self._end_replay()
             self._unhook()
 
-    def _hook(self, strategy: Any, module: Any, probes: ProbeCollector) -> ExitStack:
+    def _hook(self, strategy: Any, module: "LightningModule", probes: ProbeCollector) -> ExitStack:
         with ExitStack() as stack:
             if "op" in self._kinds:
                 self._ops = ops = OpMode(self._settings, probes)
@@ -166,14 +179,14 @@ class ProbeRecorder:
                     wrap_method(stack, strategy, name, ops.entered)
             stack.enter_context(hook_model(module, self._settings, self._kinds, probes))
             if "monitor" in self._kinds:
-                stack.enter_context(monitors_heard(_take_monitor(probes)))
+                stack.enter_context(monitors_heard(_add_monitored(probes)))
             return stack.pop_all()
 
-    def _start_replay(self, trainer: Any, replay: Replay, batch_idx: int) -> None:
+    def _start_replay(self, trainer: "Trainer", replay: Replay, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx % self._settings.replay_every == 0:
-            moment = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
+            point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
             silenced = nullcontext if self._probes is None else self._probes.paused
-            self._replayed = replay.attach(moment, silenced)
+            self._replayed = replay.attach(point, silenced)
 
     def _end_replay(self) -> None:
         replayed, self._replayed = self._replayed, None
@@ -187,11 +200,11 @@ class ProbeRecorder:
             hooks.close()
 
 
-def _warn_of_idle_patterns(settings: ProbeSettings, module: Any) -> None:
+def _warn_of_idle_patterns(settings: ProbeSettings, module: "LightningModule") -> None:
     """Say so if nothing will be recorded for a pattern; another model of the program may fit it."""
     modules = [plain_name(name) for name, _ in module.named_modules()]
-    held = [*module.named_parameters(), *module.named_buffers()]
-    idle = settings.idle_patterns([*modules, *(plain_name(name) for name, _ in held)])
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    idle = settings.idle_patterns([*modules, *(plain_name(name) for name, _ in tensors)])
     if idle:
         some = ", ".join(map(repr, modules[1:6])) or "none"
         warnings.warn(
@@ -203,17 +216,17 @@ def _warn_of_idle_patterns(settings: ProbeSettings, module: Any) -> None:
 
 
 def _append_after(
-    probes: ProbeCollector | None, testimony: TrainerRecorder
+    probes: ProbeCollector | None, recorder: TrainerRecorder
 ) -> Callable[[Mapping[str, Json]], None]:
     """Return a function that writes a record after those of the finished batches."""
 
     def append(record: Mapping[str, Json]) -> None:
         if probes is not None:
             probes.catch_up()
-        testimony.append(record)
+        recorder.append(record)
 
     return append
 
 
-def _take_monitor(probes: ProbeCollector) -> Callable[[str, object], None]:
+def _add_monitored(probes: ProbeCollector) -> Callable[[str, object], None]:
     return lambda name, value: probes.add("monitor", name, value)

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from lightning_d9m.lightning.ranks import ranks_of
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
@@ -58,8 +61,8 @@ class Replay:
 
     def __init__(
         self,
-        trainer: Any,
-        module: Any,
+        trainer: "Trainer",
+        module: "LightningModule",
         append: Callable[[Mapping[str, Json]], None],
         on_drift: str,
     ) -> None:
@@ -73,11 +76,11 @@ class Replay:
         self._repeating = False
         self._silenced: Silence = nullcontext
 
-    def attach(self, moment: ProbePoint, silenced: Silence) -> ExitStack:
+    def attach(self, point: ProbePoint, silenced: Silence) -> ExitStack:
         """Run the steps of a batch twice, until what is returned is closed.
 
         Args:
-            moment: The batch.
+            point: The batch.
             silenced: Makes a context in which probes take nothing.
         """
         strategy = self._trainer.strategy
@@ -114,7 +117,7 @@ class Replay:
                 )
                 with silenced():
                     second = self._repeat(first, gradients, rng, differentiate)
-                self._judge(moment, find_difference(first.trace, second), len(second.places))
+                self._report(point, find_difference(first.trace, second), len(second.places))
                 return result
 
             replace_method(stack, self._module, "training_step", first_step)
@@ -194,7 +197,7 @@ class Replay:
             restore_rng(first.rng)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            with self._set_apart(), torch.enable_grad():
+            with self._isolated(), torch.enable_grad():
                 with self._trainer.precision_plugin.train_step_context():
                     output = self._module.training_step(*args, **kwargs)
                 loss = self._loss_of(output)
@@ -217,11 +220,12 @@ class Replay:
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
-        loss: Tensor = result.closure_loss
+        loss = result.closure_loss
+        assert loss is not None, "the first run of the step had a loss"
         return loss
 
     @contextmanager
-    def _set_apart(self) -> Iterator[None]:
+    def _isolated(self) -> Iterator[None]:
         """Log nothing, and let each rank keep its gradients to itself."""
         block = getattr(self._trainer.strategy, "block_backward_sync", nullcontext)
         with ExitStack() as stack:
@@ -230,27 +234,27 @@ class Replay:
             stack.enter_context(block())
             yield
 
-    def _judge(self, moment: ProbePoint, difference: TraceDifference | None, total: int) -> None:
+    def _report(self, point: ProbePoint, difference: TraceDifference | None, total: int) -> None:
         ranks = ranks_of(self._trainer)
-        error = None if difference is None else _make_error(moment, ranks.rank, difference, total)
+        error = None if difference is None else _make_error(point, ranks.rank, difference, total)
         if difference is not None:
-            self._append(_make_record(moment, difference, total))
+            self._append(_make_record(point, difference, total))
         if error is not None and self._on_drift == "warn":
             warnings.warn(str(error), stacklevel=2)
             error = None
 
-        def tell() -> None:
+        def raise_error() -> None:
             if error is not None:
                 raise error
 
-        ranks.raise_on_all(tell)
+        ranks.raise_on_all(raise_error)
 
 
 def _do_nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _check_repeatable(trainer: Any, module: Any) -> None:
+def _check_repeatable(trainer: "Trainer", module: "LightningModule") -> None:
     if not module.automatic_optimization:
         raise SettingError(
             "replay_every is on and the module optimizes by hand (automatic_optimization is "
@@ -265,12 +269,12 @@ def _check_repeatable(trainer: Any, module: Any) -> None:
         )
 
 
-def _make_record(moment: ProbePoint, difference: TraceDifference, total: int) -> dict[str, Any]:
+def _make_record(point: ProbePoint, difference: TraceDifference, total: int) -> dict[str, Any]:
     return {
         "kind": "replay",
-        "epoch": moment.epoch,
-        "step": moment.step,
-        "batch": moment.batch,
+        "epoch": point.epoch,
+        "step": point.step,
+        "batch": point.batch,
         "place": list(difference.place),
         "expected": difference.expected,
         "actual": difference.actual,
@@ -280,22 +284,22 @@ def _make_record(moment: ProbePoint, difference: TraceDifference, total: int) ->
 
 
 def _make_error(
-    moment: ProbePoint, rank: int, difference: TraceDifference, total: int
+    point: ProbePoint, rank: int, difference: TraceDifference, total: int
 ) -> DriftError:
     kind, name, call = difference.place
     again = f", call {call}" if call else ""
     return DriftError(
         f"A step that was run twice on the same batch, from the same weights, buffers and random "
-        f"generators, gave different values (epoch {moment.epoch}, step {moment.step}, batch "
-        f"{moment.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
+        f"generators, gave different values (epoch {point.epoch}, step {point.step}, batch "
+        f"{point.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
         f"  reference: {difference.expected or 'nothing'}\n"
         f"  this run:  {difference.actual or 'nothing'}\n"
         f"{difference.differing} of {total} values differ. Either an operation there is not "
         "deterministic (`d9m locate` names it), or the step reads what cannot be put back (a "
         "clock, a file, a generator of its own), or the hardware makes errors.",
         moment="replay",
-        epoch=moment.epoch,
-        step=moment.step,
+        epoch=point.epoch,
+        step=point.step,
         rank=rank,
         group=kind,
         names=(name,),

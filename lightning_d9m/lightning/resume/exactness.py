@@ -9,26 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.resumable_sampler import find_position_problem, find_worker_problem
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.resume.loop_position import LoopPosition
-from lightning_d9m.lightning.resume.metric_state import MetricState
+from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-FORMAT = 2
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
 
 
-def find_missing_state(trainer: "Trainer", place: LoopPosition, measured: MetricState) -> list[str]:
-    """Return why a checkpoint that is being saved cannot be resumed exactly."""
+def find_missing_state(
+    trainer: "Trainer", position: LoopPosition, metrics_left_out: Mapping[str, str]
+) -> list[str]:
+    """Return why a checkpoint that is being saved cannot be resumed exactly.
+
+    Args:
+        trainer: The Trainer.
+        position: Where it is saved.
+        metrics_left_out: The reason why the states of a metric are not saved, by path.
+    """
     found = [
         f"The checkpoint holds no states of the metric {path}, {why}. Save checkpoints at the end "
         "of an epoch, or let the metric keep less."
-        for path, why in measured.left_out.items()
+        for path, why in metrics_left_out.items()
     ]
     fit = trainer.fit_loop
-    within = place.moment != "epoch" and not is_at_end(trainer)
+    within = position.phase != "epoch" and not is_at_end(trainer)
     for loader in lightning_private.list_loaders(fit):
         found += _listed(
             find_position_problem(loader) if within else find_unsaved_loader_state(loader)
@@ -67,40 +73,35 @@ def saves_within_epochs(trainer: "Trainer") -> bool:
     )
 
 
-def find_problems(state: object, trainer: "Trainer", settings: Mapping[str, object]) -> list[str]:
-    """Return why a run cannot be resumed exactly from a state that a checkpoint holds.
+def find_problems(
+    state: SavedState, trainer: "Trainer", settings: Mapping[str, object]
+) -> list[str]:
+    """Return why a run cannot be resumed exactly from the state that a checkpoint holds.
 
     Args:
-        state: The value under our key in the checkpoint.
+        state: The state.
         trainer: The Trainer.
         settings: Settings of the run that resumes.
     """
-    if not isinstance(state, Mapping):
-        return [
-            "The checkpoint has no lightning_d9m state: it was saved without DeterminismCallback."
-        ]
-    if state.get("format") != FORMAT:
-        found = state.get("format")
-        return [f"The checkpoint's state has format {found!r}; this version reads {FORMAT}."]
     problems = [
         f"It was saved with {name}={expected!r}; now it is {settings.get(name)!r}."
-        for name, expected in state["settings"].items()
+        for name, expected in state.settings.items()
         if settings.get(name) != expected and name in _RNG_SETTINGS
     ]
-    if is_other_world(state, trainer):
+    if state.world_size != trainer.world_size:
         problems.append(
-            f"It was saved by {state['world_size']} ranks; now there are {trainer.world_size}, "
+            f"It was saved by {state.world_size} ranks; now there are {trainer.world_size}, "
             "which get different data."
         )
-    place = state["place"]
-    if place["moment"] == "within":
+    position = state.position
+    if position.phase == "within":
         problems.append(
-            f"It was saved while batch {place['batch']} of epoch {place['epoch']} was trained: it "
+            f"It was saved while batch {position.batch} of epoch {position.epoch} was trained: it "
             "holds part of the changes of that batch, which would be trained again."
         )
     # Those of all ranks, so that all ranks agree.
-    lacks = (lack for rank in state["ranks"] for lack in rank["lacks"])
-    return [*problems, *dict.fromkeys(lacks)]
+    reasons = (reason for rank in state.ranks for reason in rank.inexact)
+    return [*problems, *dict.fromkeys(reasons)]
 
 
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
@@ -127,11 +128,6 @@ def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
         "datamodule, or draw from the generators of Python, NumPy or torch."
     )
     return [problem]
-
-
-def is_other_world(state: Mapping[str, Any], trainer: "Trainer") -> bool:
-    """Return whether a state was saved by a different number of ranks."""
-    return bool(state["world_size"] != trainer.world_size)
 
 
 def is_at_end(trainer: "Trainer") -> bool:

@@ -5,51 +5,34 @@ the end of the epoch. A resumed fit of Lightning skips it; see ``finish_pending_
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.saved_state import LoopPhase, LoopPosition
+from lightning_d9m.lightning.trainer_attributes import ProgressCounts, get_epoch_counts
 
-LoopPhase = Literal["epoch", "batch", "validation", "within"]
-
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 
 
-@dataclass(frozen=True)
-class LoopPosition:
-    """The position of a fit.
-
-    Attributes:
-        epoch: The next epoch, or the current one.
-        step: The global step.
-        batch: The number of trained batches of the epoch.
-        moment: ``"epoch"`` between two epochs, ``"batch"`` between two batches, ``"validation"``
-            in an unfinished validation, ``"within"`` while a batch is trained.
-    """
-
-    epoch: int
-    step: int
-    batch: int
-    moment: LoopPhase
-
-
-def find_position(trainer: Any) -> LoopPosition:
+def find_position(trainer: "Trainer") -> LoopPosition:
     """Return the position of the fit, or of the checkpoint that the Trainer has loaded."""
     loop = trainer.fit_loop
-    epochs = loop.epoch_progress.current
-    batches = loop.epoch_loop.batch_progress.current
+    epochs = get_epoch_counts(trainer)
+    batches: ProgressCounts = cast(Any, loop.epoch_loop.batch_progress.current)
     step = trainer.global_step
     if epochs.started == epochs.processed:
         return LoopPosition(epochs.processed, step, 0, "epoch")
-    moment: LoopPhase = "batch"
+    phase: LoopPhase = "batch"
     if batches.ready != batches.processed:
-        moment = "within"
+        phase = "within"
     elif trainer.validating and not _validated(loop.epoch_loop.val_loop):
-        moment = "validation"
-    return LoopPosition(epochs.processed, step, batches.processed, moment)
+        phase = "validation"
+    return LoopPosition(epochs.processed, step, batches.processed, phase)
 
 
 def _validated(loop: Any) -> bool:
@@ -57,12 +40,14 @@ def _validated(loop: Any) -> bool:
     return bool(progress.is_last_batch and progress.current.completed == progress.current.ready)
 
 
-def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], None]) -> bool:
+def finish_pending_work(
+    trainer: "Trainer", position: LoopPosition, reset: Callable[[], None]
+) -> bool:
     """Let a fit that has loaded a checkpoint finish what was pending when that was saved.
 
     Args:
         trainer: The Trainer.
-        place: Where the checkpoint was saved.
+        position: Where the checkpoint was saved.
         reset: The fit loop's ``reset``, in which Lightning reads the progress that it has loaded.
 
     Returns:
@@ -71,16 +56,16 @@ def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], N
     """
     fit = trainer.fit_loop
     loop = fit.epoch_loop
-    progress = loop.batch_progress
+    progress: Any = loop.batch_progress
     at_end = False
-    if place.moment == "epoch":
+    if position.phase == "epoch":
         _begin_epoch(fit)
-    elif place.moment != "within":
+    elif position.phase != "within":
         saved_in_hook = progress.current.completed < progress.current.processed
         due = lightning_private.is_validation_due(trainer)
-        if place.moment == "validation" or (saved_in_hook and due):
+        if position.phase == "validation" or (saved_in_hook and due):
             _complete(progress)
-            _reset_before_validation(loop.val_loop.batch_progress, place.moment, reset)
+            _reset_before_validation(loop.val_loop.batch_progress, position.phase, reset)
             return False
         if saved_in_hook and progress.is_last_batch:
             _complete(progress)
@@ -91,12 +76,12 @@ def finish_pending_work(trainer: Any, place: LoopPosition, reset: Callable[[], N
     return at_end
 
 
-def skip_remaining_batches(trainer: Any) -> None:
+def skip_remaining_batches(trainer: "Trainer") -> None:
     """End the loop over an epoch's batches at once; called before it starts."""
     lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
 
 
-def draws_when_iterated(trainer: Any) -> bool:
+def draws_when_iterated(trainer: "Trainer") -> bool:
     """Return whether a training loader may draw in this process when its iterator is made.
 
     A map-style dataset is not read before a batch is fetched, and its batches are seeded one by
@@ -110,7 +95,7 @@ def draws_when_iterated(trainer: Any) -> bool:
     )
 
 
-def drop_consumed_states(trainer: Any) -> None:
+def drop_consumed_states(trainer: "Trainer") -> None:
     """Leave out states of loaders that only count the batches of the epoch that has ended.
 
     A fit of a number of steps (``max_steps``) loads them between epochs too, where torchdata's
@@ -131,7 +116,7 @@ def _is_stateful(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def iterate_again(trainer: Any, loader_states: list[dict[str, Any]]) -> None:
+def iterate_again(trainer: "Trainer", loader_states: list[dict[str, Any]]) -> None:
     """Make the iterator over the training loaders again, at the start of a resumed epoch.
 
     Lightning makes it when it loads the loaders, and fetches the first batch of an iterable
@@ -165,13 +150,13 @@ def _complete(progress: Any) -> None:
         part.completed = part.processed
 
 
-def _reset_before_validation(progress: Any, moment: LoopPhase, reset: Callable[[], None]) -> None:
+def _reset_before_validation(progress: Any, phase: LoopPhase, reset: Callable[[], None]) -> None:
     """Let Lightning run a validation as a whole, as if it had been interrupted in its first batch.
 
     Afterwards the total counts the earlier validations of the epoch, and a batch that failed.
     """
     total = {name: getattr(progress.total, name) for name in _COUNTERS}
-    if moment == "validation":
+    if phase == "validation":
         current = progress.current
         for name in _COUNTERS:
             total[name] -= min(getattr(current, name), current.processed)

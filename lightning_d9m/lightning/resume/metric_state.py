@@ -5,15 +5,19 @@ states (``add_state``), its other tensors, and its private numbers, such as the 
 Constructor arguments are not saved.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.hashing.nested_values import list_leaves
+from lightning_d9m.lightning.saved_state import SavedMetrics
+from lightning_d9m.lightning.trainer_attributes import list_callbacks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 LIMIT = 16 * 2**20
 """Most bytes of metric states that a rank saves; a metric beyond it is left out and reported."""
@@ -55,60 +59,43 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-@dataclass
-class MetricState:
-    """The saved states of metrics.
-
-    Attributes:
-        paths: The path of every metric.
-        states: The attributes of each metric, by its path and their name.
-        reset: The metrics of the module that Lightning resets right after the save.
-        left_out: The reason why a metric was left out, by path, as the end of a sentence.
-    """
-
-    paths: list[str] = field(default_factory=list)
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    reset: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the stored form."""
-        return {"paths": self.paths, "states": self.states, "reset": self.reset}
-
-
-def capture_metrics(trainer: Any, reset: list[str]) -> MetricState:
+def capture_metrics(trainer: "Trainer", reset: list[str]) -> tuple[SavedMetrics, dict[str, str]]:
     """Return the state of every metric.
 
     Args:
         trainer: The Trainer.
         reset: Names of the module's metrics that Lightning is about to reset.
+
+    Returns:
+        The states; and the reason why a metric was left out, by path, as the end of a sentence.
     """
     found = find_metrics(trainer)
     known = [found[path] for name in reset if (path := f"model.{name}") in found]
     reset_parts = {id(part) for metric in known for part in metric.modules()}
-    measured = MetricState(paths=list(found), reset=reset)
-    room = LIMIT
+    saved = SavedMetrics(paths=list(found), reset=reset)
+    left_out: dict[str, str] = {}
+    free = LIMIT
     for path, metric in found.items():
         if id(metric) in reset_parts:
             continue
         try:
             states = _capture(metric)
         except NotPlainError as error:
-            measured.left_out[path] = f"of which a part cannot be saved: {error}"
+            left_out[path] = f"of which a part cannot be saved: {error}"
             continue
         size = _count_bytes(states)
-        if size > room:
-            measured.left_out[path] = f"of {size} bytes, where {LIMIT} are kept for all metrics"
+        if size > free:
+            left_out[path] = f"of {size} bytes, where {LIMIT} are kept for all metrics"
         else:
-            room -= size
-            measured.states[path] = states
-    return measured
+            free -= size
+            saved.states[path] = states
+    return saved, left_out
 
 
-def restore_metrics(trainer: Any, measured: MetricState) -> None:
+def restore_metrics(trainer: "Trainer", saved: SavedMetrics) -> None:
     """Restore the state of every metric that exists."""
     found = find_metrics(trainer)
-    for path, states in measured.states.items():
+    for path, states in saved.states.items():
         if path not in found:
             continue
         metric = found[path]
@@ -117,12 +104,12 @@ def restore_metrics(trainer: Any, measured: MetricState) -> None:
         for name, value in states.items():
             stays = on_cpu and isinstance(value, list)
             vars(metric)[name] = move(value, torch.device("cpu") if stays else device)
-    for name in measured.reset:
+    for name in saved.reset:
         if (metric := found.get(f"model.{name}")) is not None:
             metric.reset()
 
 
-def find_metrics(trainer: Any) -> dict[str, Any]:
+def find_metrics(trainer: "Trainer") -> dict[str, Any]:
     """Return the metrics and collections of the module and of its callbacks, by path."""
     found: dict[str, Any] = {}
     for path, owner in _owners(trainer):
@@ -132,16 +119,16 @@ def find_metrics(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def _owners(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+def _owners(trainer: "Trainer") -> Iterator[tuple[str, nn.Module]]:
     yield "model", trainer.lightning_module
-    for path, callback in name_callbacks(trainer.callbacks).items():
+    for path, callback in name_callbacks(list_callbacks(trainer)).items():
         for name, value in getattr(callback, "__dict__", {}).items():
             if isinstance(value, nn.Module) and value is not trainer.lightning_module:
                 yield f"{path}.{name}", value
 
 
-def name_callbacks(callbacks: list[Any]) -> dict[str, Any]:
-    """Return callbacks by names that do not depend on other callbacks."""
+def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
+    """Return the callbacks by names that do not depend on other callbacks."""
     named: dict[str, Any] = {}
     for callback in callbacks:
         base = f"callbacks.{type(callback).__name__}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,134 +18,151 @@ from lightning_d9m.control.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import RngState, restore_rng
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume import logged_results
-from lightning_d9m.lightning.resume.loop_position import LoopPhase
 from lightning_d9m.lightning.resume.metric_state import (
-    MetricState,
     capture_metrics,
     find_metrics,
     name_callbacks,
     restore_metrics,
     to_plain,
 )
+from lightning_d9m.lightning.saved_state import LoopPhase, SavedMetrics, SavedRank
+from lightning_d9m.lightning.trainer_attributes import (
+    get_datamodule,
+    get_epoch_counts,
+    get_reload_interval,
+    list_callbacks,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _VALIDATION = "validate."
 
 
 @dataclass(frozen=True)
 class RngAndMetricState:
-    """State that an evaluation changes too; an interrupted evaluation is run again as a whole."""
+    """State that an evaluation changes too; an interrupted evaluation is run again as a whole.
+
+    Attributes:
+        generators: The state of each of the user's generators, by path.
+        metrics: The states of metrics.
+        left_out: The reason why a metric was left out, by path, as the end of a sentence.
+    """
 
     generators: dict[str, Any]
-    measured: MetricState
+    metrics: SavedMetrics
+    left_out: dict[str, str]
 
 
-def capture_drawn(trainer: Any, moment: LoopPhase) -> RngAndMetricState:
+def capture_rng_and_metrics(trainer: "Trainer", phase: LoopPhase) -> RngAndMetricState:
     """Return the states of the user's generators and metrics."""
-    reset = logged_results.find_metrics_to_reset(trainer, moment)
-    return RngAndMetricState(capture_generators(_owners(trainer)), capture_metrics(trainer, reset))
+    reset = logged_results.find_metrics_to_reset(trainer, phase)
+    return RngAndMetricState(
+        capture_generators(_name_owners(trainer)), *capture_metrics(trainer, reset)
+    )
 
 
-def capture(trainer: Any, rng: RngState, drawn: RngAndMetricState) -> dict[str, Any]:
-    """Return the state of this rank as plain values.
+def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> SavedRank:
+    """Return the state of this rank that is read from the Trainer.
 
     It holds gradients only between two micro-batches that are accumulated.
 
     Args:
         trainer: The Trainer.
         rng: The generators of training, which an evaluation may have replaced.
-        drawn: The states of the user's generators and metrics.
+        user: The states of the user's generators and metrics.
     """
-    return {
-        "rng": encode_rng(rng),
-        "generators": drawn.generators,
-        "measured": drawn.measured.as_plain(),
-        "metrics": logged_results.capture_latest(trainer),
-        "results": logged_results.capture_results(trainer),
-        "gradients": _capture_gradients(trainer),
-        "reload_epoch": _finite(lightning_private.get_reload_epoch(trainer, "train")),
-        "validation_reload_epoch": _finite(lightning_private.get_reload_epoch(trainer, "validate")),
-    }
+    return SavedRank(
+        rng=encode_rng(rng),
+        generators=user.generators,
+        metrics=user.metrics,
+        callback_metrics=logged_results.capture_latest(trainer),
+        results=logged_results.capture_results(trainer),
+        gradients=_capture_gradients(trainer),
+        train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
+        validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
+    )
 
 
-def find_unmatched_state(trainer: Any, rank: Mapping[str, Any]) -> list[str]:
+def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
     """Return the paths of generators and metrics that exist only here or only in the checkpoint."""
-    generators = set(find_generators(_owners(trainer))) ^ set(rank.get("generators", {}))
+    generators = set(find_generators(_name_owners(trainer))) ^ set(rank.generators)
     if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
         generators = {path for path in generators if not path.startswith(_VALIDATION)}
-    metrics = set(find_metrics(trainer)) ^ set(rank.get("measured", {}).get("paths", ()))
+    metrics = set(find_metrics(trainer)) ^ set(rank.metrics.paths)
     return sorted(generators | metrics)
 
 
-def find_reloaded_generators(trainer: Any, rank: Mapping[str, Any], epoch: int) -> list[str]:
+def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:
     """Return the generators of loaders that are loaded again for the epoch that is resumed.
 
     The dataset of the new loader may be a new object, whose generator starts again, or the same
     one, whose generator continues; a resumed run cannot tell.
     """
-    every = trainer.reload_dataloaders_every_n_epochs
+    every = get_reload_interval(trainer)
     found = []
-    for stage, key in (("train.", "reload_epoch"), (_VALIDATION, "validation_reload_epoch")):
-        loaded = rank.get(key)
+    loaded_epochs = {
+        "train.": rank.train_reload_epoch,
+        _VALIDATION: rank.validation_reload_epoch,
+    }
+    for stage, loaded in loaded_epochs.items():
         if every and loaded is not None and epoch - loaded >= every:
-            found += [path for path in rank.get("generators", {}) if path.startswith(stage)]
+            found += [path for path in rank.generators if path.startswith(stage)]
     return found
 
 
-def restore_outside(trainer: Any, rank: Mapping[str, Any]) -> None:
+def restore_outside(trainer: "Trainer", rank: SavedRank) -> None:
     """Restore state that outlives an epoch. Called once, before the first epoch starts."""
-    _restore_drawn(trainer, rank)
-    epoch = trainer.fit_loop.epoch_progress.current.processed
-    _settle_reload(trainer, "train", rank.get("reload_epoch"), epoch)
+    _restore_rng_and_metrics(trainer, rank)
+    epoch = get_epoch_counts(trainer).processed
+    _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
 
 
-def restore_validation(trainer: Any, rank: Mapping[str, Any]) -> None:
+def restore_validation(trainer: "Trainer", rank: SavedRank) -> None:
     """Restore the state of the validation loaders. Called once, after they were loaded."""
     generators = {
-        path: state
-        for path, state in rank.get("generators", {}).items()
-        if path.startswith(_VALIDATION)
+        path: state for path, state in rank.generators.items() if path.startswith(_VALIDATION)
     }
-    restore_generators(_owners(trainer), generators)
-    saved = rank.get("validation_reload_epoch")
+    restore_generators(_name_owners(trainer), generators)
+    saved = rank.validation_reload_epoch
     _settle_reload(trainer, "validate", saved, trainer.current_epoch)
 
 
-def restore_within(trainer: Any, rank: Mapping[str, Any]) -> None:
+def restore_within(trainer: "Trainer", rank: SavedRank) -> None:
     """Restore state that is reset at the start of an epoch.
 
     Called once, before the first remaining batch of a partly trained epoch.
     """
     _start_averaging(trainer)
-    logged_results.restore_results(trainer, rank.get("results", {}))
-    _restore_gradients(trainer, rank.get("gradients", {}))
-    _restore_drawn(trainer, rank)
-    if "rng" in rank:
-        restore_rng(decode_rng(rank["rng"]))
+    logged_results.restore_results(trainer, rank.results)
+    _restore_gradients(trainer, rank.gradients)
+    _restore_rng_and_metrics(trainer, rank)
+    if rank.rng is not None:
+        restore_rng(decode_rng(rank.rng))
 
 
-def _restore_drawn(trainer: Any, rank: Mapping[str, Any]) -> None:
-    restore_generators(_owners(trainer), rank.get("generators", {}))
-    if "measured" in rank:
-        restore_metrics(trainer, MetricState(**rank["measured"]))
+def _restore_rng_and_metrics(trainer: "Trainer", rank: SavedRank) -> None:
+    restore_generators(_name_owners(trainer), rank.generators)
+    restore_metrics(trainer, rank.metrics)
 
 
 def _settle_reload(
-    trainer: Any, stage: Literal["train", "validate"], saved: int | None, epoch: int
+    trainer: "Trainer", stage: Literal["train", "validate"], saved: int | None, epoch: int
 ) -> None:
     """Set the epoch that counts as the last reload, so that the next reload is due in time."""
     if saved is not None:
-        due = epoch - saved >= trainer.reload_dataloaders_every_n_epochs
+        due = epoch - saved >= get_reload_interval(trainer)
         lightning_private.set_reload_epoch(trainer, stage, epoch if due else saved)
 
 
-def _owners(trainer: Any) -> dict[str, object]:
+def _name_owners(trainer: "Trainer") -> dict[str, object]:
     """Return the user's objects whose generators training may use, by name."""
     owners: dict[str, object] = {
         f"model.{name}" if name else "model": module
         for name, module in trainer.lightning_module.named_modules()
     }
-    owners["datamodule"] = trainer.datamodule
-    owners |= name_callbacks(trainer.callbacks)
+    owners["datamodule"] = get_datamodule(trainer)
+    owners |= name_callbacks(list_callbacks(trainer))
     fit = trainer.fit_loop
     for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
         for number, part in enumerate(lightning_private.list_loaders(loop)):
@@ -164,7 +181,7 @@ def _finite(epoch: float) -> int | None:
 _AVERAGING = "StochasticWeightAveraging"
 
 
-def _capture_gradients(trainer: Any) -> dict[str, Any]:
+def _capture_gradients(trainer: "Trainer") -> dict[str, Any]:
     """Return the gradients to which later micro-batches are added."""
     if not lightning_private.accumulates_gradients(trainer):
         return {}
@@ -175,7 +192,7 @@ def _capture_gradients(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _restore_gradients(trainer: Any, gradients: Mapping[str, Tensor]) -> None:
+def _restore_gradients(trainer: "Trainer", gradients: Mapping[str, Tensor]) -> None:
     if not gradients:
         return
     for name, parameter in trainer.lightning_module.named_parameters():
@@ -183,13 +200,14 @@ def _restore_gradients(trainer: Any, gradients: Mapping[str, Tensor]) -> None:
         parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
 
 
-def _start_averaging(trainer: Any) -> None:
+def _start_averaging(trainer: "Trainer") -> None:
     """Start the schedule of stochastic weight averaging, as it does at the start of an epoch.
 
     Lightning does not call that hook again for a partly trained epoch. The averages themselves are
     in the callback's state.
     """
-    for callback in trainer.callbacks:
+    callback: Any
+    for callback in list_callbacks(trainer):
         if not any(base.__name__ == _AVERAGING for base in type(callback).__mro__):
             continue
         if callback.swa_start <= trainer.current_epoch <= callback.swa_end:

@@ -13,7 +13,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.checkpoint_io import KEY
+from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -158,7 +158,7 @@ def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits, afte
             fits.trainer.save_checkpoint(fits.checkpoint)
         fits.model.refuses = False
         fits.trainer.save_checkpoint(fits.checkpoint)
-        assert "seal" in torch.load(fits.checkpoint, weights_only=True)[KEY]
+        assert MANIFEST_KEY in torch.load(fits.checkpoint, weights_only=True)[KEY]
     assert "save_checkpoint" not in vars(fits.trainer.strategy)
 
 

@@ -14,8 +14,8 @@ from torchmetrics.wrappers import Running
 from trainings import make_model
 
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.lightning.checkpoint_io import KEY
 from lightning_d9m.lightning.resume import metric_state
+from lightning_d9m.lightning.saved_state import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -101,7 +101,7 @@ def test_a_metric_that_is_too_large_is_left_out_and_named(fits, monkeypatch):
     run = {"model": partial(with_metric, CatMetric, **BY_HAND), "max_epochs": 2}
     fits.interrupt(**run, at={"batch": 5})
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    assert checkpoint[KEY]["ranks"][0]["measured"]["states"] == {}
+    assert checkpoint[KEY]["ranks"][0]["metrics"]["states"] == {}
     message = r"no states of the metric model\.metric, of \d+ bytes, where 16 are kept"
     with pytest.raises(InexactResumeError, match=message):
         fits.resume(**run)
@@ -114,7 +114,7 @@ def trainer_of(metric):
 def test_a_metric_that_keeps_what_is_no_plain_value_is_left_out():
     metric = CatMetric()
     metric.value.append(torch.device("cpu"))
-    left_out = metric_state.capture_metrics(trainer_of(metric), []).left_out
+    _, left_out = metric_state.capture_metrics(trainer_of(metric), [])
     assert left_out == {"model.0": "of which a part cannot be saved: device is not a plain value"}
 
 
@@ -134,7 +134,7 @@ def test_a_metric_that_is_made_in_training_is_missed(fits):
 def test_what_is_configured_is_not_overwritten():
     metric = MulticlassAccuracy(10, top_k=1)
     metric.update(torch.eye(10), torch.arange(10))
-    kept = metric_state.capture_metrics(trainer_of(metric), [])
+    kept, _ = metric_state.capture_metrics(trainer_of(metric), [])
     other = MulticlassAccuracy(10, top_k=2)
     metric_state.restore_metrics(trainer_of(other), kept)
     assert other.top_k == 2

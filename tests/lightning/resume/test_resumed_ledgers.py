@@ -9,7 +9,7 @@ from lightning_d9m.cli.main import main
 from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.checkpoint_io import KEY
+from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -67,7 +67,7 @@ def test_the_check_against_a_reference_goes_on(fits):
 def test_a_break_is_recorded_where_the_user_goes_on(fits, path, value, reason):
     fits.interrupt(at={"batch": 3})
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint[KEY]["seal"]
+    del checkpoint[KEY][MANIFEST_KEY]
     *above, last = path
     part = checkpoint
     for name in above:

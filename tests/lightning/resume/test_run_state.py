@@ -17,7 +17,7 @@ from lightning_d9m.control import seeding, session
 from lightning_d9m.control.generators import capture_generators, encode_rng
 from lightning_d9m.control.seeding import capture_rng
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.checkpoint_io import KEY
+from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -188,39 +188,44 @@ def another(name):
     return lambda old: capture_generators({"other": GENERATORS[name]})["other"]
 
 
+def leave_out(key):
+    """Return a function that leaves out one of the logged results."""
+    return lambda results: [result for result in results if result["key"] != key]
+
+
 # What is left out or changed, for each piece that a rank saves.
 PIECES = {
     "Python's generator": (["rng", "python"], lambda old: PYTHON),
     "NumPy's generator": (["rng", "numpy"], lambda old: old | {"state": NUMPY}),
     "torch's generator": (["rng", "torch"], lambda old: OTHER),
     "a device's generator": (["rng", "devices"], lambda old: {}),
-    "all generators of the process": (["rng"], None),
+    "all generators of the process": (["rng"], lambda old: None),
     **{f"the generator {name}": (["generators", name], another(name)) for name in GENERATORS},
-    **{f"the metric {name}": (["measured", "states", name], None) for name in METRICS},
-    "that a metric was logged": (["results", "training_step.early"], None),
+    **{f"the metric {name}": (["metrics", "states", name], None) for name in METRICS},
+    "that a metric was logged": (["results"], leave_out("training_step.early")),
     "generators that a sampler keeps": (["samplers"], lambda old: {}),
     "gradients of micro-batches": (["gradients"], lambda old: {}),
-    "sums of what was logged": (["results", "training_step.train_loss"], None),
-    "metrics of an earlier validation": (["metrics"], lambda old: {}),
-    "evaluations that were not written yet": (["testimony", "evaluations"], lambda old: []),
-    "where its ledger stood": (["ledger"], lambda old: {}),
+    "sums of what was logged": (["results"], leave_out("training_step.train_loss")),
+    "metrics of an earlier validation": (["callback_metrics"], lambda old: {}),
+    "evaluations that were not written yet": (["pending", "evaluations"], lambda old: []),
+    "where its ledger stood": (["ledger"], lambda old: {"folder": "", "check": ""}),
 }
 # What all ranks share.
 SHARED = {
-    "its epoch": (["place", "epoch"], lambda n: n - 1),
-    "its batch": (["place", "batch"], lambda n: n - 1),
-    "its moment": (["place", "moment"], lambda _: "epoch"),
-    "its step": (["place", "step"], lambda n: n - 1),
+    "its epoch": (["position", "epoch"], lambda n: n - 1),
+    "its batch": (["position", "batch"], lambda n: n - 1),
+    "its phase": (["position", "phase"], lambda _: "epoch"),
+    "its step": (["position", "step"], lambda n: n - 1),
     "which fit it is": (["fit"], lambda n: n + 1),
 }
 # What makes a resume inexact, and is said.
 REFUSED = {
     "all of it": ([KEY], None, "has no lightning_d9m state"),
-    "an older format": ([KEY, "format"], lambda n: 1, "has format 1; this version reads 2"),
+    "an older format": ([KEY, "format"], lambda n: 2, f"has format 2; this version reads {FORMAT}"),
     "another seed": ([KEY, "settings", "seed"], lambda n: 4, "saved with seed=4; now it is 3"),
     "another world": ([KEY, "world_size"], lambda n: 2, "saved by 2 ranks; now there are 1"),
     "half a batch": (
-        [KEY, "place", "moment"],
+        [KEY, "position", "phase"],
         lambda n: "within",
         "while batch 5 of epoch 1 was trained",
     ),
@@ -230,11 +235,20 @@ REFUSED = {
         "only in this run: model.own",
     ),
     "a metric": (
-        [KEY, "ranks", 0, "measured", "paths", 0],
+        [KEY, "ranks", 0, "metrics", "paths", 0],
         None,
         "only in this run: model.accuracy",
     ),
-    "what it lacks": ([KEY, "ranks", 0, "lacks"], lambda old: ["A lack."], "- A lack."),
+    "what it says itself": (
+        [KEY, "ranks", 0, "inexact"],
+        lambda old: ["A reason."],
+        "- A reason.",
+    ),
+    "a part that every version saves": (
+        [KEY, "ranks", 0, "rng"],
+        None,
+        r"state of the checkpoint is damaged: SavedRank has .*; it should have .*'rng'",
+    ),
 }
 
 
@@ -254,7 +268,7 @@ def resume(interrupted, edit):
     """Resume from the checkpoint with its state edited; return whether the evidence is equal."""
     fits, straight = interrupted
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint[KEY]["seal"]  # which would tell at once
+    del checkpoint[KEY][MANIFEST_KEY]  # which would tell at once
     edit(checkpoint)
     path = fits.folder / "edited.ckpt"
     torch.save(checkpoint, path)
@@ -315,7 +329,7 @@ def without(fits, name, value=None, **words):
     """Resume with a piece of the rank's left out, and with all of them; return the evidence."""
     whole = fits.resume(**words)
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint[KEY]["seal"]
+    del checkpoint[KEY][MANIFEST_KEY]
     rank = checkpoint[KEY]["ranks"][0]
     *above, last = name
     for part in above:
@@ -325,7 +339,7 @@ def without(fits, name, value=None, **words):
     return evidence(whole), evidence(fits.resume(**words))
 
 
-@pytest.mark.parametrize("name", ["reload_epoch", "validation_reload_epoch"])
+@pytest.mark.parametrize("name", ["train_reload_epoch", "validation_reload_epoch"])
 def test_when_loaders_were_loaded_matters(tmp_path, new_process, name):
     fits = Fits(tmp_path, new_process)
     words = {"datamodule": Stages, "reload_dataloaders_every_n_epochs": 2}
@@ -340,7 +354,7 @@ def test_the_last_loss_matters_at_the_end_of_an_epoch(tmp_path, new_process):
     fits = Fits(tmp_path, new_process)
     straight = evidence(fits.fit(max_epochs=2))
     fits.interrupt(max_epochs=2, at={"batch": 6})
-    whole, lacking = without(fits, ["testimony", "loss"], max_epochs=2)
+    whole, lacking = without(fits, ["pending", "loss"], max_epochs=2)
     assert whole == straight
     assert lacking != straight
 
@@ -357,18 +371,18 @@ def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
     words = RUN | {"model": make_persistent_model}
     straight = evidence(fits.fit(**words))
     fits.interrupt(**words, at={"hook": "on_train_epoch_end", "epoch": 0, "batch": 6})
-    whole, lacking = without(fits, ["measured", "reset"], [], **words)
+    whole, lacking = without(fits, ["metrics", "reset"], [], **words)
     assert whole == straight
     assert lacking != straight
 
 
 ELSEWHERE = {
-    ("reload_epoch",): test_when_loaders_were_loaded_matters,
+    ("train_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
-    ("testimony", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
-    ("measured", "reset"): test_which_metrics_are_reset_matters_between_epochs,
-    ("measured", "paths"): TestPieces.test_says_what_cannot_be_exact,
-    ("lacks",): TestPieces.test_says_what_cannot_be_exact,
+    ("pending", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
+    ("metrics", "reset"): test_which_metrics_are_reset_matters_between_epochs,
+    ("metrics", "paths"): TestPieces.test_says_what_cannot_be_exact,
+    ("inexact",): TestPieces.test_says_what_cannot_be_exact,
 }
 
 
@@ -380,7 +394,7 @@ def test_every_piece_is_tested(interrupted):
     tested = {tuple(path[:2]) for path, _ in PIECES.values()}
     pieces = set()
     for name, value in rank.items():
-        inside = name in {"rng", "generators", "measured", "testimony"}
+        inside = name in {"rng", "generators", "metrics", "pending"}
         pieces |= {(name, part) for part in value} if inside else {(name,)}
     tested |= {(path[0],) for path in tested}
     assert pieces - tested == ELSEWHERE.keys()
@@ -388,8 +402,8 @@ def test_every_piece_is_tested(interrupted):
     assert set(rank["generators"]) == set(GENERATORS)
     # The collection's other metric shares the states of its first; one is reset by Lightning.
     untested = {"model.pair.sizes", "model.validated"}
-    assert set(rank["measured"]["states"]) - set(METRICS) == untested
-    told = {"seed", "seal"}  # to people; and see the test of a changed weight
+    assert set(rank["metrics"]["states"]) - set(METRICS) == untested
+    told = {"seed", MANIFEST_KEY}  # to people; and see the test of a changed weight
     refused = {path[1] for path, *_ in REFUSED.values() if path[1:]}
     assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
 

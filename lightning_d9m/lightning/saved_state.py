@@ -1,0 +1,263 @@
+"""The state that this package adds to a checkpoint: its types, and the keys under which it lies.
+
+A checkpoint holds it as nested dicts of plain values, which ``torch.load(weights_only=True)``
+reads: each dataclass becomes a dict with the names of its fields as keys. No other file spells
+these names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from lightning_d9m.errors import CheckpointError
+
+KEY = "lightning_d9m"
+"""The key of the state in a checkpoint."""
+
+FORMAT = 3
+
+MANIFEST_KEY = "manifest"
+"""The key within the state that is added last, when the checkpoint is written."""
+
+OLD_MANIFEST_KEY = "seal"
+"""The key of the manifest up to format 2; its digests still tell damage."""
+
+LoopPhase = Literal["epoch", "batch", "validation", "within"]
+
+
+class _Stored:
+    """A dataclass that a checkpoint holds as a dict."""
+
+    # The fields that hold another dataclass, or a list of one.
+    _nested: ClassVar[dict[str, "type[_Stored] | list[type[_Stored]]"]] = {}
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the stored form; tensors in it are not copied."""
+        return {name: _to_plain(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_plain(cls, value: object) -> Self:
+        """Read the stored form.
+
+        Raises:
+            CheckpointError: If its keys are not the names of the fields.
+        """
+        assert is_dataclass(cls), "every subclass is one"
+        names = {part.name for part in fields(cls)}
+        if not isinstance(value, Mapping) or value.keys() != names:
+            found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+            raise CheckpointError(
+                f"The lightning_d9m state of the checkpoint is damaged: {cls.__name__} has "
+                f"{found}; it should have {sorted(names)}. Take another copy of the checkpoint, or "
+                "an earlier one."
+            )
+        return cls(**{name: cls._read(name, part) for name, part in value.items()})
+
+    @classmethod
+    def _read(cls, name: str, value: Any) -> Any:
+        kind = cls._nested.get(name)
+        if kind is None or value is None:
+            return value
+        if not isinstance(kind, list):
+            return kind.from_plain(value)
+        return [kind[0].from_plain(part) for part in value]
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, _Stored):
+        return value.as_plain()
+    return [_to_plain(part) for part in value] if type(value) is list else value
+
+
+@dataclass(frozen=True)
+class LoopPosition(_Stored):
+    """The position of a fit.
+
+    Attributes:
+        epoch: The next epoch, or the current one.
+        step: The global step.
+        batch: The number of trained batches of the epoch.
+        phase: ``"epoch"`` between two epochs, ``"batch"`` between two batches, ``"validation"``
+            in an unfinished validation, ``"within"`` while a batch is trained.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    phase: LoopPhase
+
+
+@dataclass(frozen=True)
+class SavedMetrics(_Stored):
+    """The states of metrics.
+
+    Attributes:
+        paths: The path of every metric, also of those without a saved state.
+        states: The attributes of each metric, by its path and their name.
+        reset: The metrics of the module that Lightning resets right after the save.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reset: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SavedResult(_Stored):
+    """A value that a step has logged, and how it is reduced over the epoch.
+
+    Attributes:
+        key: Lightning's key of the result.
+        arguments: The arguments with which it was logged.
+        reduce_fx: The name of the function that reduces it over the epoch.
+        synced: Whether the ranks reduce it.
+        rank_zero_only: Whether only rank 0 logs it.
+        is_tensor: Whether a tensor was logged; otherwise a metric object was.
+        value: The reduction so far, of a tensor.
+        count: The number of samples so far, of a tensor that is averaged.
+        updates: The number of updates.
+        cache: Its value for the last batch, if that is a plain value.
+        has_reset: Whether Lightning has reset it since the last update.
+    """
+
+    key: str
+    arguments: dict[str, Any]
+    reduce_fx: str
+    synced: bool
+    rank_zero_only: bool
+    is_tensor: bool
+    value: Tensor | None
+    count: Tensor | None
+    updates: int
+    cache: Any
+    has_reset: bool
+
+
+@dataclass(frozen=True)
+class SavedLedger(_Stored):
+    """A position in a ledger.
+
+    Attributes:
+        folder: The ledger's folder.
+        check: The check of this rank's last record.
+    """
+
+    folder: str
+    check: str
+
+
+@dataclass(frozen=True)
+class PendingRecords(_Stored):
+    """Values that wait for the next record of the ledger.
+
+    Attributes:
+        loss: The last loss, as ``float.hex()``.
+        evaluations: Records of evaluations.
+    """
+
+    loss: str | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SavedRank(_Stored):
+    """The state of one rank. Without arguments, that of a rank that the checkpoint lacks.
+
+    Attributes:
+        rng: The generators of training, encoded; None restores none.
+        generators: The state of each of the user's generators, by path.
+        metrics: The states of metrics.
+        callback_metrics: The metrics for callbacks and schedulers, by name.
+        results: The results that the epoch has logged so far.
+        gradients: The gradients to which later micro-batches are added, by parameter.
+        train_reload_epoch: The epoch in which the training loaders were last loaded.
+        validation_reload_epoch: The epoch in which the validation loaders were last loaded.
+        samplers: The generator states of the user's samplers.
+        inexact: Reasons why this rank cannot be resumed exactly.
+        ledger: The position in the ledger; None if none was open.
+        pending: Values that wait for the next record.
+    """
+
+    _nested = {  # noqa: RUF012 - a ClassVar of the base class
+        "metrics": SavedMetrics,
+        "results": [SavedResult],
+        "ledger": SavedLedger,
+        "pending": PendingRecords,
+    }
+
+    rng: dict[str, Any] | None = None
+    generators: dict[str, Any] = field(default_factory=dict)
+    metrics: SavedMetrics = field(default_factory=SavedMetrics)
+    callback_metrics: dict[str, Any] = field(default_factory=dict)
+    results: list[SavedResult] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    train_reload_epoch: int | None = None
+    validation_reload_epoch: int | None = None
+    samplers: dict[str, Any] = field(default_factory=dict)
+    inexact: list[str] = field(default_factory=list)
+    ledger: SavedLedger | None = None
+    pending: PendingRecords = field(default_factory=PendingRecords)
+
+
+@dataclass(frozen=True)
+class SavedState(_Stored):
+    """The state of a run.
+
+    Attributes:
+        seed: The seed of the run.
+        fit: The ordinal of the fit in its process.
+        settings: The settings of the run; with the seed and ``fit`` they select its random streams.
+        world_size: The number of ranks.
+        position: Where the checkpoint was saved.
+        ranks: The state of each rank; of one that is not rank 0 it holds only its own.
+        format: The version of these types.
+    """
+
+    _nested = {"position": LoopPosition, "ranks": [SavedRank]}  # noqa: RUF012 - as above
+
+    seed: int
+    fit: int
+    settings: dict[str, Any]
+    world_size: int
+    position: LoopPosition
+    ranks: list[SavedRank]
+    format: int = FORMAT
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Self | str:
+        """Read the state from a checkpoint.
+
+        Returns:
+            The state; or a sentence that says why there is none that this version reads.
+
+        Raises:
+            CheckpointError: If the state is damaged.
+        """
+        state = checkpoint.get(KEY)
+        if not isinstance(state, Mapping):
+            return (
+                "The checkpoint has no lightning_d9m state: it was saved without "
+                "DeterminismCallback."
+            )
+        found = state.get("format")
+        if found != FORMAT:
+            return (
+                f"The checkpoint's state has format {found!r}; this version reads {FORMAT}. Resume "
+                "with the version of lightning_d9m that saved it."
+            )
+        return cls.from_plain({name: state[name] for name in state if name != MANIFEST_KEY})
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether the checkpoint was saved before training, as the learning rate finder does.
+
+        No ledger was open then, and no generator had been used that an epoch does not seed.
+        """
+        return all(rank.ledger is None for rank in self.ranks)
+
+    def of_rank(self, rank: int, world_size: int) -> SavedRank:
+        """Return the state of a rank; an empty one if the number of ranks has changed."""
+        same = self.world_size == world_size and rank < len(self.ranks)
+        return self.ranks[rank] if same else SavedRank()

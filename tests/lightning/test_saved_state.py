@@ -1,0 +1,135 @@
+"""The state in a checkpoint comes back as it was, or an error says what is wrong with it."""
+
+import io
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from lightning_d9m.errors import CheckpointError
+from lightning_d9m.hashing.checkpoint_digests import make_manifest
+from lightning_d9m.lightning.checkpoint_io import check_checkpoint, find_manifest
+from lightning_d9m.lightning.saved_state import (
+    FORMAT,
+    KEY,
+    MANIFEST_KEY,
+    OLD_MANIFEST_KEY,
+    LoopPosition,
+    PendingRecords,
+    SavedLedger,
+    SavedMetrics,
+    SavedRank,
+    SavedResult,
+    SavedState,
+)
+
+RESULT = SavedResult(
+    key="training_step.loss",
+    arguments={"fx": "training_step", "metric_attribute": None},
+    reduce_fx="mean",
+    synced=False,
+    rank_zero_only=False,
+    is_tensor=True,
+    value=torch.tensor(1.5),
+    count=torch.tensor(16),
+    updates=2,
+    cache=None,
+    has_reset=False,
+)
+RANK = SavedRank(
+    rng={"torch": torch.arange(4, dtype=torch.uint8)},
+    generators={"model.rng": {"state": 7}},
+    metrics=SavedMetrics(["model.mean"], {"model.mean": {"value": torch.ones(2)}}, []),
+    callback_metrics={"loss": torch.tensor(0.5)},
+    results=[RESULT],
+    gradients={"weight": torch.zeros(3)},
+    train_reload_epoch=1,
+    inexact=["A reason."],
+    ledger=SavedLedger("fit-000", "0" * 16),
+    pending=PendingRecords("0x1.8p+0", [{"kind": "evaluation"}]),
+)
+STATE = SavedState(
+    seed=3,
+    fit=1,
+    settings={"seed": 3},
+    world_size=2,
+    position=LoopPosition(epoch=1, step=9, batch=3, phase="batch"),
+    ranks=[RANK, SavedRank()],
+)
+
+
+def save_and_load(checkpoint):
+    stream = io.BytesIO()
+    torch.save(checkpoint, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def test_comes_back_as_it_was():
+    checkpoint = save_and_load({KEY: STATE.as_plain()})
+    found = SavedState.from_checkpoint(checkpoint)
+    assert repr(found) == repr(STATE)
+    assert {type(found.position), type(found.of_rank(0, 2).results[0])} == {
+        LoopPosition,
+        SavedResult,
+    }
+    assert checkpoint[KEY].keys() == {field.name for field in fields(SavedState)}
+
+
+def test_tensors_are_not_copied():
+    assert STATE.as_plain()["ranks"][0]["gradients"]["weight"] is RANK.gradients["weight"]
+
+
+def test_the_state_of_a_rank():
+    assert STATE.of_rank(0, 2) is RANK
+    for rank, world in ((0, 3), (2, 2)):
+        assert STATE.of_rank(rank, world) == SavedRank()
+
+
+def test_untrained():
+    assert not STATE.is_untrained
+    assert replace(STATE, ranks=[SavedRank()] * 2).is_untrained
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "has no lightning_d9m state"),
+        ([1], "has no lightning_d9m state"),
+        ({}, f"has format None; this version reads {FORMAT}. Resume with the version of"),
+        ({"format": 2, "place": {}}, f"has format 2; this version reads {FORMAT}."),
+    ],
+)
+def test_a_state_of_another_version_is_refused(state, message):
+    assert message in SavedState.from_checkpoint({KEY: state})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("fit"), r"SavedState has \['format', 'position', 'ranks'"),
+        (lambda state: state.update(more=1), r"SavedState has \['fit', 'format', 'more'"),
+        (lambda state: state.update(position=[]), r"LoopPosition has list; it should have"),
+        (lambda state: state["ranks"][1].pop("rng"), r"SavedRank has .*; .* 'rng'"),
+        (lambda state: state["ranks"][0]["ledger"].pop("check"), r"SavedLedger has \['folder'\]"),
+        (lambda state: state["ranks"][0]["results"][0].pop("key"), "SavedResult has "),
+    ],
+)
+def test_a_damaged_state_is_an_error(change, message):
+    state = STATE.as_plain()
+    change(state)
+    with pytest.raises(CheckpointError, match=f"state of the checkpoint is damaged: {message}"):
+        SavedState.from_checkpoint({KEY: state})
+
+
+@pytest.mark.parametrize("key", [MANIFEST_KEY, OLD_MANIFEST_KEY])
+def test_the_manifest_of_each_format_tells_damage(key):
+    weights = torch.ones(3)
+    checkpoint = {"state_dict": {"weight": weights}, KEY: STATE.as_plain()}
+    manifest = make_manifest(checkpoint)
+    checkpoint[KEY][key] = manifest
+    assert find_manifest(checkpoint) is manifest
+    assert check_checkpoint(checkpoint, "some.ckpt")
+    weights.view(torch.uint8)[0] ^= 1
+    with pytest.raises(CheckpointError, match=r"1 tensor differs .*: state_dict\.weight"):
+        check_checkpoint(checkpoint, "some.ckpt")
