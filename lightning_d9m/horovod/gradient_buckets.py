@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.horovod.bucket_layout import Bucket, Slot, lay_out
+from lightning_d9m.logical_ranks.bucket_layout import Bucket, Slot, lay_out
 
 MEBIBYTE = 2**20
 BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores

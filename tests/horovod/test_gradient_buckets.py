@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.horovod.bucket_layout import lay_out
 from lightning_d9m.horovod.gradient_buckets import GradientBuckets
+from lightning_d9m.logical_ranks.bucket_layout import lay_out
 
 
 class Twins:

@@ -36,7 +36,8 @@ class Bucket:
 
     Attributes:
         index: The number of the bucket, the same on every rank.
-        flat: The buffer; slots begin at multiples of 64 bytes, with zeros between.
+        flat: The buffer; slots begin at multiples of 64 bytes, with zeros between. One flag per
+            slot may follow.
         slots: One slot per parameter, the large parameters first.
         large: The number of large parameters.
         fired: Positions of the slots whose gradients have arrived.
@@ -49,6 +50,11 @@ class Bucket:
     large: int
     fired: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)
+
+    @property
+    def flags(self) -> Tensor:
+        """The elements after the last slot."""
+        return self.flat[self.slots[-1].stop :]
 
     @property
     def is_complete(self) -> bool:
@@ -66,13 +72,16 @@ class Bucket:
             yield [position for _, position in run]
 
 
-def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:
+def lay_out(
+    parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int, *, with_flags: bool = False
+) -> list[Bucket]:
     """Lay out buckets in reverse order of registration, in which gradients tend to arrive.
 
     Args:
         parameters: Names and parameters in their order of registration.
         bucket_bytes: Size at which a bucket is closed, in bytes. The first bucket of each dtype and
             device is closed at 1 MiB. With 0, each parameter has its own bucket.
+        with_flags: Let one more element per parameter follow the slots of a bucket.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
     for name, parameter in reversed(parameters):
@@ -80,7 +89,7 @@ def lay_out(parameters: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> l
     buckets: list[Bucket] = []
     for (device, dtype), members in by_kind.items():
         for chunk in _chunks(members, bucket_bytes):
-            buckets.append(_make_bucket(len(buckets), chunk, device, dtype))
+            buckets.append(_make_bucket(len(buckets), chunk, device, dtype, with_flags))
     return buckets
 
 
@@ -106,13 +115,14 @@ def _make_bucket(
     members: Sequence[tuple[str, Parameter]],
     device: torch.device,
     dtype: torch.dtype,
+    with_flags: bool,
 ) -> Bucket:
     step = max(1, _ALIGNMENT_BYTES // members[0][1].element_size())
     members = sorted(members, key=lambda member: not _is_large(member[1]))
     starts = [0]
     for _, parameter in members:
         starts.append(starts[-1] + -(-parameter.numel() // step) * step)
-    flat = torch.zeros(starts[-1], dtype=dtype, device=device)
+    flat = torch.zeros(starts[-1] + with_flags * len(members), dtype=dtype, device=device)
     slots = []
     for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True):
         view = _view_like(flat, start, parameter)

@@ -1,0 +1,159 @@
+"""Every exchange gives the bits of one fold in one process."""
+
+import math
+
+import pytest
+import torch
+from gloo_threads import run_processes
+from logical_sums import average_leaves, bits, make_leaf
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.exchange import RootExchange, add_wide, replace_nans
+from lightning_d9m.logical_ranks.tree import Fold, Node
+
+ALGORITHMS = ("gather", "shards", "collectives")
+PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
+
+
+def fold_block(leaves, block, *, wide):
+    """Return the roots of a block, as the process computes them."""
+    fold = Fold(len(leaves), lambda left, right: left + right)
+    for leaf in block:
+        value = leaves[leaf].clone()
+        fold.push(Node(leaf, leaf + 1), value.float() if wide else value)
+    return [value for _, value in fold.held]
+
+
+def exchange_all(leaves, processes, *, algorithms=ALGORITHMS, **words):
+    """Return the results of each algorithm on each process."""
+    blocks, dtype = Blocks(len(leaves), processes), leaves[0].dtype
+
+    def exchange(process, group):
+        results = []
+        for algorithm in algorithms:
+            it = RootExchange(blocks, process, group, algorithm=algorithm, **words)
+            is_half = dtype.itemsize < 4
+            wide = is_half and not it.sends_leaves
+            roots = fold_block(leaves, blocks.of(process), wide=wide)
+            result = torch.empty_like(leaves[0]) if wide else roots[-1]
+            it.start(roots, result, len(leaves)).finish()
+            results.append(result)
+        return results
+
+    return [result for results in run_processes(processes, exchange) for result in results]
+
+
+@pytest.mark.parametrize(("logical_ranks", "processes"), PAIRS)
+def test_every_exchange_gives_the_bits_of_one_fold(logical_ranks, processes):
+    generator = torch.Generator().manual_seed(logical_ranks)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for length in (1, 5003):
+            leaves = [make_leaf([length], dtype, generator) for _ in range(logical_ranks)]
+            expected = bits(average_leaves(leaves))
+            for result in exchange_all(leaves, processes, chunk_bytes=2**12):
+                assert bits(result) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
+def test_zeros_infinities_nans_and_subnormal_numbers_keep_their_bits(dtype, processes):
+    generator = torch.Generator().manual_seed(1)
+    leaves = [make_leaf([3001], dtype, generator, awkward=True) for _ in range(8)]
+    expected = average_leaves(leaves)
+    assert 0 < expected.isnan().sum() < 3001
+    assert expected.isinf().any()
+    for result in exchange_all(leaves, processes, chunk_bytes=2**12):
+        assert bits(result) == bits(expected)
+
+
+def test_a_negative_zero_survives():
+    leaves = [torch.tensor([-0.0]) for _ in range(4)]
+    for processes in (1, 2, 4):
+        for result in exchange_all(leaves, processes):
+            assert math.copysign(1.0, result.item()) == -1.0
+
+
+def test_a_sum_in_the_order_of_a_ring_differs():
+    generator = torch.Generator().manual_seed(1)
+    leaves = [make_leaf([1000], torch.float32, generator) for _ in range(4)]
+    ring = ((leaves[1] + leaves[2]) + leaves[3] + leaves[0]) / 4
+    assert bits(ring) != bits(average_leaves(leaves))
+
+
+def test_shards_send_the_bytes_of_a_ring_for_powers_of_two():
+    length = 4 * 3 * 16 * 64
+    for logical_ranks, processes in [(2, 2), (8, 2), (4, 4), (8, 4)]:
+        blocks = Blocks(logical_ranks, processes)
+
+        def send(process, group, blocks=blocks):
+            it = RootExchange(blocks, process, group, algorithm="shards", chunk_bytes=2**12)
+            root = torch.randn(length)
+            it.start([root], root).finish()
+            return it.bytes_sent
+
+        ring = 2 * 4 * length * (processes - 1) // processes
+        assert run_processes(processes, send) == [ring] * processes
+
+
+def test_half_types_travel_as_they_are_only_if_every_root_is_a_leaf():
+    for logical_ranks, size in [(2, 2), (4, 4)]:
+        leaves = [torch.ones(4096, dtype=torch.bfloat16) for _ in range(logical_ranks)]
+        blocks = Blocks(logical_ranks, 2)
+
+        def send(process, group, blocks=blocks, leaves=leaves):
+            it = RootExchange(blocks, process, group, algorithm="shards")
+            roots = fold_block(leaves, blocks.of(process), wide=not it.sends_leaves)
+            it.start(roots, torch.empty_like(leaves[0])).finish()
+            return it.bytes_sent
+
+        # Half of a root, and half of the result in bfloat16.
+        assert run_processes(2, send) == [2048 * size + 2048 * 2] * 2
+
+
+def test_sums_that_overlap_do_not_mix():
+    blocks = Blocks(4, 2)
+
+    def exchange(process, group):
+        it = RootExchange(blocks, process, group, chunk_bytes=2**12)
+        roots = [torch.full([n], float(process + n)) for n in (100, 50_000, 70_000)]
+        pending = [it.start([root], root) for root in roots]
+        for each in pending:
+            each.finish()
+        return [root.unique().tolist() for root in roots]
+
+    expected = [[2.0 * n + 1] for n in (100, 50_000, 70_000)]
+    assert run_processes(2, exchange) == [expected, expected]
+
+
+def test_wide_addition_rounds_no_half():
+    left, right = torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-12]).bfloat16()
+    for one in (left, left.float()):
+        for other in (right, right.float()):
+            total = add_wide(one.clone(), other.clone())
+            assert total.dtype is torch.float32
+            assert total.item() == 1 + 2.0**-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_every_nan_gets_the_same_bits_wherever_it_is(dtype):
+    tensor = torch.full([1003], -math.nan, dtype=dtype)
+    tensor[::7] = 1.0
+    replace_nans(tensor)
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert tensor.view(kind)[tensor.isnan()].unique().numel() == 1
+
+
+def test_a_group_of_another_size_or_order_is_refused():
+    def build(process, group):
+        with pytest.raises(SettingError, match=f"process {process} of 3, but rank {process} of 2"):
+            RootExchange(Blocks(4, 3), process, group)
+        with pytest.raises(SettingError, match="of all processes, in order"):
+            RootExchange(Blocks(4, 2), 1 - process, group)
+
+    run_processes(2, build)
+
+
+def test_several_processes_without_a_group_are_refused():
+    with pytest.raises(SettingError, match=r"call torch.distributed.init_process_group first"):
+        RootExchange(Blocks(2, 2), 0)

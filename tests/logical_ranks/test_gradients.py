@@ -1,0 +1,258 @@
+"""Gradients of logical ranks have the same bits on every number of processes."""
+
+import math
+
+import pytest
+import torch
+from gloo_threads import run_processes
+from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
+from torch import nn
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+
+SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,)]
+
+
+def make_parameters(dtype=torch.float32, shapes=SHAPES):
+    return [
+        (f"p{number}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def make_gradients(ranks, dtype=torch.float32, *, missing=False, seed=0, **words):
+    """Return the gradients of each logical rank, by parameter; some miss on request."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [[make_leaf(shape, dtype, generator, **words) for shape in SHAPES] for _ in range(ranks)]
+    if missing:
+        for rank, row in enumerate(rows):
+            row[1] = None
+            row[3] = row[3] if rank == ranks - 1 else None
+            row[5] = None if rank % 3 == 1 else row[5]
+    return rows
+
+
+def set_gradients(named, row):
+    for (_, parameter), gradient in zip(named, row, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+
+
+def run_step(sums, named, rows, block):
+    for rank in block:
+        set_gradients(named, rows[rank])
+        (sums.finish if rank == block[-1] else sums.set_aside)(rank)
+
+
+def sum_on(processes, steps, dtype=torch.float32, **words):
+    """Return the gradients after each step, on each process."""
+    blocks = Blocks(len(steps[0]), processes)
+
+    def train(process, group):
+        named = make_parameters(dtype)
+        sums = LogicalGradients(named, blocks, process, group, **words)
+        found = []
+        for rows in steps:
+            run_step(sums, named, rows, blocks.of(process))
+            found.append([bits(parameter.grad) for _, parameter in named])
+        return found
+
+    return run_processes(processes, train)
+
+
+def expect(rows):
+    return [bits(average_leaves(leaves)) for leaves in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
+@pytest.mark.parametrize(("ranks", "processes"), [(1, 1), (6, 1), (6, 2), (5, 3), (4, 4)])
+def test_gradients_are_the_average_in_tree_order(ranks, processes, dtype, missing):
+    steps = [make_gradients(ranks, dtype, missing=missing, seed=seed) for seed in range(2)]
+    for found in sum_on(processes, steps, dtype, bucket_bytes=2**12):
+        assert found == [expect(rows) for rows in steps]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 2**10, 25 * 2**20])
+def test_buckets_change_no_bit(bucket_bytes):
+    steps = [make_gradients(4, missing=True, awkward=True)]
+    for found in sum_on(2, steps, bucket_bytes=bucket_bytes):
+        assert found == [expect(rows) for rows in steps]
+
+
+def test_a_sum_is_not_divided():
+    rows = make_gradients(4)
+    ((found,),) = sum_on(1, [rows], op="sum")
+    expected = [bits(add_in_tree_order(leaves)) for leaves in zip(*rows, strict=True)]
+    assert found == expected != expect(rows)
+
+
+def test_a_gradient_is_none_only_if_all_logical_ranks_lack_it():
+    rows = make_gradients(4, missing=True)
+    for processes in (1, 2, 4):
+        for (found,) in sum_on(processes, [rows]):
+            assert [each is None for each in found] == [False, True, False, False, False, False]
+
+
+def test_a_missing_gradient_turns_a_negative_zero_positive_on_every_number_of_processes():
+    rows = make_gradients(4)
+    for rank, row in enumerate(rows):
+        row[1] = None if rank == 2 else torch.full((17,), -0.0)
+    for processes in (1, 2, 4):
+        for (found,) in sum_on(processes, [rows]):
+            assert found[1] == bits(torch.zeros(17))
+
+
+def test_gradients_lie_at_the_same_addresses_modulo_64_on_every_number_of_processes():
+    def place(process, group, blocks):
+        named = make_parameters()
+        sums = LogicalGradients(named, blocks, process, group)
+        run_step(sums, named, make_gradients(4), blocks.of(process))
+        return [p.grad.data_ptr() % 64 for _, p in named if p.numel()]
+
+    for processes in (1, 2):
+        blocks = Blocks(4, processes)
+        for found in run_processes(processes, lambda p, g, b=blocks: place(p, g, b)):
+            assert not any(found)
+
+
+def test_gradients_that_share_memory_are_added_once():
+    first, second = nn.Parameter(torch.zeros(2, 6)), nn.Parameter(torch.zeros(3, 4))
+    named = [("first", first), ("second", second)]
+    sums = LogicalGradients(named, Blocks(4, 1), 0, op="sum")
+    for rank in range(4):
+        (first.view(-1) + second.view(-1)).sin().sum().backward()
+        # Autograd gives both the same memory, so this test is about that.
+        assert first.grad.data_ptr() == second.grad.data_ptr()
+        (sums.finish if rank == 3 else sums.set_aside)(rank)
+    assert first.grad.unique().tolist() == second.grad.unique().tolist() == [4.0]
+
+
+def test_set_aside_moves_a_gradient():
+    (pair,) = named = make_parameters(shapes=[(8,)])
+    sums = LogicalGradients(named, Blocks(2, 1), 0)
+    gradient = pair[1].grad = torch.ones(8)
+    sums.set_aside(0)
+    assert pair[1].grad is None
+    ((_, held),) = sums._fold.held
+    assert held[0].data_ptr() == gradient.data_ptr()
+
+
+def test_parameters_may_be_frozen_and_unfrozen_between_steps():
+    def train(process, group, blocks):
+        named = make_parameters()
+        sums = LogicalGradients(named, blocks, process, group)
+        found = []
+        for frozen in ({0, 3}, {1}, set(), {1}):
+            rows = make_gradients(4)
+            for number, (_, parameter) in enumerate(named):
+                parameter.requires_grad_(number not in frozen)
+                for row in rows:
+                    row[number] = None if number in frozen else row[number]
+            run_step(sums, named, rows, blocks.of(process))
+            assert [bits(p.grad) for _, p in named] == expect(rows)
+            found.append([bits(p.grad) for _, p in named])
+        return found
+
+    runs = [
+        found
+        for processes in (1, 2)
+        for found in run_processes(
+            processes, lambda p, g, count=processes: train(p, g, Blocks(4, count))
+        )
+    ]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_discard_forgets_what_was_set_aside():
+    named, rows = make_parameters(), make_gradients(4)
+    sums = LogicalGradients(named, Blocks(4, 1), 0)
+    set_gradients(named, rows[3])
+    sums.set_aside(0)
+    set_gradients(named, rows[2])
+    sums.discard()
+    assert all(parameter.grad is None for _, parameter in named)
+    run_step(sums, named, rows, range(4))
+    assert [bits(p.grad) for _, p in named] == expect(rows)
+
+
+def test_a_logical_rank_out_of_order_is_refused():
+    named = make_parameters()
+    sums = LogicalGradients(named, Blocks(4, 1), 0)
+    set_gradients(named, make_gradients(1)[0])
+    sums.set_aside(0)
+    with pytest.raises(SettingError, match="logical rank 2 came in, but 1 is next"):
+        sums.set_aside(2)
+
+
+def test_the_last_logical_rank_must_be_finished_and_no_other():
+    sums = LogicalGradients(make_parameters(), Blocks(2, 1), 0)
+    with pytest.raises(SettingError, match=r"finish\(1\)"):
+        sums.finish(0)
+    sums.set_aside(0)
+    with pytest.raises(SettingError, match=r"finish\(1\)"):
+        sums.set_aside(1)
+
+
+def test_gradients_that_were_not_set_to_none_are_refused():
+    named, rows = make_parameters(), make_gradients(1)
+    sums = LogicalGradients(named, Blocks(1, 1), 0)
+    run_step(sums, named, rows, range(1))
+    with pytest.raises(SettingError, match=r"'p0' was added .* zero_grad\(set_to_none=True\)"):
+        sums.finish(0)
+
+
+def test_sparse_gradients_are_refused_or_made_dense():
+    table = nn.Embedding(10, 3, sparse=True)
+    named = [("table.weight", table.weight)]
+
+    def run(**words):
+        table.zero_grad()
+        sums = LogicalGradients(named, Blocks(2, 1), 0, op="sum", **words)
+        for rank, add in enumerate((sums.set_aside, sums.finish)):
+            table(torch.tensor([rank, rank, 5])).sum().backward()
+            add(rank)
+
+    with pytest.raises(SettingError, match=r"'table.weight' is sparse"):
+        run()
+    run(sparse_as_dense=True)
+    assert table.weight.grad[:, 0].tolist() == [2, 2, 0, 0, 0, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("words", [{"op": "max"}, {"bucket_bytes": -1}, {"bucket_bytes": 1.5}])
+def test_options_that_are_not_allowed_are_refused(words):
+    with pytest.raises(SettingError):
+        LogicalGradients([], Blocks(1, 1), 0, **words)
+
+
+def test_a_model_without_trained_parameters_has_nothing_to_sum():
+    sums = LogicalGradients([], Blocks(2, 1), 0)
+    sums.set_aside(0)
+    sums.finish(1)
+
+
+def test_channels_last_gradients_keep_their_strides():
+    weight = nn.Parameter(torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    sums = LogicalGradients([("weight", weight)], Blocks(1, 1), 0)
+    weight.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    expected = weight.grad.clone()
+    sums.finish(0)
+    assert weight.grad.stride() == weight.stride()
+    assert torch.equal(weight.grad, expected)
+
+
+def test_the_bytes_of_all_messages_are_counted():
+    def train(process, group):
+        parameter = nn.Parameter(torch.zeros(2**15))
+        sums = LogicalGradients([("p", parameter)], Blocks(2, 2), process, group)
+        parameter.grad = torch.ones(2**15)
+        sums.finish(process)
+        return sums.bytes_sent
+
+    sizes = run_processes(2, train)
+    # The gradient and its flag; shards are rounded up to 64 bytes.
+    assert sum(sizes) == 2 * 4 * (2**15 + 1)
+    assert math.isclose(*sizes, rel_tol=0.01)
