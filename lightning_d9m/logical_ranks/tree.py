@@ -5,8 +5,8 @@ the number of logical ranks alone decides that. A node covers an aligned range o
 leaves, cut at the number of leaves; a node whose right child is empty is its left child. With 5
 leaves the sum is ``((0 + 1) + (2 + 3)) + 4``.
 
-A process adds the subtrees that lie inside its block. Their roots are all that the other processes
-need to finish the sum, whoever finishes it, and in whichever order the roots arrive.
+A process adds the subtrees that lie inside its block. Their roots are all that is
+needed to finish the sum, on any process, and in any order of arrival.
 """
 
 from collections.abc import Callable, Iterable
