@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.errors import DigestError
+from lightning_d9m.errors import CheckpointError, DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_value
-from lightning_d9m.hashing.nested_values import list_leaves
+from lightning_d9m.hashing.nested_values import list_keyed_leaves
 from lightning_d9m.hashing.value_bytes import encode
+from lightning_d9m.text import quote
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents
+# In version 1 the key of a leaf was its dotted path, which several leaves may share.
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,35 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
         content: Nested dicts, lists and tuples. For any other object only its type is hashed.
 
     Returns:
-        ``"tensors"``: uint8 of shape (n, 16), the digests of path and bytes of each tensor, in
-        ascending order; ``"values"``: the digest of all other values (32 hex digits).
+        ``"version"``: that of this format; ``"tensors"``: uint8 of shape (n, 16), the digests of
+        key and bytes of each tensor, in ascending order; ``"values"``: the digest of all other
+        values (32 hex digits).
     """
-    digests, values = _digest(content)
-    rows = sorted(_row(path, value) for path, value in digests.items())
+    digests, values = _digest(content, _VERSION)
+    rows = sorted(_row(key, value) for key, (_, value) in digests.items())
     table = torch.tensor(list(b"".join(rows)), dtype=torch.uint8).reshape(-1, 2 * _HALF)
-    return {"tensors": table, "values": values}
+    return {"version": _VERSION, "tensors": table, "values": values}
 
 
 def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
-    """Compare a checkpoint's content with its manifest."""
+    """Compare a checkpoint's content with its manifest, of this version or an earlier one.
+
+    Raises:
+        CheckpointError: If the manifest has a later version.
+    """
+    version = manifest.get("version", 1)
+    if version not in range(1, _VERSION + 1):
+        raise CheckpointError(
+            f"The checkpoint's manifest has version {quote(version)}; this version of "
+            f"lightning_d9m reads versions 1 to {_VERSION}. Install a later one."
+        )
     data = manifest["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
     expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
-    digests, values = _digest(content)
+    digests, values = _digest(content, version)
     changed, added = [], []
-    for path, value in digests.items():
-        row = _row(path, value)
+    for key, (path, value) in digests.items():
+        row = _row(key, value)
         expected = expected_rows.pop(row[:_HALF], None)
         if expected is None:
             added.append(path)
@@ -69,17 +83,19 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
     return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
 
 
-def _digest(content: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """Return the digest of each tensor by path, and that of all other values."""
-    tensors: dict[str, Tensor] = {}
+def _digest(content: Mapping[str, Any], version: int) -> tuple[dict[str, tuple[str, str]], str]:
+    """Return the path and digest of each tensor by its key, and the digest of all other values."""
+    tensors: dict[str, tuple[str, Tensor]] = {}
     values: list[list[Any]] = []
-    for path, leaf in list_leaves(content):
+    for path, keyed, leaf in list_keyed_leaves(content):
+        key = path if version == 1 else keyed
         if isinstance(leaf, Tensor):
-            tensors[path] = leaf
+            tensors[key] = path, leaf
         elif not isinstance(leaf, Mapping | list | tuple) or leaf:  # empty ones do not count
-            values.append([path, _plain(leaf)])
-    digests = digest_many([tensor.detach() for tensor in tensors.values()])
-    return dict(zip(tensors, digests, strict=True)), digest_value(values)
+            values.append([key, _plain(leaf)])
+    digests = digest_many([tensor.detach() for _, tensor in tensors.values()])
+    named = zip(tensors.items(), digests, strict=True)
+    return {key: (path, value) for (key, (path, _)), value in named}, digest_value(values)
 
 
 def _plain(leaf: Any) -> Any:
@@ -90,5 +106,5 @@ def _plain(leaf: Any) -> Any:
     return leaf
 
 
-def _row(path: str, digest: str) -> bytes:
-    return blake2b(path.encode(), digest_size=_HALF).digest() + bytes.fromhex(digest)[:_HALF]
+def _row(key: str, digest: str) -> bytes:
+    return blake2b(key.encode(), digest_size=_HALF).digest() + bytes.fromhex(digest)[:_HALF]

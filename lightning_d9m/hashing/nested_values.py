@@ -6,6 +6,9 @@ from typing import Any, TypeAlias
 # Returns the (key, entry) pairs of a container, given its depth; None for a leaf.
 Entries: TypeAlias = Callable[[Any, int], Iterable[tuple[object, Any]] | None]
 
+# Keys whose repr names them; that of another object may hold its address.
+_PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
+
 
 def container_entries(value: object, _depth: int) -> Iterable[tuple[object, Any]] | None:
     """Return the entries of a mapping, list or tuple; None for an empty one or any other value."""
@@ -36,6 +39,39 @@ def list_leaves(
     leaves: list[tuple[str, Any]] = []
     _collect(found, path, (id(value),), entries, leaves)
     return leaves
+
+
+def list_keyed_leaves(value: object, path: str = "", key: str = "") -> list[tuple[str, str, Any]]:
+    """Return (path, key, leaf) for each leaf of nested mappings, lists and tuples, depth first.
+
+    Several leaves may have the same path, as below a dict with the key ``a.b``; each has another
+    key. A container that holds itself is a leaf where it occurs again.
+
+    Args:
+        value: Any value.
+        path: Path of the value.
+        key: Key of the value.
+
+    >>> list_keyed_leaves({"a.b": 1, "a": {"b": 2}, "c": [3]})
+    [('a.b', "{'a.b'}", 1), ('a.b', "{'a'}{'b'}", 2), ('c.0', "{'c'}[0]", 3)]
+    """
+    leaves: list[tuple[str, str, Any]] = []
+    _collect_keyed(value, path, key, (), leaves)
+    return leaves
+
+
+def _collect_keyed(
+    value: Any, path: str, key: str, above: tuple[int, ...], out: list[tuple[str, str, Any]]
+) -> None:
+    found = None if id(value) in above else container_entries(value, 0)
+    if found is None:
+        out.append((path, key, value))
+        return
+    left, right = "{}" if isinstance(value, Mapping) else "[]"
+    for name, entry in found:
+        written = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
+        below = f"{path}.{name}" if path else str(name)
+        _collect_keyed(entry, below, f"{key}{left}{written}{right}", (*above, id(value)), out)
 
 
 def _collect(

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from lightning_d9m.errors import CheckpointError
 from lightning_d9m.hashing.checkpoint_digests import check_manifest, make_manifest
 
 
@@ -63,3 +64,57 @@ def test_another_number_is_told(manifest, value):
     changed = content()
     changed["states"][0]["lr"] = value
     assert check_manifest(changed, manifest).values
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_leaves_with_the_same_dotted_path_are_told_apart(number):
+    """A change of each one is found, and that of two which change places."""
+    makers = [
+        lambda x: {"a.b": x[0], "a": {"b": x[1], "c.0": x[2], "c": [x[3], {"0": x[4]}, {0: x[4]}]}},
+        lambda x: {"a": {"b": x[0]}, "a.b": x[1], "a.c": {"0": x[2]}, "a.c.0": [x[3]], "z": x[4]},
+    ]
+    for make, of in zip(makers, (torch.tensor, float), strict=True):
+        values = [of(float(at)) for at in range(5)]
+        manifest = make_manifest(make(values))
+        assert not check_manifest(make(values), manifest)
+        changed = [*values]
+        changed[number] = of(9.0)
+        assert check_manifest(make(changed), manifest)
+        swapped = [*values]
+        swapped[number], swapped[number - 1] = swapped[number - 1], swapped[number]
+        assert check_manifest(make(swapped), manifest)
+
+
+def test_a_list_is_no_dict_with_numbers():
+    tensors = [torch.ones(1), torch.zeros(1)]
+    manifest = make_manifest({"a": tensors})
+    assert check_manifest({"a": dict(enumerate(tensors))}, manifest)
+    assert check_manifest({"a": {str(at): value for at, value in enumerate(tensors)}}, manifest)
+
+
+# Made by the first version for `content()`.
+FIRST = {
+    "tensors": (
+        "0a09506a0e2a486bf56656d8986a89efb6e5f5762490c22d"
+        "8dc35fd5175520bee6fed03ec9c2c88770f6dd1235cbfc01"
+    ),
+    "values": "a0b50b6ab1b19e1e917d532aec7abd30",
+}
+
+
+def test_a_manifest_of_the_first_version_still_finds_damage():
+    table = torch.frombuffer(bytearray.fromhex(FIRST["tensors"]), dtype=torch.uint8)
+    manifest = {"tensors": table.reshape(-1, 16), "values": FIRST["values"]}
+    assert not check_manifest(content(), manifest)
+    changed = content()
+    changed["state_dict"]["a"][0] = 7
+    changed["states"][0]["lr"] = 0.2
+    damage = check_manifest(changed, manifest)
+    assert (damage.changed, damage.values) == (("state_dict.a",), True)
+
+
+@pytest.mark.parametrize("version", [3, 0, "2"])
+def test_a_manifest_of_another_version_is_refused(version):
+    manifest = make_manifest(content()) | {"version": version}
+    with pytest.raises(CheckpointError, match="reads versions 1 to 2"):
+        check_manifest(content(), manifest)
