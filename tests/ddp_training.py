@@ -1,13 +1,16 @@
 """One rank of a training with DDP on Gloo; see lightning/test_ddp.py."""
 
+import contextlib
 import json
 import os
+import pickle
 import sys
 import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed.distributed_c10d as collectives
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
@@ -22,6 +25,30 @@ def fit(folder, name, model=None, **words):
     callback = DeterminismCallback(seed=5, ledger_dir=folder / name, **words)
     trainer = L.Trainer(max_epochs=2, strategy="ddp", devices=2, callbacks=[callback], **QUIET)
     trainer.fit(model or make_model(), make_loader(), make_loader(shuffle=False))
+    return trainer
+
+
+@contextlib.contextmanager
+def unpickling_watched():
+    """Yield a list that gets the file of whoever unpickles what a rank has sent.
+
+    Functions of torch and of Lightning's strategies do it on behalf of their caller.
+    """
+    callers = []
+
+    class Watched(pickle.Unpickler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            frame = sys._getframe(1)
+            while "/torch/" in (name := frame.f_code.co_filename) or "/strategies/" in name:
+                frame = frame.f_back
+            callers.append(name)
+
+    original, collectives._unpickler = collectives._unpickler, Watched
+    try:
+        yield callers
+    finally:
+        collectives._unpickler = original
 
 
 def error_of(*arguments, **words):
@@ -78,7 +105,9 @@ def main():
         "left": sorted(changed - {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
         + [name for name in ("deterministic",) if torch.are_deterministic_algorithms_enabled()],
     }
-    fit(folder, "second")
+    with unpickling_watched() as callers:
+        fit(folder, "second").save_checkpoint(folder / "second.ckpt")
+    found["unpickles"] = callers
     ulp = make_model(on_train_batch_end=lambda self, *_: one_ulp_on_rank_1(self))
     found["one ulp on rank 1"] = error_of(folder, "ulp", ulp)
     moment = make_model(on_validation_epoch_end=other_moment_on_rank_1)

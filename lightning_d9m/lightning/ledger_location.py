@@ -1,5 +1,6 @@
 """The folder in which a Trainer's run writes its ledger."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.packages import rank_zero
+from lightning_d9m.lightning.ranks import ranks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -31,19 +33,20 @@ def make_ledger_folder(trainer: "Trainer", ledger_dir: str | Path | None, kind: 
         LedgerError: On all ranks, if no folder can be made.
     """
     log_dir = trainer.log_dir  # a collective: every rank calls it
-    made: tuple[str, str | None] = ("", None)
+    folder, problem = "", ""
     if trainer.is_global_zero:
         try:
             parent = _choose_parent(trainer, log_dir, ledger_dir)
-            made = (str(create_ledger_folder(parent, kind)), None)
+            folder = str(create_ledger_folder(parent, kind))
         except LedgerError as error:
             advice = (
                 f"Set ledger_dir, or the variable {LEDGER_VARIABLE}, to a local folder that this "
                 "process may write to."
             )
-            made = ("", f"{error} {advice}")
-    folder, problem = trainer.strategy.broadcast(made)
-    if problem is not None:
+            problem = f"{error} {advice}"
+    # Not the strategy's broadcast, which pickles.
+    folder, problem = json.loads(ranks_of(trainer).broadcast_text(json.dumps([folder, problem])))
+    if problem:
         raise LedgerError(problem)
     # Nodes need not share a file system: each keeps the ledgers of its own ranks. If this fails,
     # creating the file in it fails too, with a message that says why.

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from lightning_d9m.errors import D9mError
 
 Result = TypeVar("Result")
+_INTEGER = 8  # bytes of each integer that ranks gather
 
 
 class Gather(Protocol):
@@ -58,6 +59,22 @@ class Ranks:
                 f"is in the message of rank {failed[0]}."
             )
         return result
+
+    def broadcast_text(self, text: str) -> str:
+        """Return the text that rank 0 passes; each rank calls this.
+
+        Ranks gather integers, because unpickling what another process sends runs its code.
+        """
+        if self.gather is None:
+            return text
+        own = text.encode("utf-8", "surrogateescape") if self.rank == 0 else b""
+        size = self.gather([len(own)])[0][0]
+        padded = own.ljust(-size % _INTEGER + size, b"\0")
+        parts = [padded[at : at + _INTEGER] for at in range(0, len(padded), _INTEGER)]
+        numbers = [int.from_bytes(part, "little", signed=True) for part in parts]
+        row = self.gather(numbers)[0] if numbers else []
+        data = b"".join(number.to_bytes(_INTEGER, "little", signed=True) for number in row)
+        return data[:size].decode("utf-8", "surrogateescape")
 
     def _ranks_where(self, fact: bool) -> list[int]:
         """Return the ranks on which ``fact`` is so."""

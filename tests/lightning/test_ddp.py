@@ -85,3 +85,11 @@ def test_a_switch_that_one_rank_lost_stops_all(outcome):
 def test_nothing_of_the_run_is_left_on_any_rank(outcome):
     _, found = outcome
     assert [entry["left"] for entry in found] == [[], []]
+
+
+def test_no_rank_unpickles_for_us(outcome):
+    """It would run code of the rank that sent it. Lightning does so to agree on its folders."""
+    _, found = outcome
+    callers = [Path(name) for entry in found for name in entry["unpickles"]]
+    assert {path.parent.name for path in callers} == {"trainer"}
+    assert not [path for path in callers if "lightning_d9m" in path.parts]

@@ -222,3 +222,15 @@ def test_whether_anything_is_compared(tmp_path):
     assert Recorder(
         tmp_path, header(0), policy=Policy(), ranks=several, replicated=replicated
     ).compares
+
+
+@pytest.mark.parametrize("text", ["", "a", "eight by", "/ä/\udc80 Ω" * 50])
+def test_every_rank_gets_the_text_of_rank_0(text):
+    threads = Threads()
+
+    def one(rank):
+        return Ranks(rank, threads.gather_of(rank)).broadcast_text(text if rank == 0 else "own" * 9)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert list(pool.map(one, range(RANKS))) == [text] * RANKS
+    assert Ranks(0).broadcast_text(text) == text
