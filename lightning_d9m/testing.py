@@ -15,6 +15,7 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import NotBitExactError, SettingError
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 from lightning_d9m.output.comparison_text import format_comparison
@@ -101,8 +102,15 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
     if len(expected) != len(actual):
         counts = f"reference: {len(expected)}\nthis run:  {len(actual)}"
         return f"The numbers of their fits differ.\n{counts}"
-    for first, second in zip(expected, actual, strict=True):
-        comparison = compare_ledgers(read_ledger(first), read_ledger(second))
+    first, second = (
+        {f"fit-{number:03d}": read_ledger(path) for number, path in enumerate(paths)}
+        for paths in (expected, actual)
+    )
+    paired = pair_fits(first, second)
+    unpaired = iter([ledger for name, ledger in paired.items() if name not in first])
+    for name, ledger in first.items():
+        counterpart = paired[name] if name in paired else next(unpaired)
+        comparison = compare_ledgers(ledger, counterpart)
         if not comparison.equal:
             return "\n".join(["Their ledgers differ.", *format_comparison(comparison)])
     return None

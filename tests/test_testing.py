@@ -8,11 +8,13 @@ import lightning.pytorch as lightning
 import numpy as np
 import pytest
 import torch
+from ledger_runs import Runs
 from torch import nn
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, NotBitExactError, SettingError, assert_bit_exact
 from lightning_d9m.control.session import active_session, next_fit
+from lightning_d9m.testing import compare_fits
 
 
 def train(model=None):
@@ -53,6 +55,16 @@ def test_the_first_epoch_that_differs_is_named():
     assert "Run 2 of" in message
     assert "diverges first, in epoch 1" in message
     assert "layers.0.weight" in message
+
+
+def test_parallel_fits_are_paired_by_content(tmp_path):
+    """Processes that a run starts take the numbers of their ledgers in any order."""
+    written = []
+    for number, seeds in enumerate([(1, 2), (2, 1), (2, 3)]):
+        run = Runs(tmp_path / str(number))
+        written.append([run.write(seed=seed) for seed in seeds])
+    assert compare_fits(written[0], written[1]) is None
+    assert "seed" in compare_fits(written[0], written[2])
 
 
 def test_what_a_function_returns_is_compared_without_a_ledger():

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_d9m.audit.training.report import (
@@ -22,9 +23,10 @@ from lightning_d9m.cli.arguments import (
     whole_number,
 )
 from lightning_d9m.errors import CommandError
+from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.subprocess_run import run_watched
-from lightning_d9m.ledger.folder import list_fits, read_ledger
+from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 
 # Set for the command; `control.variables`, `testimony` and `kept_weights` read them.
 CONTROL, LEDGERS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_LEDGER_DIR"
@@ -62,7 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
             folder = output / f"{condition}-{number:03d}"
             folder.mkdir()
             print(f"run {number} of {arguments.runs}, {condition} determinism", file=sys.stderr)
-            training = _train(words, condition, folder, arguments.timeout)
+            # The first training of all names the fits.
+            named = trainings[condition] or trainings[CONDITIONS[0]]
+            known = named[0].ledgers if named else None
+            training = _train(words, condition, folder, arguments.timeout, known)
             trainings[condition].append(training)
             training.measure(trainings[condition][0])
             if number > 1:  # they are large, and have been compared with the first run's
@@ -82,7 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(fit["with"]["equal"] for fit in result["fits"]) else 1
 
 
-def _train(words: list[str], condition: str, folder: Path, timeout: float | None) -> Training:
+def _train(
+    words: list[str],
+    condition: str,
+    folder: Path,
+    timeout: float | None,
+    known: Mapping[str, Ledger] | None = None,
+) -> Training:
+    """Train once; fits get the names of their counterparts among the known ones."""
     begin = time.perf_counter()
     run_watched(
         words,
@@ -100,7 +112,7 @@ def _train(words: list[str], condition: str, folder: Path, timeout: float | None
             "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
             f"[...]). Log: {folder / 'output.log'}."
         )
-    return Training(folder, seconds, fits)
+    return Training(folder, seconds, fits if known is None else pair_fits(known, fits))
 
 
 def _environment(condition: str, folder: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     FOLDER,
@@ -81,7 +82,8 @@ def interrupt_and_resume(
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
             run_once(argv, folder, title=f"{title}, resumed", timeout=timeout, variables=variables)
-            run = Run(read_fits(folder, argv), f"{label}, resumed")
+            fits = pair_fits(straight.fits, read_fits(folder, argv))
+            run = Run(fits, f"{label}, resumed")
             if RepeatReport({1: straight, number: run}, output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
                 shutil.rmtree(checkpoints, ignore_errors=True)

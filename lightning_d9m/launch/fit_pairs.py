@@ -2,7 +2,8 @@
 
 Processes that fit in parallel (joblib, Ray, Optuna) take the numbers of their ledgers in any order,
 so the content decides: seed, ordinal within the process, model, data and the initial digests. Fits
-that begin alike, such as the folds of a cross-validation, are paired by how they end.
+that begin alike, such as the folds of a cross-validation, are paired by how they end. Where the
+initial digests differ too, seed, ordinal, model and data decide.
 """
 
 import json
@@ -26,7 +27,7 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
     if ordinals[0] == ordinals[1] and len(set(ordinals[0].values())) == len(expected):
         return dict(actual)  # one process wrote them all, in order
     pairs: dict[str, str] = {}
-    for key in (_read_whole, _read_start, None):
+    for key in (_read_whole, _read_start, _read_origin, None):
         _pair_equal(expected, actual, pairs, key)
     paired = {name: actual[pairs[name]] for name in expected if name in pairs}
     for name in sorted(actual.keys() - set(pairs.values())):
@@ -40,7 +41,10 @@ def _pair_equal(
     pairs: dict[str, str],
     read_key: Callable[[Ledger], Hashable] | None,
 ) -> None:
-    """Pair the remaining fits that have equal keys, in order; by name without ``read_key``."""
+    """Pair the remaining fits that have equal keys; by name without ``read_key``.
+
+    Of several with the same key, one of the same name is preferred.
+    """
     taken = set(pairs.values())
     waiting: dict[Hashable, list[str]] = {}
     for name in actual:
@@ -50,15 +54,20 @@ def _pair_equal(
     for name in expected:
         if name not in pairs:
             key = name if read_key is None else (_kind(name), read_key(expected[name]))
-            if waiting.get(key):
-                pairs[name] = waiting[key].pop(0)
+            if names := waiting.get(key):
+                pairs[name] = names.pop(names.index(name) if name in names else 0)
 
 
 def _kind(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-def _read_start(ledger: Ledger) -> Hashable:
+def _read_origin(ledger: Ledger) -> Hashable:
+    """Return what a fit begins with, without the bits: seed, ordinal, model and data."""
+    return _read_start(ledger, digests=False)
+
+
+def _read_start(ledger: Ledger, *, digests: bool = True) -> Hashable:
     """Return the start of a fit: seed, ordinal, model, data, initial digests."""
     header = ledger.header
     content: list[object] = [header.seed, header.fit]
@@ -66,7 +75,7 @@ def _read_start(ledger: Ledger) -> Hashable:
         if isinstance(record, RunFacts):
             content.append(record.as_record())
         elif isinstance(record, Digests):
-            content.append(record.totals)
+            content += [record.totals] if digests else []
             break
     return json.dumps(content, sort_keys=True)
 

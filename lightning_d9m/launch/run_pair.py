@@ -75,6 +75,8 @@ class RunPair:
 class Runner:
     """Runs the command, each time in a new folder.
 
+    The fits of each run get the names of their counterparts in the first run.
+
     Attributes:
         command: The command.
         output: Parent folder of all runs.
@@ -87,6 +89,7 @@ class Runner:
     timeout: float | None
     variables: Mapping[str, str]
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
+    _first: Mapping[str, Ledger] | None = None
 
     def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
         """Run once.
@@ -120,7 +123,10 @@ class Runner:
             if not _ended_with_drift(folder):
                 raise
             drift_error = error
-        return ProbedRun(read_fits(folder, self.command), folder / "dump", drift_error)
+        fits = read_fits(folder, self.command)
+        if self._first is None:
+            self._first = fits
+        return ProbedRun(pair_fits(self._first, fits), folder / "dump", drift_error)
 
     def run_pair(
         self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
@@ -133,11 +139,11 @@ class Runner:
                 shows.
         """
         runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
-        expected, actual = runs[0].fits, pair_fits(runs[0].fits, runs[1].fits)
+        expected, actual = runs[0].fits, runs[1].fits
         if expected.keys() != actual.keys():
             raise CommandError(
                 f"The two runs left different ledgers: {', '.join(expected)} and "
-                f"{', '.join(runs[1].fits)}. Each run must fit the same models in the same order."
+                f"{', '.join(actual)}. Each run must fit the same models in the same order."
             )
         dumps = tuple(run.dump for run in runs)
         pairs = [

@@ -68,6 +68,17 @@ def audit(tmp_path, monkeypatch, capsys):
 VARIES = "(0 if condition == 'with' else number - 1)"
 
 
+def test_parallel_fits_are_paired_by_content(audit):
+    """Also between the conditions, and with their weights."""
+    value = "(1 + (_ if number == 1 or condition == 'without' and number == 2 else 1 - _))"
+    status, out, _ = audit(value, "--json", fits="2")
+    first, second = json.loads(out)["fits"]
+    assert status == 0
+    for fit in (first, second):
+        assert [fit[condition]["distinct"] for condition in ("without", "with")] == [1, 1]
+        assert [moment["vc"] for moment in fit["with"]["moments"]] == [0, 0, 0]
+
+
 def test_what_varies_without_determinism_is_measured(audit):
     status, out, _ = audit(VARIES, "--json")
     result = json.loads(out)

@@ -69,6 +69,12 @@ def repeat(tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_parallel_fits_of_a_resumed_run_are_paired_by_content(repeat):
+    """Their ledgers took other numbers than in the straight run."""
+    status, out, _ = repeat("for value in (8, 5) if resume else (5, 8): train(value)")
+    assert (status, out.count(" differs")) == (0, 0)
+
+
 def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(repeat, tmp_path):
     status, out, err = repeat("train()")
     assert status == 0

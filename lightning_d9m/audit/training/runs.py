@@ -46,7 +46,7 @@ class Training:
     Args:
         folder: Its ledgers, and its weights until they are measured.
         seconds: Duration of the command.
-        ledgers: By name of the fit's folder.
+        ledgers: By name of the fit; its folder may have another name, as after ``pair_fits``.
 
     Raises:
         CommandError: A fit did not finish.
@@ -108,7 +108,10 @@ class Training:
             weight_snapshot_path,
         )
 
-        path = weight_snapshot_path(self.folder / "weights", name, moment.moment, moment.epoch)
+        written_as = self.ledgers[name].path.name
+        path = weight_snapshot_path(
+            self.folder / "weights", written_as, moment.moment, moment.epoch
+        )
         if not path.exists():
             raise CommandError(
                 f"The run left no weights in {path}: its lightning_d9m is an older version. "
