@@ -66,7 +66,7 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
     if version not in range(1, _VERSION + 1):
         raise CheckpointError(
             f"The checkpoint's manifest has version {quote(version)}; this version of "
-            f"lightning_d9m reads versions 1 to {_VERSION}. Install a later one."
+            f"lightning_d9m reads those up to {_VERSION}. Install a later one."
         )
     data = manifest["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
