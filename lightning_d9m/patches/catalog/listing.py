@@ -42,8 +42,13 @@ On CUDA,
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;
-- a step with patched pooling, interpolation or padding has to run once before a CUDA graph captures
-  it: its tables are copied from the host. Tables that a graph uses are kept."""
+- max pooling runs as a Triton kernel: one launch, in which each input adds up the outputs that it
+  went to, in a fixed order, without atomics. The kernels have run under Triton's interpreter, with
+  the results of the torch ops, and they compile for NVIDIA's architectures 8.0, 9.0 and 10.0. Torch
+  ops take over, with a warning, from a kernel that cannot run or gives a different result than the
+  CPU;
+- a step with patches has to run once before a CUDA graph captures it, because kernels are compiled
+  and tables are copied from the host at the first use. Tables that a graph uses are kept."""
 
 
 def list_facts(op: Op) -> list[tuple[str, str]]:

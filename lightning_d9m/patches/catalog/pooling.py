@@ -109,7 +109,10 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.FractionalMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead="The outputs are sorted by the input they chose; those of one input are added.",
+        instead=(
+            "Each input reads the windows that may contain it and adds those that chose it. "
+            "Without Triton the outputs are sorted by the input they chose."
+        ),
         bits=_ONE_ORDER,
         kernels={
             "fractional_max_pool2d_backward": f"{_MAX_POOL}:fractional_max_pool2d_backward",
@@ -125,7 +128,10 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.FractionalMaxPool3d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead="The outputs are sorted by the input they chose; those of one input are added.",
+        instead=(
+            "Each input reads the windows that may contain it and adds those that chose it. "
+            "Without Triton the outputs are sorted by the input they chose."
+        ),
         bits=_ONE_ORDER,
         kernels={
             "fractional_max_pool3d_backward": f"{_MAX_POOL}:fractional_max_pool3d_backward",

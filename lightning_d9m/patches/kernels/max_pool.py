@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import cached_on_device, cast_like
 from lightning_d9m.patches.primitives.pooling_windows import (
+    Window,
     WindowExtent,
     build_adaptive_extent,
     build_strided_extent,
@@ -22,6 +23,7 @@ from lightning_d9m.patches.primitives.pooling_windows import (
     read_windows,
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_segments
+from lightning_d9m.patches.triton.launch import run_kernel
 
 _NO_INPUT = -2
 
@@ -58,11 +60,7 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
             ceil_mode,
             indices,
         )
-    extents = [
-        cached_on_device(self.device, build_strided_extent, *side)
-        for side in zip(sizes, grad_output.shape[-dims:], windows, strict=True)
-    ]
-    return cast_like(_gather_chosen(grad_output, indices, extents), self, keep_format=True)
+    return run_kernel("max_pool:strided", _gather_strided, grad_output, self, indices, windows)
 
 
 def _adaptive_backward(
@@ -71,10 +69,7 @@ def _adaptive_backward(
     """Return the gradient of an adaptive max pooling with respect to its input."""
     if not _can_choose(grad_output, self, indices, dims):
         raise_as_original(original, grad_output, self, indices)
-    sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
-    extents = [cached_on_device(self.device, build_adaptive_extent, *side) for side in sides]
-    chosen = _gather_chosen(grad_output, indices, extents)
-    return cast_like(chosen, self, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
+    return run_kernel("max_pool:adaptive", _gather_adaptive, grad_output, self, indices, dims)
 
 
 def _fractional_backward(
@@ -92,19 +87,48 @@ def _fractional_backward(
         grad_output.shape[-dims:]
     ):
         raise_as_original(original, grad_output, self, kernel_size, output_size, indices)
-    # The windows start at random, differently in each plane, so no fixed list contains the windows
-    # of an input: sort the outputs by the input that they chose.
-    planes, inputs = prod(self.shape[:-dims]), prod(self.shape[-dims:])
-    first = torch.arange(planes, dtype=torch.int64, device=self.device)[:, None] * inputs
-    keys = (indices.flatten(-dims).flatten(0, -2) + first).flatten()
-    sums = sum_segments(keys, grad_output.reshape(-1), planes * inputs)
-    return cast_like(sums.view(self.shape), self, keep_format=False)
+    (*sizes,) = (window.size for window in read_windows(dims, kernel_size, (), (0,)))
+    return run_kernel("max_pool:fractional", _sort_by_chosen, grad_output, self, indices, sizes)
 
 
 adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
 adaptive_max_pool3d_backward = partial(_adaptive_backward, dims=3)
 fractional_max_pool2d_backward = partial(_fractional_backward, dims=2)
 fractional_max_pool3d_backward = partial(_fractional_backward, dims=3)
+
+
+def _gather_strided(
+    grad_output: Tensor, self: Tensor, indices: Tensor, windows: Sequence[Window]
+) -> Tensor:
+    dims = len(windows)
+    extents = [
+        cached_on_device(self.device, build_strided_extent, *side)
+        for side in zip(self.shape[-dims:], grad_output.shape[-dims:], windows, strict=True)
+    ]
+    return cast_like(_gather_chosen(grad_output, indices, extents), self, keep_format=True)
+
+
+def _gather_adaptive(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> Tensor:
+    sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
+    extents = [cached_on_device(self.device, build_adaptive_extent, *side) for side in sides]
+    chosen = _gather_chosen(grad_output, indices, extents)
+    return cast_like(chosen, self, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
+
+
+def _sort_by_chosen(
+    grad_output: Tensor, self: Tensor, indices: Tensor, kernel_size: Sequence[int]
+) -> Tensor:
+    """Return the gradient of a fractional max pooling.
+
+    The windows start at random, differently in each plane, so no fixed list contains the windows of
+    an input: the outputs are sorted by the input that they chose.
+    """
+    dims = len(kernel_size)
+    planes, inputs = prod(self.shape[:-dims]), prod(self.shape[-dims:])
+    first = torch.arange(planes, dtype=torch.int64, device=self.device)[:, None] * inputs
+    keys = (indices.flatten(-dims).flatten(0, -2) + first).flatten()
+    sums = sum_segments(keys, grad_output.reshape(-1), planes * inputs)
+    return cast_like(sums.view(self.shape), self, keep_format=False)
 
 
 def _gather_chosen(grad_output: Tensor, indices: Tensor, extents: list[WindowExtent]) -> Tensor:

@@ -21,7 +21,7 @@ from torch._prims_common import suggest_memory_format
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_INT32_LIMIT = 2**31 - 1
+INT32_LIMIT = 2**31 - 1
 _BLOCK, _SMALL_BLOCK = 512, 128  # elements that a program of four warps writes
 _SMALL = 2**17  # elements below which small blocks occupy more of a device
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
@@ -105,7 +105,7 @@ def launch_blocks(kernel: Any, like: Tensor, *args: Any, **constants: Any) -> No
 
 def needs_int64(*tensors: Tensor) -> bool:
     """Return whether an offset in one of the tensors exceeds 32 bits, also past its last block."""
-    return any(_span(tensor) > _INT32_LIMIT - _BLOCK for tensor in tensors)
+    return any(_span(tensor) > INT32_LIMIT - _BLOCK for tensor in tensors)
 
 
 def _span(tensor: Tensor) -> int:

@@ -1,0 +1,233 @@
+"""Launches, bytes, registers and spills of the patches' Triton kernels, without a GPU.
+
+    python benchmarks/triton_kernels.py -o benchmarks/results/triton-kernels.json
+
+Each workload of patch_workloads.py runs on the CPU with its Triton launches recorded instead of
+run. The recorded kernels are then compiled for several architectures. Bytes are counted from the
+shapes: each tensor of a launch once. Of torch's own kernel with atomics at least these are moved:
+the result is filled with zeros, then read and written; every other tensor is read once.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from patch_workloads import WORKLOADS, Workload
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.patches.triton import launch
+
+CAPABILITIES = (80, 90, 100)
+_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+_INT32_LIMIT = 2**31
+# Operators of torch that start no kernel on a device.
+_NO_KERNEL = re.compile(
+    r"aten::(_?reshape\w*|_?to_copy|\w*view\w*|empty\w*|as_strided\w*|set_\w*|unsqueeze|squeeze|"
+    r"expand|select|slice|narrow|detach|resolve_\w*|flatten|contiguous|clone|to|result_type|"
+    r"transpose|permute|movedim|split|chunk|zeros\w*|ones\w*|lift_fresh|alias|\w+_backward\w*|"
+    r"item|_local_scalar_dense|resize_|full\w*|unbind|t|is_\w+|new_\w+)$"
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded.
+
+    Attributes:
+        kernel: The kernel.
+        signature: The type of each argument.
+        constants: The compile-time constants.
+        aligned: The positions of the arguments that are divisible by 16.
+        options: Options of the compiler.
+        tensors: The tensors among the arguments.
+    """
+
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[str, Any]
+    aligned: tuple[tuple[int, ...], ...]
+    options: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+
+
+@contextmanager
+def launches_recorded() -> Iterator[list[Launch]]:
+    """Record launches of Triton kernels on CPU tensors in place of running them."""
+    recorded: list[Launch] = []
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        del kwargs["grid"], kwargs["warmup"]
+        given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        recorded.append(_describe_launch(self, given))
+
+    original = JITFunction.run
+    JITFunction.run = record
+    launch._device_types.add("cpu")  # noqa: SLF001 - kernels run on CUDA only
+    try:
+        yield recorded
+    finally:
+        JITFunction.run = original
+        launch._device_types.discard("cpu")  # noqa: SLF001
+
+
+def _describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:
+    signature: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    aligned: list[tuple[int, ...]] = []
+    tensors: list[Tensor] = []
+    for position, parameter in enumerate(kernel.params):
+        name, value = parameter.name, given.pop(parameter.name)
+        is_integer = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (is_integer and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = _describe_type(value)
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        if isinstance(value, Tensor) or (is_integer and value % 16 == 0):
+            aligned.append((position,))
+    return Launch(kernel, signature, constants, tuple(aligned), given, tuple(tensors))
+
+
+def _describe_type(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_describe_type, value))
+    if isinstance(value, Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -_INT32_LIMIT <= value < _INT32_LIMIT else "i64"
+
+
+def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
+    """Compile a kernel and return its registers, spilled bytes and atomic instructions."""
+    source = ASTSource(
+        recorded.kernel,
+        recorded.signature,
+        recorded.constants,
+        {position: [["tt.divisibility", 16]] for position in recorded.aligned},
+    )
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), recorded.options)
+    assembler = get_ptxas(capability).path
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "kernel.ptx"
+        text.write_text(compiled.asm["ptx"])
+        output = Path(folder) / "kernel.cubin"
+        target = f"--gpu-name=sm_{capability}{suffix}"
+        run = subprocess.run(
+            [assembler, "-v", target, text, "-o", output],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    if run.returncode:
+        raise RuntimeError(run.stdout + run.stderr)
+    registers = re.search(r"Used (\d+) registers", run.stderr)
+    stack = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr
+    )
+    assert registers is not None
+    assert stack is not None
+    frame, stores, loads = map(int, stack.groups())
+    atomics = set(re.findall(r"\b((?:atom|red)\.[\w.]+)", compiled.asm["ptx"]))
+    return {
+        "registers": int(registers[1]),
+        "stack": frame,
+        "spilled": stores + loads,
+        "atomics": sorted(atomics),
+    }
+
+
+def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
+    """Return the launches of a workload, and how often it calls each operator of torch."""
+    offered = [op.name for op in OPS if op.status == "offered"]
+    with patches_applied("CPU", include=offered):
+        call = workload.make("cpu")
+        with launches_recorded() as recorded, torch.profiler.profile() as profile:
+            call()
+    torch_ops = {
+        event.key: event.count
+        for event in profile.key_averages()
+        if event.key.startswith("aten::") and not _NO_KERNEL.match(event.key)
+    }
+    return recorded, torch_ops
+
+
+def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
+    """Return the bytes that launches move, and those of a kernel with atomics at least."""
+    distinct = {
+        tensor.data_ptr(): tensor.untyped_storage().nbytes()
+        for one in recorded
+        for tensor in one.tensors
+    }
+    moved = sum(
+        min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+        for one in recorded
+        for tensor in one.tensors
+    )
+    result = recorded[-1].tensors[-1]
+    return moved, sum(distinct.values()) + 2 * result.numel() * result.itemsize
+
+
+def main() -> None:
+    """Write one row for each workload that launches a Triton kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="a part of the op's name")
+    arguments = parser.parse_args()
+    rows = []
+    for workload in WORKLOADS:
+        if arguments.only not in workload.op or workload.op == "convolution":
+            continue
+        recorded, torch_ops = run_workload(workload)
+        if not recorded:
+            continue
+        moved, atomics = count_bytes(recorded)
+        rows.append(
+            {
+                "op": workload.op,
+                "shape": workload.shape,
+                "kernels": [one.kernel.__name__ for one in recorded],
+                "launches": len(recorded),
+                "torch_ops": torch_ops,
+                "bytes": moved,
+                "bytes_with_atomics": atomics,
+                "compiled": {
+                    f"sm_{capability}": [compile_kernel(one, capability) for one in recorded]
+                    for capability in CAPABILITIES
+                },
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    facts = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
+    arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

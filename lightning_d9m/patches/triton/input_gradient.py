@@ -1,0 +1,81 @@
+"""Launch of a kernel that computes an input's gradient, one program for each block of inputs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from lightning_d9m.patches.triton.launch import (
+    INT32_LIMIT,
+    allocate,
+    launch_blocks,
+    needs_int64,
+    view_as_volumes,
+)
+
+_SLACK = 8  # by which a kernel may pass a size when it multiplies two of them
+
+
+def launch_gradient(
+    kernel: Any,
+    tensors: Sequence[Tensor],
+    shape: Sequence[int],
+    like: Tensor,
+    sides: Sequence[Sequence[Any]],
+    *,
+    neutral: Sequence[Any],
+    ranks: Sequence[int],
+    keep_format: bool,
+    **constants: Any,
+) -> Tensor:
+    """Launch a kernel that writes the gradient of an input.
+
+    The kernel takes the tensors, the result, the sizes of the input (channels, depth, height,
+    width), the sizes of the output (depth, height, width), the sides (a tuple for each of these),
+    the strides of each tensor (of five dimensions), and the number of inputs.
+
+    Args:
+        kernel: The Triton kernel.
+        tensors: The gradient of the output, and tensors of its shape.
+        shape: The shape of the input; from 1 element if there is a batch.
+        like: A tensor with the input's memory format.
+        sides: For each spatial dimension the numbers that the kernel needs.
+        neutral: The numbers of a dimension of size 1, for dimensions that are not there.
+        ranks: For each spatial dimension the most outputs that read one input.
+        keep_format: Whether the result has the memory format of ``like``, else it is contiguous.
+        **constants: More compile-time constants of the kernel.
+    """
+    dims, first = len(sides), tensors[0]
+    wanted = suggest_memory_format(like) if keep_format else torch.contiguous_format
+    # Without a batch torch takes the channels for the batch: seldom, and an order of its own.
+    given = wanted if len(shape) == dims + 2 else torch.contiguous_format
+    result = allocate(shape, first, given)
+    if not result.numel():
+        return result
+    volumes = [view_as_volumes(tensor, dims) for tensor in tensors]
+    filler = 3 - dims
+    inputs, outputs = [1] * filler + list(shape[-dims:]), volumes[0].shape[2:]
+    wide = needs_int64(*tensors, result) or any(
+        (size + _SLACK) * (other + _SLACK) > INT32_LIMIT
+        for size, other in zip(inputs, outputs, strict=True)
+    )
+    launch_blocks(
+        kernel,
+        result,
+        *volumes,
+        result,
+        (shape[-dims - 1], *inputs),
+        tuple(outputs),
+        tuple(tuple(side) for side in [*[neutral] * filler, *sides]),
+        *(volume.stride() for volume in volumes),
+        WIDE=wide,
+        DIMS=dims,
+        CHANNELS_LAST=given != torch.contiguous_format,
+        RANKS_D=ranks[-3] if dims > 2 else 1,  # noqa: PLR2004 - a number of dimensions
+        RANKS_H=ranks[-2] if dims > 1 else 1,
+        RANKS_W=ranks[-1],
+        **constants,
+    )
+    return result.contiguous(memory_format=wanted)

@@ -1,0 +1,176 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+"""Gradients of max pooling as one launch: each input reads the windows that may have chosen it.
+
+The windows of an input are computed from its coordinates and visited in ascending order, as the
+torch ops of ``kernels/max_pool.py`` visit them.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_d9m.patches.primitives.pooling_windows import Window
+from lightning_d9m.patches.triton.geometry import (
+    find_adaptive_window,
+    find_block,
+    find_coordinates,
+    find_fractional_window,
+    find_strided_window,
+    make_zeros,
+)
+from lightning_d9m.patches.triton.input_gradient import launch_gradient
+
+_NEUTRAL = Window(1, 1, 0)
+STRIDED, ADAPTIVE, FRACTIONAL = (tl.constexpr(kind) for kind in range(3))
+
+
+@triton.jit
+def _find_window(place, rank, outputs, inputs, window, KIND: tl.constexpr, DILATED: tl.constexpr):
+    if KIND == STRIDED:
+        found = find_strided_window(place, rank, outputs, window, DILATED)
+    elif KIND == ADAPTIVE:
+        found = find_adaptive_window(place, rank, outputs, inputs)
+    else:
+        found = find_fractional_window(place, rank, outputs, inputs, window[0])
+    return found
+
+
+@triton.jit(
+    do_not_specialize=["sizes", "outputs", "windows", "strides", "index_strides", "elements"]
+)
+def add_chosen(
+    gradient,
+    indices,
+    result,
+    sizes,
+    outputs,
+    windows,
+    strides,
+    index_strides,
+    elements,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIMS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    KIND: tl.constexpr,
+    DILATED: tl.constexpr,
+    RANKS_D: tl.constexpr,
+    RANKS_H: tl.constexpr,
+    RANKS_W: tl.constexpr,
+):
+    """Write for each input the sum of the gradients of the windows whose index names it.
+
+    Args:
+        gradient: Of the outputs.
+        indices: For each output the flat position of the chosen input in its plane; int64.
+        result: The gradient of the inputs, dense.
+        sizes: Channels, depth, height and width of the inputs.
+        outputs: Depth, height and width of the outputs.
+        windows: For each of these dimensions size, stride, padding and dilation.
+        strides: Of ``gradient``: batch, channel, depth, height, width.
+        index_strides: Of ``indices``.
+        elements: The number of inputs.
+        BLOCK: The number of inputs of a program.
+        WIDE: Whether an offset may exceed 32 bits.
+        DIMS: The number of spatial dimensions.
+        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
+        KIND: The kind of pooling.
+        DILATED: Whether windows of a fixed stride are dilated.
+        RANKS_D: The greatest number of windows to visit along the depth.
+        RANKS_H: Along the height.
+        RANKS_W: Along the width.
+    """
+    offsets, exists = find_block(elements, BLOCK, WIDE)
+    batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
+    wanted = ((depth * sizes[2] + height) * sizes[3] + width).to(tl.int64)
+    plane = batch * strides[0] + channel * strides[1]
+    index_plane = batch * index_strides[0] + channel * index_strides[1]
+    total = make_zeros(gradient, BLOCK)
+    for rank_d in range(RANKS_D):
+        d, in_d = _find_window(depth, rank_d, outputs[0], sizes[1], windows[0], KIND, DILATED)
+        for rank_h in range(RANKS_H):
+            h, in_h = _find_window(height, rank_h, outputs[1], sizes[2], windows[1], KIND, DILATED)
+            for rank_w in range(RANKS_W):
+                w, in_w = _find_window(
+                    width, rank_w, outputs[2], sizes[3], windows[2], KIND, DILATED
+                )
+                place = d * index_strides[2] + h * index_strides[3] + w * index_strides[4]
+                inside = exists & in_d & in_h & in_w
+                chosen = tl.load(indices + (index_plane + place), mask=inside, other=-1)
+                place = plane + d * strides[2] + h * strides[3] + w * strides[4]
+                total += tl.load(gradient + place, mask=chosen == wanted, other=0).to(total.dtype)
+    tl.store(result + offsets, total.to(result.dtype.element_ty), mask=exists)
+
+
+def strided(
+    grad_output: Tensor, self: Tensor, indices: Tensor, windows: Sequence[Window]
+) -> Tensor:
+    """Return the gradient of a max pooling with a fixed stride."""
+    dilated = any(window.dilation > 1 for window in windows)
+    ranks = [window.size if dilated else -(-window.size // window.stride) for window in windows]
+    return launch_gradient(
+        add_chosen,
+        [grad_output, indices],
+        self.shape,
+        self,
+        windows,
+        neutral=_NEUTRAL,
+        ranks=ranks,
+        keep_format=True,
+        KIND=STRIDED,
+        DILATED=dilated,
+    )
+
+
+def adaptive(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> Tensor:
+    """Return the gradient of an adaptive max pooling."""
+    sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
+    ranks = [count_adaptive_windows(*side) for side in sides]
+    return launch_gradient(
+        add_chosen,
+        [grad_output, indices],
+        self.shape,
+        self,
+        [_NEUTRAL] * dims,
+        neutral=_NEUTRAL,
+        ranks=ranks,
+        keep_format=dims == 2,  # noqa: PLR2004 - as torch's kernels
+        KIND=ADAPTIVE,
+        DILATED=False,
+    )
+
+
+def fractional(
+    grad_output: Tensor, self: Tensor, indices: Tensor, kernel_size: Sequence[int]
+) -> Tensor:
+    """Return the gradient of a fractional max pooling."""
+    dims = len(kernel_size)
+    ranks = [
+        # The inputs from which a window may start are size + 4, and steps are at least this wide.
+        (size + 3) * (outputs - 1) // (inputs - size) + 1 if inputs > size else outputs
+        for inputs, outputs, size in zip(
+            self.shape[-dims:], grad_output.shape[-dims:], kernel_size, strict=True
+        )
+    ]
+    return launch_gradient(
+        add_chosen,
+        [grad_output, indices],
+        self.shape,
+        self,
+        [Window(size, 1, 0) for size in kernel_size],
+        neutral=_NEUTRAL,
+        ranks=ranks,
+        keep_format=False,
+        KIND=FRACTIONAL,
+        DILATED=False,
+    )
+
+
+def count_adaptive_windows(inputs: int, outputs: int) -> int:
+    """Return the greatest number of windows of an adaptive pooling that contain one input."""
+    if outputs % inputs == 0:
+        return outputs // inputs
+    return 1 if inputs % outputs == 0 else outputs // inputs + 2

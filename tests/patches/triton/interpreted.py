@@ -1,0 +1,98 @@
+"""Tests of Triton kernels in a process in which Triton's interpreter runs them on the CPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so all tests of a file run in one such process.
+Each test of pytest then reports the outcome of one of them.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+
+import pytest
+import torch
+from patches.cases import threads
+
+from lightning_d9m.patches.triton import launch
+
+pytest.importorskip("triton", reason="Triton has packages for Linux only")
+_TESTS = Path(__file__).parents[2]
+_IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+_checks: dict[str, Callable[[], None]] = {}
+
+
+def interpreted(test: Callable[[], None]) -> Callable[[], None]:
+    """Run a test in the process of its file."""
+    if _IS_INTERPRETER:
+        _checks[test.__name__] = test
+    module = f"patches.triton.{Path(test.__code__.co_filename).stem}"
+
+    @wraps(test)
+    def report() -> None:
+        failure = _run_file(module)[test.__name__]
+        assert failure is None, failure
+
+    return report
+
+
+@cache
+def _run_file(module: str) -> dict[str, str | None]:
+    run = subprocess.run(
+        [sys.executable, __file__, module],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (_TESTS, *sys.path))),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return dict(json.loads(run.stdout))
+
+
+def _run_checks(module: str) -> dict[str, str | None]:
+    warnings.simplefilter("error")  # a kernel that fails is withdrawn with a warning
+    launch._SMALL_BLOCK = 2048  # the interpreter's time grows with the number of programs
+    importlib.import_module(module)
+    outcomes: dict[str, str | None] = {}
+    for name, check in sys.modules["patches.triton.interpreted"]._checks.items():
+        torch.manual_seed(0)
+        begin = time.perf_counter()
+        try:
+            with threads(1):
+                check()
+        except Exception:  # noqa: BLE001 - reported by the test of this name
+            outcomes[name] = traceback.format_exc()
+        else:
+            outcomes[name] = None
+        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)  # noqa: T201
+    return outcomes
+
+
+@contextmanager
+def kernels_on_cpu():
+    """Let replacements use their kernels for tensors on the CPU."""
+    launch._device_types.add("cpu")
+    try:
+        yield
+    finally:
+        launch._device_types.discard("cpu")
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    """Stand for torch's kernel, which is not called."""
+    raise AssertionError("The replacement left the arguments to torch's kernel.")
+
+
+if __name__ == "__main__":
+    print(json.dumps(_run_checks(sys.argv[1])))  # noqa: T201 - read by _run_file

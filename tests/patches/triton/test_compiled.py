@@ -1,0 +1,53 @@
+"""Kernels compiled for real devices: registers alone, in every variant."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has packages for Linux only")
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+# Those with the most outputs for one input.
+GATHERS = ["adaptive_max_pool3d_backward", "max_pool3d_backward", "fractional_max_pool2d_backward"]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """Load benchmarks/triton_kernels.py."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        spec = importlib.util.spec_from_file_location(
+            "triton_kernels", FOLDER / "triton_kernels.py"
+        )
+        module = sys.modules["triton_kernels"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FOLDER))
+    return module
+
+
+@pytest.mark.parametrize("op", GATHERS)
+def test_gathers_are_one_launch_without_atomics_and_spills(benchmark, op, tmp_path, monkeypatch):
+    """For each architecture, for float64, and for offsets of 64 bits."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (workload,) = (one for one in benchmark.WORKLOADS if one.op == op)
+    (recorded,), torch_ops = benchmark.run_workload(workload)
+    assert torch_ops == {}
+    double = {
+        name: "*fp64" if kind == "*fp32" else kind for name, kind in recorded.signature.items()
+    }
+    widest = replace(recorded, constants={**recorded.constants, "WIDE": True}, signature=double)
+    for variant, capability in [(recorded, 80), (recorded, 90), (recorded, 100), (widest, 90)]:
+        compiled = benchmark.compile_kernel(variant, capability)
+        assert (compiled["stack"], compiled["spilled"], compiled["atomics"]) == (0, 0, [])
+
+
+def test_operators_of_torch_are_found(benchmark):
+    """The torch ops of a workload without a kernel, and the launches of one that has several."""
+    (workload,) = (one for one in benchmark.WORKLOADS if one.op == "nll_loss2d")
+    recorded, torch_ops = benchmark.run_workload(workload)
+    assert recorded == []
+    assert torch_ops
