@@ -5,6 +5,9 @@ it. It uses only the standard library, because it runs before anything is instal
 
 ``python3 dev.py test-cuda-build`` uses the environment ``.venv-cuda``, which has a CUDA build of
 torch, and runs the tests that need such a build but no device.
+
+``python3 dev.py test-oldest-lightning`` runs the tests of Lightning's private attributes with the
+oldest supported Lightning, in ``.venv-oldest-lightning``, which takes all else from ``.venv``.
 """
 
 import argparse
@@ -27,6 +30,9 @@ TORCH = "torch==2.13.0"
 # PyPI's build for Linux is a CUDA build; this is the oldest torch that the metadata allows.
 TORCH_CUDA = "torch===2.11.0"
 CUDA_ENVIRONMENT = ".venv-cuda"
+# The lower bound in the metadata.
+OLDEST_LIGHTNING = "2.5.0"
+OLDEST_LIGHTNING_ENVIRONMENT = ".venv-oldest-lightning"
 # Horovod's kernels are compiled for this architecture if no device is present, and the user has not
 # chosen any.
 CUDA_ARCHITECTURE = "90"
@@ -229,6 +235,23 @@ def test_cuda_build(arguments: list[str]) -> None:
     run(PYTHON, "-m", "pytest", "-m", "cuda_build", *(arguments or ["tests"]))
 
 
+def test_oldest_lightning(arguments: list[str]) -> None:
+    """The tests of Lightning's private attributes, with the oldest supported Lightning."""
+    install("dev", "horovod", extra="examples")
+    folder = ROOT / OLDEST_LIGHTNING_ENVIRONMENT
+    say(f"Lightning {OLDEST_LIGHTNING} in {folder.name}; everything else from {ENVIRONMENT.name}")
+    run(PYTHON, "-m", "venv", "--without-pip", folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (shared,) = ENVIRONMENT.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{shared}\n")
+    python = folder / "bin" / "python"
+    packages = [f"{name}=={OLDEST_LIGHTNING}" for name in ("lightning", "pytorch-lightning")]
+    pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", f"--python={python}")
+    run(*pip, "install", "--quiet", "--no-deps", *packages)
+    tests = arguments or ["tests/lightning/test_lightning_private.py"]
+    run(python, "-m", "pytest", "-p", "no:cacheprovider", *tests)
+
+
 def use_environment(name: str) -> None:
     """Run everything in another environment than ``.venv``."""
     global ENVIRONMENT, PYTHON, UNFINISHED  # noqa: PLW0603 - one command runs in each process
@@ -244,8 +267,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "command",
-        choices=["digits", "test", "test-cuda-build"],
-        help="the main job, all checks, or the tests of a CUDA build of torch",
+        choices=["digits", "test", "test-cuda-build", "test-oldest-lightning"],
+        help="the main job, all checks, the tests of a CUDA build of torch, or those of private "
+        "attributes with the oldest supported Lightning",
     )
     parser.add_argument(
         "--quick", action="store_true", help="test: the checks and tests for everyday work"
@@ -258,6 +282,8 @@ def main() -> None:
         digits()
     elif options.command == "test-cuda-build":
         test_cuda_build(arguments)
+    elif options.command == "test-oldest-lightning":
+        test_oldest_lightning(arguments)
     elif options.quick:
         test_quickly()
     else:

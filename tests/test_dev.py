@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,39 @@ def test_the_tests_of_a_cuda_build_have_their_own_environment(
 def test_a_cpu_build_of_torch_is_refused(run_cuda_build):
     with pytest.raises(SystemExit, match=r"is not a CUDA build\. Remove this folder"):
         run_cuda_build()
+
+
+def test_the_oldest_lightning_is_the_lower_bound_of_the_metadata(dev):
+    metadata = SCRIPT.with_name("pyproject.toml").read_text()
+    bounds = set(re.findall(r'"(?:pytorch-)?lightning>=([\d.]+)"', metadata))
+    assert bounds == {dev.OLDEST_LIGHTNING.removesuffix(".0")}
+
+
+def test_the_oldest_lightning_comes_before_that_of_the_environment(dev, made, monkeypatch):
+    """The rest, and the tests, come from the environment."""
+    dev.make_environment()
+    (site,) = dev.ENVIRONMENT.glob("lib/python*/site-packages")
+    for name in ("lightning", "torch"):
+        (site / f"{name}.py").write_text(f"origin = '{name} of .venv'")
+    commands = []
+
+    def run(*command, **_):
+        if "venv" in command:
+            subprocess.run(list(map(str, command)), check=True)
+        else:
+            commands.append(list(map(str, command)))
+
+    monkeypatch.setattr(dev, "run", run)
+    monkeypatch.setattr(dev, "install", lambda *_, **__: None)
+    dev.test_oldest_lightning(["tests/some.py"])
+    pip, pytest_command = commands
+    assert pip[-2:] == ["lightning==2.5.0", "pytorch-lightning==2.5.0"]
+    assert pytest_command[-1] == "tests/some.py"
+    folder = dev.ROOT / dev.OLDEST_LIGHTNING_ENVIRONMENT
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "lightning.py").write_text("origin = 'lightning 2.5.0'")
+    code = "import lightning, torch; print(lightning.origin, torch.origin, sep=', ')"
+    done = subprocess.run(
+        [pytest_command[0], "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "lightning 2.5.0, torch of .venv"

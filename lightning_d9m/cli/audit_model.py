@@ -28,7 +28,7 @@ from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.subprocess_run import run_watched
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 
-# Set for the command; `control.variables`, `testimony` and `kept_weights` read them.
+# Set for the command; `control.environment`, `ledger_location` and `weight_snapshots` read them.
 CONTROL, LEDGERS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_LEDGER_DIR"
 WEIGHTS = "LIGHTNING_D9M_KEEP_WEIGHTS"
 _FEWEST_RUNS = 2

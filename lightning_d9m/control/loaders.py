@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.generators import capture_generators, restore_generators
 from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.resumable_sampler import ResumableSampler, is_foreign, unwrap

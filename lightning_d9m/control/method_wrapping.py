@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from lightning_d9m.control.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches
 
 
 def wrap_method(

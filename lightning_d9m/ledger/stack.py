@@ -220,10 +220,10 @@ def _capture_build() -> Mapping[str, Scalar]:
             re.sub(r"(?m)^.*CPU capability.*$", "", built).encode(), digest_size=8
         ).hexdigest(),
         "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch.blas": _find(r"BLAS_INFO=(\w+)", built),
-        "torch.mkl": _find(r"Math Kernel Library Version (\S+)", built),
-        "torch.onednn": _find(r"MKL-DNN (v\S+)", built),
-        "torch.openmp": _find(r"OpenMP (\d+)", built),
+        "torch.blas": _match_first(r"BLAS_INFO=(\w+)", built),
+        "torch.mkl": _match_first(r"Math Kernel Library Version (\S+)", built),
+        "torch.onednn": _match_first(r"MKL-DNN (v\S+)", built),
+        "torch.openmp": _match_first(r"OpenMP (\d+)", built),
     }
 
 
@@ -243,7 +243,7 @@ def _capture_torch() -> dict[str, Scalar]:
     return stack
 
 
-def _find(pattern: str, text: str) -> str | None:
+def _match_first(pattern: str, text: str) -> str | None:
     match = re.search(pattern, text)
     return match[1] if match else None
 
@@ -277,7 +277,7 @@ def _capture_devices() -> dict[str, Scalar]:
 def _read_driver() -> str | None:
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
-        return _find(r"Kernel Module\D*?\s(?:for \S+\s+)?(\d+\.[\d.]+)", text)
+        return _match_first(r"Kernel Module\D*?\s(?:for \S+\s+)?(\d+\.[\d.]+)", text)
     return None
 
 
@@ -328,13 +328,13 @@ def check_stack(
     differences = stack_differences(expected, actual)
     if policy == "ignore" or not differences:
         return None
-    message = _describe(differences)
+    message = _describe_differences(differences)
     if policy == "raise":
         raise StackDifferenceError(message, differences=differences)
     return message
 
 
-def _describe(differences: Sequence[StackDifference]) -> str:
+def _describe_differences(differences: Sequence[StackDifference]) -> str:
     fields = "1 field" if len(differences) == 1 else f"{len(differences)} fields"
     return (
         f"The stack differs from the reference's in {fields}, so another result would be no "

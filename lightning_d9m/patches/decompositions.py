@@ -16,6 +16,8 @@ import torch
 import torch._decomp.decompositions as torch_decompositions
 from torch import Tensor
 
+from lightning_d9m.attribute_patches import AttributePatches
+
 _native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the flag off
 
 
@@ -32,17 +34,15 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
         "_replication_pad": _make_padding,
         "max_pool3d_with_indices": _make_pooling,
     }
-    originals = {}
+    patches = AttributePatches()
     try:
         for name, make in makers.items():
             original = getattr(torch_decompositions, name, None)
             if original is not None:  # max_pool3d has one from torch 2.13 on
-                originals[name] = original
-                setattr(torch_decompositions, name, make(original, names, device))
+                patches.replace(torch_decompositions, name, make(original, names, device))
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch_decompositions, name, original)
+        patches.undo()
 
 
 def _make_interpolation(

@@ -18,7 +18,7 @@ _MODEL_KINDS = ("weight", "buffer", "optimizer")
 
 
 def take_states(
-    roster: ModelTensors,
+    model_tensors: ModelTensors,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,
@@ -27,7 +27,7 @@ def take_states(
     """Pass the state of the selected kinds to a listener.
 
     Args:
-        roster: Parameters and buffers.
+        model_tensors: Parameters and buffers.
         optimizers: The optimizers.
         settings: They select the kinds and parameters.
         listener: Takes the values.
@@ -38,7 +38,7 @@ def take_states(
         _take_rng(listener)
     if kinds.isdisjoint(_MODEL_KINDS):
         return
-    parameters, buffers, names = roster.look()
+    parameters, buffers, names = model_tensors.look()
     if "weight" in kinds:
         listener.add_tensors("weight", parameters)
     if "buffer" in kinds:

@@ -130,7 +130,7 @@ class OpMode(TorchDispatchMode):
         origin = self._find_origin()
         if not self._is_chosen(origin.modules) or not _defines(func):
             return func(*args, **kwargs)
-        dump = self._keep_inputs(func, args, kwargs) if self._probes.saves else None
+        dump = self._copy_inputs(func, args, kwargs) if self._probes.saves else None
         outputs = func(*args, **kwargs)
         taken = outputs if outputs is not None else _written(func, args, kwargs)
         name = f"{origin.modules[-1] or ROOT}::{_name(func)}"
@@ -177,7 +177,7 @@ class OpMode(TorchDispatchMode):
         own = _find_source(_ENGINE) if self._probes.saves else None
         return _Origin(origin.modules, own or origin.source, backward=own is None)
 
-    def _keep_inputs(
+    def _copy_inputs(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Copy the inputs of an op before it runs: it may write into them."""

@@ -35,36 +35,36 @@ class StateSnapshot:
 
     def __init__(self, model: nn.Module, values: object) -> None:
         self._known: set[int] = set()
-        self._ways: tuple[tuple[type, Callable[[Any], Restore]], ...] = (
-            (Tensor, _keep_tensor),
-            (np.ndarray, _keep_array),
+        self._snapshots: tuple[tuple[type, Callable[[Any], Restore]], ...] = (
+            (Tensor, _snapshot_tensor),
+            (np.ndarray, _snapshot_array),
             (torch.Generator, lambda own: _restoring(own.set_state, own.get_state())),
-            (np.random.Generator, lambda own: _keep_bits(own.bit_generator)),
+            (np.random.Generator, lambda own: _snapshot_bits(own.bit_generator)),
             (np.random.RandomState, lambda own: _restoring(own.set_state, own.get_state())),
             (random.Random, lambda own: _restoring(own.setstate, own.getstate())),
-            (dict, self._keep_dict),
-            (set, lambda own: self._keep_items(own, list(own), own.update)),
-            (list, lambda own: self._keep_items(own, own, own.extend)),
-            (deque, lambda own: self._keep_items(own, own, own.extend)),
-            (tuple, self._keep_parts),
+            (dict, self._snapshot_dict),
+            (set, lambda own: self._snapshot_items(own, list(own), own.update)),
+            (list, lambda own: self._snapshot_items(own, own, own.extend)),
+            (deque, lambda own: self._snapshot_items(own, own, own.extend)),
+            (tuple, self._snapshot_tuple),
         )
-        self._restores = [self._keep_attributes(module, _FIXED) for module in model.modules()]
+        self._restores = [self._snapshot_attributes(module, _FIXED) for module in model.modules()]
         # Buffers of TorchScript are in none of its attributes.
-        self._restores.append(self._keep([values, *model.buffers()]))
+        self._restores.append(self._snapshot([values, *model.buffers()]))
 
     def restore(self) -> None:
         """Put everything back; the objects stay the same ones, for others may hold them too."""
         for restore in self._restores:
             restore()
 
-    def _keep(self, value: Any) -> Restore:
+    def _snapshot(self, value: Any) -> Restore:
         """Return what puts a value back into its state and returns it: the same object."""
         known = id(value) in self._known  # held twice, or holds itself
-        keep = None if known else self._find_way(value)
-        if keep is None:
+        snapshot = None if known else self._find_snapshot(value)
+        if snapshot is None:
             return lambda: value
         self._known.add(id(value))
-        restore = keep(value)
+        restore = snapshot(value)
 
         def restore_and_return() -> Any:
             restore()
@@ -72,19 +72,21 @@ class StateSnapshot:
 
         return restore_and_return
 
-    def _find_way(self, value: Any) -> Callable[[Any], Restore] | None:
+    def _find_snapshot(self, value: Any) -> Callable[[Any], Restore] | None:
         """Return what keeps a value of this type; None for one that is left alone."""
         if isinstance(value, nn.Module | nn.Parameter | type):
             return None
-        for kind, way in self._ways:
+        for kind, snapshot in self._snapshots:
             if isinstance(value, kind):
-                return way
-        own = hasattr(value, "__dict__") and (is_dataclass(value) or _is_own(value.__class__))
-        return self._keep_attributes if own else None
+                return snapshot
+        own = hasattr(value, "__dict__") and (
+            is_dataclass(value) or _is_user_class(value.__class__)
+        )
+        return self._snapshot_attributes if own else None
 
-    def _keep_attributes(self, owner: Any, fixed: frozenset[str] = frozenset()) -> Restore:
+    def _snapshot_attributes(self, owner: Any, fixed: frozenset[str] = frozenset()) -> Restore:
         attributes = vars(owner)
-        kept = {name: self._keep(own) for name, own in attributes.items() if name not in fixed}
+        kept = {name: self._snapshot(own) for name, own in attributes.items() if name not in fixed}
 
         def restore() -> None:
             for name in attributes.keys() - kept.keys() - fixed:
@@ -94,8 +96,8 @@ class StateSnapshot:
 
         return restore
 
-    def _keep_dict(self, table: dict[Any, Any]) -> Restore:
-        kept = {key: self._keep(value) for key, value in table.items()}
+    def _snapshot_dict(self, table: dict[Any, Any]) -> Restore:
+        kept = {key: self._snapshot(value) for key, value in table.items()}
 
         def restore() -> None:
             entries = {key: own() for key, own in kept.items()}
@@ -104,8 +106,8 @@ class StateSnapshot:
 
         return restore
 
-    def _keep_items(self, container: Any, items: Any, refill: Callable[[Any], None]) -> Restore:
-        kept = [self._keep(item) for item in items]
+    def _snapshot_items(self, container: Any, items: Any, refill: Callable[[Any], None]) -> Restore:
+        kept = [self._snapshot(item) for item in items]
 
         def restore() -> None:
             entries = [own() for own in kept]
@@ -114,8 +116,8 @@ class StateSnapshot:
 
         return restore
 
-    def _keep_parts(self, parts: tuple[Any, ...]) -> Restore:
-        kept = [self._keep(part) for part in parts]
+    def _snapshot_tuple(self, parts: tuple[Any, ...]) -> Restore:
+        kept = [self._snapshot(part) for part in parts]
 
         def restore() -> None:
             for part in kept:
@@ -125,7 +127,7 @@ class StateSnapshot:
 
 
 @cache
-def _is_own(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     """Return whether the program defines a class and all its bases."""
     return all(map(_is_of_program, kind.__mro__[:-1]))
 
@@ -144,7 +146,7 @@ _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def _keep_tensor(tensor: Tensor) -> Restore:
+def _snapshot_tensor(tensor: Tensor) -> Restore:
     copy = tensor.detach().clone()
 
     def restore() -> None:
@@ -155,7 +157,7 @@ def _keep_tensor(tensor: Tensor) -> Restore:
     return restore
 
 
-def _keep_array(array: np.ndarray) -> Restore:
+def _snapshot_array(array: np.ndarray) -> Restore:
     if not array.flags.writeable:  # a mapped file may be larger than the memory
         return lambda: None
     copy = array.copy()
@@ -166,7 +168,7 @@ def _keep_array(array: np.ndarray) -> Restore:
     return restore
 
 
-def _keep_bits(bits: np.random.BitGenerator) -> Restore:
+def _snapshot_bits(bits: np.random.BitGenerator) -> Restore:
     return _restoring(lambda state: setattr(bits, "state", state), bits.state)
 
 

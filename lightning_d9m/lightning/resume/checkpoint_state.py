@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
-from lightning_d9m.control.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning import lightning_private

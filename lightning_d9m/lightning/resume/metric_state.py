@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 
 from lightning_d9m.hashing.nested_values import list_leaves
@@ -50,13 +51,9 @@ def to_plain(value: Any) -> Any:
 
 def move(value: Any, device: torch.device) -> Any:
     """Return a copy of plain values whose tensors are on a device."""
-    if isinstance(value, Tensor):
-        return torch.empty_like(value, device=device).copy_(value)
-    if isinstance(value, list | tuple):
-        return type(value)(move(part, device) for part in value)
-    if isinstance(value, dict):
-        return {key: move(part, device) for key, part in value.items()}
-    return value
+    return tree_map_only(
+        Tensor, lambda tensor: torch.empty_like(tensor, device=device).copy_(tensor), value
+    )
 
 
 def capture_metrics(trainer: "Trainer", reset: list[str]) -> tuple[SavedMetrics, dict[str, str]]:
