@@ -3,11 +3,14 @@
 import importlib.util
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
 
 from lightning_d9m import digest
 from lightning_d9m.control import session
+from lightning_d9m.lint.files import SourceFile
+from lightning_d9m.lint.scanner import scan_file, scanning_prepared
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -50,3 +53,21 @@ def test_runs_differ_without_the_callback_and_agree_with_it(graph, monkeypatch):
     exact = {weights(graph, monkeypatch, plain=False) for _ in range(6)}
     assert len(plain) > 1
     assert len(exact) == 1
+
+
+def test_the_noise_of_the_noisy_digits_differs_and_the_scan_names_the_line():
+    path = EXAMPLES / "noisy_digits.py"
+    spec = importlib.util.spec_from_file_location("noisy_digits", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    draws = []
+    for _ in range(2):
+        lightning.seed_everything(42)
+        draws.append(digest(module.NoisyDigits()[0][0]))
+    assert draws[0] != draws[1]
+    with scanning_prepared():
+        scan = scan_file(SourceFile(str(path)), "2.13.0", frozenset({"D9M201"}))
+    (line,) = (
+        n for n, text in enumerate(path.read_text().splitlines(), 1) if "default_rng" in text
+    )
+    assert [finding.line for finding in scan.findings] == [line]

@@ -16,13 +16,14 @@ from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.run_pair import Runner
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
+from lightning_d9m.output.terminal import print_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m locate``."""
     parser.usage = (
         "d9m locate [--no-determinism] [--tries N] [-o DIR] [--timeout SECONDS] [--json]\n"
-        "                  -- COMMAND ..."
+        "                  [-v] -- COMMAND ..."
     )
     parser.add_argument(
         "--no-determinism",
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="new folder for ledgers, logs and dumps"
     )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show more values that differ, and their bits"
+    )
     add_command_arguments(parser, "a training with Lightning")
 
 
@@ -55,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
     else:
-        print("\n".join(describe(found, determinism=not arguments.no_determinism)))
-        print(f"ledgers: {output}")
+        determinism = not arguments.no_determinism
+        lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
+        print_lines([*lines, f"ledgers:  {output}"])
     return 1 if found.cause is not None else 0
 
 

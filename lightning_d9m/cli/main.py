@@ -61,9 +61,13 @@ _GROUPS = {
             "lightning_d9m.cli.install_horovod",
             "build Horovod for the installed torch",
         ),
+        "completion": (
+            "lightning_d9m.cli.completion",
+            "print the script with which your shell completes commands",
+        ),
     },
 }
-_COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
+COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
 _EXAMPLES = """\
 examples:
   d9m repeat -- python train.py            run it twice; are the weights equal?
@@ -80,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
         lines = ["usage: d9m [-h] [--version] COMMAND ...", "", self.description or ""]
-        column = max(map(len, _COMMANDS)) + 4
+        column = max(map(len, COMMANDS)) + 4
         for title, commands in _GROUPS.items():
             lines += ["", title]
             for name, (_, summary) in commands.items():
@@ -91,11 +95,12 @@ class _Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", self.epilog or ""])
 
 
-def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+def build_parser(*chosen: str) -> argparse.ArgumentParser:
     """Build the parser.
 
     Args:
-        chosen: The command that will run. Only its module is imported, so that help is fast.
+        chosen: The commands whose arguments are needed, most often the one that will run. Only
+            their modules are imported, so that help is fast.
     """
     parser = _Parser(
         prog="d9m",
@@ -106,9 +111,9 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
     )
-    for name, (module, summary) in _COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        if name == chosen:
+        if name in chosen:
             imported = import_module(module)
             imported.add_arguments(command)
             command.set_defaults(run=imported.run, refuse=command.error)
@@ -122,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         print(build_parser().format_help(), end="")
         return 2
-    if chosen is not None and chosen not in _COMMANDS:
+    if chosen is not None and chosen not in COMMANDS:
         _print_error(_describe_unknown(chosen))
         return 2
-    arguments, unknown = build_parser(chosen).parse_known_args(argv)
+    arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
         arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     return _run(arguments)
@@ -159,9 +164,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _describe_unknown(word: str) -> str:
     """Return the message for a word that is not a command, with the command that is alike."""
-    alike = get_close_matches(word, _COMMANDS, n=1)
+    alike = get_close_matches(word, COMMANDS, n=1)
     hint = f"Did you mean `d9m {alike[0]}`? " if alike else ""
-    return f"{word!r} is not a command. {hint}Commands: {', '.join(_COMMANDS)}."
+    return f"{word!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}."
 
 
 def _print_error(text: str) -> None:

@@ -1,6 +1,5 @@
 """The report of ``d9m locate`` as text."""
 
-import re
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,54 +14,74 @@ if TYPE_CHECKING:
     from lightning_d9m.locate.samples import SampleComparison
 
 _WIDTH = 80
+_INDENT = 10
+_EXAMPLES = 3
 # By the status of the catalog's entry; an exempt entry has its own.
 _FIXES = {
     "patched": "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it.",
     "offered": "Deterministic algorithms, which lightning_d9m switches on.",
     "exempt": "",
 }
-_LABEL = re.compile(r"\s*[a-z ]+:|\s+")
 # A line of the program, with its file's path, is shown in full.
 _LONGEST = 400
 
 
-def describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
-    """Yield the lines of the report, wrapped at 80 columns; long names are not broken."""
-    for line in _describe(found, determinism=determinism):
-        indent = len(line) - len(line.lstrip()) + (2 if _LABEL.match(line) else 0)
-        yield from textwrap.wrap(
-            line,
-            _WIDTH,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
+def describe(found: "SearchResult", *, determinism: bool, verbose: bool = False) -> Iterator[str]:
+    """Yield the lines of the report: the cause, where it is, the evidence, the advice.
 
-
-def _describe(found: "SearchResult", *, determinism: bool) -> Iterator[str]:
-    for look in found.looks:
-        yield f"  {look}"
-    yield ""
+    Args:
+        found: The result of the search.
+        determinism: Whether the runs had the determinism settings.
+        verbose: Whether to add all examples of values, with their bits.
+    """
     if found.cause is None:
         yield "equal: no two runs differ."
         if determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
-        return
-    cause = found.cause
-    yield f"cause: {cause.kind}"
-    yield cause.text
+    else:
+        yield from _wrap(f"different: {found.cause.kind}. {found.cause.text}")
+        yield ""
+        yield from _describe_cause(found, verbose=verbose)
+    for number, look in enumerate(found.looks):
+        yield from _label("" if number else "looks", look)
+
+
+def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
+    assert found.cause is not None, "something differs"
     yield from _describe_moment(found)
+    for finding in found.lines:
+        yield from _label("line", f"{escape(finding.place, _LONGEST)}: {escape(finding.code)}")
+        yield from _label("", f"{finding.rule}: {finding.reason}")
+    if found.samples is not None:
+        yield from _label("samples", _describe_samples(found.samples))
     if found.op is not None:
         yield from describe_op(found.op)
+        if found.op.magnitude is not None:
+            yield from _describe_magnitude(found.op.magnitude, verbose=verbose)
+        if found.op.inputs_equal and found.op.generator_equal:
+            yield from _describe_fix(found.op)
     elif found.magnitude is not None:
-        yield from _describe_magnitude(found.magnitude)
-    if found.samples is not None:
-        yield f"samples: {_describe_samples(found.samples)}"
-    for finding in found.lines:
-        yield f"line: {escape(finding.place, _LONGEST)}: {escape(finding.code)}"
-        yield f"  {finding.rule}: {finding.reason}"
-    if cause.advice:
-        yield f"advice: {cause.advice}"
+        yield from _describe_magnitude(found.magnitude, verbose=verbose)
+    if found.cause.advice:
+        yield from _label("advice", found.cause.advice)
+
+
+def _label(label: str, text: str) -> Iterator[str]:
+    """Yield a text beside its label; without one, below the text of the label before."""
+    first = f"{label}:".ljust(_INDENT) if label else " " * _INDENT
+    yield from _wrap(text, first, " " * _INDENT)
+
+
+def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Return lines of at most 80 columns; long names are not broken."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _describe_moment(found: "SearchResult") -> Iterator[str]:
@@ -70,12 +89,12 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     pair = found.pair
     if found.divergences:
         first = found.divergences[0]
-        yield f"where: {describe_place(found.divergences)}"
+        yield from _label("where", describe_place(found.divergences))
         if found.ranks > 1:
-            yield f"rank:  {_name_ranks(found)}"
+            yield from _label("rank", _name_ranks(found))
         if pair is not None and pair.fits > 1:
-            yield f"fit:   {escape(pair.fit)}, one of {pair.fits}"
-        yield f"differ: {first.count:,} of {first.compared:,} places of that moment"
+            yield from _label("fit", f"{escape(pair.fit)}, one of {pair.fits}")
+        yield from _label("places", f"{first.count:,} of {first.compared:,} differ there")
     if pair is None:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
@@ -85,7 +104,7 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:
-        for side, alone in (("expected", rank.only_expected), ("actual", rank.only_actual)):
+        for side, alone in (("reference", rank.only_expected), ("this run", rank.only_actual)):
             if alone.count:
                 yield (
                     f"  rank {rank.rank}, {side} alone: {alone.count:,} records, from "
@@ -102,70 +121,78 @@ def _name_ranks(found: "SearchResult") -> str:
 
 def _describe_samples(samples: "SampleComparison") -> str:
     if samples.same:
-        return f"the epoch has the same {samples.expected:,} in both runs, in a different order."
+        return f"the epoch has the same {samples.expected:,} in both runs, in a different order"
     counts = f"{samples.expected:,}"
     if samples.actual != samples.expected:
         counts += f" and {samples.actual:,}"
-    return f"of the epoch's {counts}, {samples.common:,} are in both runs; the others differ."
+    return f"of the epoch's {counts}, {samples.common:,} are in both runs; the others differ"
 
 
 def describe_op(found: "OpFinding") -> Iterator[str]:
-    """Yield the evidence on an operation, and its entry in the catalog."""
+    """Yield an operation, the line that calls it, and the evidence."""
     called = "in the backward pass of" if found.backward else "called at"
     source = f", {called} {escape(found.source, _LONGEST)}" if found.source else ""
-    yield f"op: {found.op}{source}"
+    yield from _label("op", f"{found.op}{source}")
     if not found.inputs_equal:
-        yield "Its inputs differed, although no recorded operation wrote them."
-    elif found.generator_equal:
-        yield "Its inputs were equal in both runs."
-    else:
-        yield "Its inputs were equal in both runs, but not the state of its generator."
-    if found.magnitude is not None:
-        yield from _describe_magnitude(found.magnitude)
-    if not found.inputs_equal:
+        yield from _label("", "Its inputs differed, although no recorded operation wrote them.")
         return
+    if found.generator_equal:
+        yield from _label("", "Its inputs were equal in both runs.")
+    else:
+        yield from _label(
+            "", "Its inputs were equal in both runs, but not the state of its generator."
+        )
+    yield from _label("", _describe_replays(found))
+
+
+def _describe_replays(found: "OpFinding") -> str:
     if found.obstacle:
-        yield f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
-    elif found.outcomes > 1:
-        yield (
+        return f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
+    if found.outcomes > 1:
+        return (
             f"Confirmed: run alone {found.replays} times on these inputs, it gave "
             f"{found.outcomes} different outputs."
         )
-    elif not found.generator_equal:
-        yield (
+    if not found.generator_equal:
+        return (
             f"Confirmed: run alone {found.replays} times from one state of its generator, it "
             "always gave the same output."
         )
-    else:
-        yield (
-            f"Run alone {found.replays} times on these inputs, it always gave the same output: the "
-            "operation alone does not show why it differs."
-        )
-    if found.generator_equal:
-        yield from _describe_fix(found)
+    return (
+        f"Run alone {found.replays} times on these inputs, it always gave the same output: the "
+        "operation alone does not show why it differs."
+    )
 
 
 def _describe_fix(found: "OpFinding") -> Iterator[str]:
     """Yield the catalog's entry of an operation, and the fix."""
     patch = found.patch
     if patch is not None:
-        yield f"known: {patch.name} ({patch.status}). {patch.cause}"
-        yield f"with deterministic algorithms on, torch: {patch.torch_does}"
-        yield f"fix: {_FIXES[patch.status] or patch.reason} See `d9m ops {patch.name}`."
+        yield from _label("known", f"{patch.name} ({patch.status}). {patch.cause}")
+        yield from _label("", f"With deterministic algorithms on, torch: {patch.torch_does}")
+        fix = _FIXES[patch.status] or patch.reason
+        yield from _label("fix", f"{fix} See `d9m ops {patch.name}`.")
     elif found.outcomes > 1:
-        yield (
-            "fix: torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
-            "a deterministic kernel or raises; --no-determinism leaves it off."
+        yield from _label(
+            "fix",
+            "torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
+            "a deterministic kernel or raises; --no-determinism leaves it off.",
         )
 
 
-def _describe_magnitude(found: "Magnitude") -> Iterator[str]:
-    ulps = "" if found.ulps is None else f", at most {found.ulps:,} ulps"
-    yield (
-        f"{found.count:,} of {found.total:,} elements differ{ulps}, by at most "
-        f"{found.absolute:.3g} ({found.relative:.3g} relative)"
+def _describe_magnitude(found: "Magnitude", *, verbose: bool) -> Iterator[str]:
+    ulps = "" if found.ulps is None else f", {found.ulps:,} ulps"
+    yield from _label(
+        "values",
+        f"{found.count:,} of {found.total:,} elements differ, by at most {found.absolute:.3g} "
+        f"({found.relative:.3g} relative{ulps})",
     )
-    for at, expected, actual in found.examples:
-        yield f"  {list(at)}"
-        yield f"    reference: {expected!r} ({expected.hex()})"
-        yield f"    this run:  {actual!r} ({actual.hex()})"
+    rows = [("index", "reference", "this run")]
+    for at, expected, actual in found.examples[: None if verbose else _EXAMPLES]:
+        rows.append((str(list(at)), repr(expected), repr(actual)))
+        if verbose:
+            rows.append(("", expected.hex(), actual.hex()))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield (" " * _INDENT + "  ".join(cells)).rstrip()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HOOKS = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
 CALLBACK = "{class_path: lightning_d9m.DeterminismCallback, init_args: {sed: 1}}"
-LANGUAGES = {"python", "sh", "yaml", "json", "text"}
+LANGUAGES = {"diff", "python", "sh", "yaml", "json", "text"}
 _FENCED = re.compile(r"^```(.*)\n(?:.*\n)*?```$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 

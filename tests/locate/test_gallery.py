@@ -79,15 +79,17 @@ WITHOUT = "--no-determinism"
 def mask(text):
     """Return a report without line breaks and without values that change in each run."""
     words = " ".join(text.replace(str(TRAINING), "train.py").split())
-    where, _, values = words.partition(" differ: ")
-    values = re.sub(r"( \[[\d, ]*\] reference: \S+ \S+ this run: \S+ \S+)+", " [values]", values)
+    where, _, values = words.partition(" places: ")
+    values = re.sub(r"( \[[\d, ]*\] \S+ \S+)+", " [values]", values)
     return where, re.sub(r"\d[\d,.]*(e[+-]\d+)?(?![\w-])", "#", values)
 
 
 # What the page shows of each cause, but for numbers.
 BLOCKS = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 # The file of the trainings has the lines of all causes; a block shows only the one of its cause.
-LINE = re.compile(r"^line: [^ ]+ ((?:.*\n)(?:  .*\n)*?)  D9M\d+:.*\n(?:    .*\n)*", re.MULTILINE)
+LINE = re.compile(
+    r"^line: +[^ ]+ ((?:.*\n)(?: {10}.*\n)*?) {10}D9M\d+:.*\n(?: {10}.*\n)*", re.MULTILINE
+)
 LINES = {mask(LINE.sub("", block)): LINE.findall(block) for block in BLOCKS}
 
 

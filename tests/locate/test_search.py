@@ -162,12 +162,12 @@ def test_the_fit_is_named_where_a_run_has_several():
     first = pair("weights", moment="initial")
     first.fits, first.fit = 2, "fit-001"
     found, _ = search(first, pair())
-    assert "fit:   fit-001, one of 2" in describe(found, determinism=True)
+    assert "fit:      fit-001, one of 2" in describe(found, determinism=True)
 
 
 def test_a_divergence_that_does_not_occur_again_is_reported_as_far_as_it_was_narrowed():
     found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), *[pair()] * 3, tries=1)
-    text = "\n".join(describe(found, determinism=True))
+    text = " ".join(" ".join(describe(found, determinism=True)).split())
     assert found.cause.kind == "module"
     assert "modules of the step: the divergence did not occur again in 2 runs" in text
     assert "where: epoch 0, step 4, batch 4: loss loss" in text
@@ -259,9 +259,9 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
     assert (found.samples, len(found.lines)) == (compared, 5)
     assert scans == [(["true"], "data", common == 16)]
     text = "\n".join(describe(found, determinism=True))
-    assert "line: train.py:3:1: list(names)\n  D9M301: Why" in text
-    order = "the epoch has the same 16 in both runs, in a different order."
-    assert (f"samples: {order}" in text) == (common == 16)
+    assert "line:     train.py:3:1: list(names)\n          D9M301: Why" in text
+    order = "the epoch has the same 16 in both runs, in a different order"
+    assert (f"samples:  {order}" in text) == (common == 16)
     assert ("of the epoch's 16, 15 are in both runs" in text) == (common == 15)
 
 
@@ -298,7 +298,7 @@ def test_records_that_only_one_run_has_are_reported():
     longer.differs, longer.comparison.ranks = True, [rank]
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)
-    assert "  rank 0, actual alone: 9 records, from epoch 2" in describe(found, determinism=True)
+    assert "  rank 0, this run alone: 9 records, from epoch 2" in describe(found, determinism=True)
 
 
 def test_initial_weights_of_a_resumed_fit():

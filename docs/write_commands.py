@@ -1,0 +1,63 @@
+"""Write docs/commands.md: the help of every command, as its parser prints it.
+
+``python docs/write_commands.py`` writes the page; ``tests/docs/test_commands_page.py`` compares it
+with the parsers.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_d9m.cli.main import COMMANDS, build_parser
+
+PAGE = Path(__file__).parent / "commands.md"
+_HEAD = """# Commands
+
+Every command and option, as `d9m COMMAND --help` prints them. The exit status of each is 0 for
+equal or in order, 1 for a difference or a finding, and 2 for an error. This page is written from
+the parsers by `python docs/write_commands.py`.
+"""
+
+
+def format_page() -> str:
+    """Return the page."""
+    os.environ["COLUMNS"] = "80"
+    sections = [
+        f"\n## {parser.prog}\n\n{parser.description}\n\n{_format_usage(parser)}\n"
+        f"| argument | meaning |\n| --- | --- |\n{''.join(_format_arguments(parser))}"
+        for parser in _list_commands(build_parser(*COMMANDS))
+    ]
+    return _HEAD + "".join(sections)
+
+
+def _list_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser of each command that does something, and of those below it."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list commands
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for child in action.choices.values():
+                below = list(_list_commands(child))
+                yield from below or [child]
+
+
+def _format_usage(parser: argparse.ArgumentParser) -> str:
+    usage = " ".join(parser.format_usage().removeprefix("usage: ").replace("[-h] ", "").split())
+    return f"```text\n{usage}\n```\n"
+
+
+def _format_arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:  # noqa: SLF001
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):  # noqa: SLF001
+            continue
+        names = ", ".join(action.option_strings)
+        value = action.metavar or (
+            f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+        )
+        takes_value = action.nargs != 0 or not action.option_strings
+        shown = f"{names} {value}".strip() if takes_value else names
+        text = (action.help or "") % (vars(action) | {"prog": parser.prog})
+        yield f"| `{shown}` | {text} |\n".replace("|\n", "|\n")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(format_page())

@@ -1,0 +1,28 @@
+"""``d9m completion``: print the script with which a shell completes commands and options."""
+
+import argparse
+
+from lightning_d9m.errors import SettingError
+
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``d9m completion``."""
+    parser.add_argument("shell", choices=_SHELLS, help="the shell")
+    parser.epilog = 'For bash, add to ~/.bashrc: eval "$(d9m completion bash)"'
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    # Here, because that module imports the one of the chosen command.
+    from lightning_d9m.cli.main import COMMANDS, build_parser
+
+    try:
+        import shtab
+    except ImportError as error:
+        raise SettingError(
+            "Completion needs the package shtab, which is not installed. Run: pip install shtab"
+        ) from error
+    print(shtab.complete(build_parser(*COMMANDS), arguments.shell))
+    return 0
