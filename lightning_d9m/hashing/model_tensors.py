@@ -26,16 +26,31 @@ def plain_name(name: str) -> str:
 
 
 class NamedTensors(dict[str, Tensor]):
-    """Tensors by name that are digested together, with a cache of their addresses."""
+    """Tensors by name that are digested together, with a cache of their addresses.
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    Args:
+        tensors: Names and tensors.
+        addresses: The cache, if it must outlive this object; by default a new one.
+    """
+
+    def __init__(
+        self, tensors: Iterable[tuple[str, Tensor]], addresses: AddressCache | None = None
+    ) -> None:
         super().__init__(tensors)
         self._tensors = list(self.values())
-        self._addresses = AddressCache()
+        self._places: dict[str, list[tuple[str, str]]] = {}
+        self._addresses = AddressCache() if addresses is None else addresses
 
     def locate(self) -> TensorAddresses | None:
         """Return the addresses of the tensors; see :meth:`AddressCache.find`."""
         return self._addresses.find(self._tensors)
+
+    def list_places(self, kind: str) -> list[tuple[str, str]]:
+        """Return (kind, name) of each tensor, the same objects in every call."""
+        places = self._places.get(kind)
+        if places is None:
+            places = self._places[kind] = [(kind, name) for name in self]
+        return places
 
 
 class ModelTensors:

@@ -5,18 +5,21 @@ tensors are hashed at once, because a copy would read the same memory and write 
 are copied: hashing all copies in a row takes less time than starting to hash in the middle of a
 training step, whose code and data fill the caches. On CUDA, hashing is enqueued on the current
 stream, after the kernel that computed the value and before one that overwrites it. Only fetching
-waits for devices, once.
+waits for devices, once for each stream.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import add
+from typing import Any
 
 import torch
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.hashing import xxh3_cpu
-from lightning_d9m.hashing.address_cache import TensorAddresses, digest_located
+from lightning_d9m.hashing.address_cache import TensorAddresses
 from lightning_d9m.hashing.digest import _follow, _load_kernel, _plan, _Recipe
+from lightning_d9m.hashing.stream_digests import StreamDigests
 from lightning_d9m.hashing.tensor_bytes import (
     DenseTensor,
     flatten_tensor,
@@ -29,37 +32,19 @@ _Copy = tuple[bytes, bytes]  # the header of a value's digest, and the padded va
 _MAX_COPY_BYTES = 16384
 
 
-@dataclass
-class _PendingDigest:
-    """Digests that one device computes.
-
-    Attributes:
-        chunk_digests: The results on the device.
-        memory: Address and size of each tensor.
-        indices: Number of each digest in the queue.
-        host_copy: The results in pinned memory, once they are copied.
-        copied: The event after the copy.
-    """
-
-    chunk_digests: list[torch.Tensor] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    host_copy: torch.Tensor | None = None
-    copied: torch.Event | None = None
-
-
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
     Attributes:
-        pending: Digests that devices compute; fetching waits for them.
+        pending: Digests that devices compute, by device and stream; fetching waits for them.
     """
 
     def __init__(self) -> None:
         self._recipes: list[_Recipe | str | _Copy] = []
         self._headers: list[bytes] = []
         self._digests: list[bytes] = []
-        self.pending: dict[torch.device, _PendingDigest] = {}
+        self.pending: dict[tuple[torch.device, Any], StreamDigests] = {}
+        self._is_collecting = False
 
     def __len__(self) -> int:
         """The number of digests."""
@@ -69,9 +54,45 @@ class DigestQueue:
         """Append a known digest."""
         self._recipes.append(digest)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Read the tensors that are added in the body in one launch for each stream.
+
+        The body must not change them, nor the current stream.
+        """
+        self._is_collecting = True
+        try:
+            yield
+        finally:
+            self._is_collecting = False
+            for pending in self.pending.values():
+                pending.launch()
+
     def add_located(self, located: TensorAddresses) -> None:
-        """Append the digests of tensors whose addresses are known."""
-        self._recipes += digest_located(located)
+        """Append the digests of tensors whose addresses are known.
+
+        Tensors of a CUDA device must live until the digests are fetched.
+        """
+        start = len(self._recipes)
+        self._recipes += [""] * len(located.headers)
+        for part in located.parts:
+            headers = located.headers
+            if len(part.indices) < len(headers):
+                headers = [headers[index] for index in part.indices]
+
+            def receive(
+                found: list[bytes],
+                headers: list[bytes] = headers,
+                indices: Sequence[int] = part.indices,
+            ) -> None:
+                digests = map(xxh3_128_hexdigest, map(add, headers, found))
+                for index, digest in zip(indices, digests, strict=True):
+                    self._recipes[start + index] = digest
+
+            if isinstance(part.memory, xxh3_cpu.Chunks):
+                receive(part.memory.hash())
+            else:
+                self._find_pending(part.device, part.kernel).add_table(part.memory, receive)
 
     def add_one(self, tensor: torch.Tensor) -> None:
         """Read one tensor and append its digest.
@@ -107,25 +128,13 @@ class DigestQueue:
 
     def start_copies(self) -> None:
         """Copy the results of CUDA devices to the host without waiting."""
-        for device, pending in self.pending.items():
-            with torch.cuda.device(device):
-                found = torch.cat(pending.chunk_digests)
-                pending.host_copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-                pending.host_copy.copy_(found, non_blocking=True)
-                pending.copied = torch.cuda.current_stream().record_event()
-                pending.chunk_digests = [found]
+        for pending in self.pending.values():
+            pending.start_copy()
 
     def fetch(self) -> list[str]:
         """Wait for the devices and return all digests, in the order they were added."""
         for pending in self.pending.values():
-            if pending.host_copy is None or pending.copied is None:
-                found = torch.cat(pending.chunk_digests).cpu()
-            else:
-                pending.copied.synchronize()
-                found = pending.host_copy
-            parts = xxh3_cpu.split_chunk_digests(found.numpy().tobytes(), pending.memory)
-            for index, part in zip(pending.indices, parts, strict=True):
-                self._digests[index] = xxh3_128_digest(self._headers[index] + part)
+            pending.fetch()
         self.pending = {}
         digests: list[str] = []
         for recipe in self._recipes:
@@ -141,10 +150,18 @@ class DigestQueue:
     def _add_other(self, tensor: torch.Tensor) -> None:
         """Append the digest of a tensor that is new, not contiguous, or not on the CPU."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            parts = flatten_tensor(tensor)
-        if isinstance(parts, DenseTensor) and parts.data is tensor:
-            remember_form(parts)
-        self.add([tensor])
+            part = flatten_tensor(tensor)
+            if not isinstance(part, DenseTensor):
+                self.add([tensor])
+                return
+            memory = locate(part.data)
+            if part.data is tensor:
+                remember_form(part)
+            number = len(self._digests)
+            self._headers.append(part.header)
+            self._digests.append(b"")
+            self._begin([part], [memory], number)
+        self._recipes.append(number)
 
     def _begin(
         self, plain: Sequence[DenseTensor], memory: Sequence[tuple[int, int]], start: int
@@ -178,15 +195,24 @@ class DigestQueue:
                 (own,) = xxh3_cpu.hash_chunks([locate(copy)])
                 self._digests[start + index] = xxh3_128_digest(plain[index].header + own)
             return
-        pending = self.pending.setdefault(device, _PendingDigest())
-        spans = [memory[index] for index in indices]
-        pending.chunk_digests.append(kernel.start_hashing(spans, device))
-        pending.memory += spans
-        pending.indices += [start + index for index in indices]
+        pending = self._find_pending(device, kernel)
+
+        def receive(found: list[bytes]) -> None:
+            for index, own in zip(indices, found, strict=True):
+                self._digests[start + index] = xxh3_128_digest(self._headers[start + index] + own)
+
+        tensors = [plain[index].data for index in indices]
+        pending.add(tensors, [memory[index] for index in indices], receive)
+        if not self._is_collecting:
+            pending.launch()
+
+    def _find_pending(self, device: torch.device, kernel: Any) -> StreamDigests:
+        """Return the digests of the current stream of a device."""
         stream = torch.cuda.current_stream(device)
-        for index in indices:
-            # The memory may belong to another stream's pool and be reused before it is read.
-            plain[index].data.record_stream(stream)
+        pending = self.pending.get((device, stream))
+        if pending is None:
+            pending = self.pending[device, stream] = StreamDigests(kernel, device, stream)
+        return pending
 
 
 def _shift(recipe: _Recipe, start: int) -> _Recipe:

@@ -1,17 +1,21 @@
 """The chunk digests on CUDA: one launch for all tensors of a device, without copying them.
 
-A table is copied to the device (5 KiB of constants and 24 bytes for each tensor), and the chunk
-digests are copied back (8 bytes for each 128 KiB). Importing this module imports Triton.
+The constants (5 KiB) stay on the device. For several tensors a table is copied there (24 bytes for
+each); a table of tensors that stay where they are is kept. The chunk digests are copied back (8
+bytes for each 128 KiB). Importing this module imports Triton.
 """
 
+import functools
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from triton.runtime import JITFunction
 
+from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing import xxh3_cpu, xxh3_triton
 from lightning_d9m.hashing.xxh3_cpu import CHUNK_BYTES
 
@@ -51,6 +55,39 @@ def _make_constants() -> npt.NDArray[np.int64]:
 
 
 _CONSTANTS = _make_constants()
+# A table takes the host longer than this many launches (benchmarks/digest_host.py).
+_MAX_SPANS_ALONE = 2
+
+
+class AddressTable:
+    """Memory that one launch hashes: the addresses and sizes of tensors, on their device.
+
+    Keep this object for memory that is hashed repeatedly: it is copied to the device once.
+
+    Args:
+        memory: Addresses and sizes in bytes.
+        device: The device of the memory.
+
+    Attributes:
+        chunks: The number of chunks.
+        bounds: Begin and end of each span's chunk digests, in bytes.
+    """
+
+    def __init__(self, memory: Sequence[tuple[int, int]], device: torch.device) -> None:
+        counts = [-(-size // CHUNK_BYTES) for _, size in memory]
+        ends = [0, *accumulate(counts)]
+        self.chunks = ends[-1]
+        self.bounds = [(8 * begin, 8 * end) for begin, end in pairwise(ends)]
+        self._device = device
+        filled = [(end, *span) for end, span in zip(ends, memory, strict=False) if span[1]]
+        self._count = len(filled)
+        self._table = upload(np.array(filled, np.int64).T, device) if filled else None
+
+    def start(self, chunk_digests: torch.Tensor, first: int) -> None:
+        """Start hashing on the current stream; write from place ``first`` on."""
+        if self._table is not None:
+            arguments = (self._table, chunk_digests, first, self._count)
+            _launch(xxh3_triton.hash_chunks, self.chunks, self._device, *arguments)
 
 
 def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
@@ -64,28 +101,80 @@ def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> to
     Returns:
         int64 on ``device``: the XXH3-64 of each chunk of the first, the second, ...
     """
-    found = [(address, size) for address, size in memory if size]
-    chunks = [0, *accumulate(-(-size // CHUNK_BYTES) for _, size in found)]
-    chunk_digests = torch.empty(chunks[-1], dtype=torch.int64, device=device)
-    if not found:
-        return chunk_digests
-    rows = np.array([chunks[:-1], *zip(*found, strict=True)], np.int64)
-    # A copy from pinned memory does not wait for the device.
+    chunk_digests = allocate(count_chunks(memory), device)
+    hash_into(chunk_digests, 0, memory, device)
+    return chunk_digests
+
+
+def hash_into(
+    chunk_digests: torch.Tensor,
+    first: int,
+    memory: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> None:
+    """Start hashing on the current stream; write the chunk digests from place ``first`` on.
+
+    A few spans get a launch each, which needs no table and so no copy to the device.
+    """
+    if len(memory) > _MAX_SPANS_ALONE:
+        AddressTable(memory, device).start(chunk_digests, first)
+        return
+    for address, size in memory:
+        chunks = -(-size // CHUNK_BYTES)
+        if size:
+            arguments = (chunk_digests, first, address, size)
+            _launch(xxh3_triton.hash_tensor, chunks, device, *arguments)
+        first += chunks
+
+
+def count_chunks(memory: Sequence[tuple[int, int]]) -> int:
+    """Return the number of chunks of all spans."""
+    return sum(-(-size // CHUNK_BYTES) for _, size in memory)
+
+
+def allocate(elements: int, device: torch.device) -> torch.Tensor:
+    """Return int64 memory on a device."""
+    return torch.empty(elements, dtype=torch.int64, device=device)
+
+
+def upload(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device on its current stream, without waiting, as one row."""
     cuda = device.type == "cuda"
-    table = torch.empty(
-        _CONSTANTS.size + rows.size, dtype=torch.int64, device="cpu", pin_memory=cuda
-    )
-    np.concatenate((_CONSTANTS, rows.reshape(-1)), out=table.numpy())
+    # A copy from pinned memory does not wait for the device.
+    here = torch.empty(numbers.size, dtype=torch.int64, device="cpu", pin_memory=cuda)
+    here.numpy()[:] = numbers.reshape(-1)
+    return here.to(device, non_blocking=True)
+
+
+def start_copy(chunk_digests: torch.Tensor) -> torch.Tensor:
+    """Copy chunk digests to pinned memory on the current stream, without waiting."""
+    here = torch.empty(chunk_digests.shape, dtype=torch.int64, pin_memory=True)
+    return here.copy_(chunk_digests, non_blocking=True)
+
+
+@functools.cache
+def _load_constants(device: torch.device) -> torch.Tensor:
+    """Return the constants on a device; copied once, and waited for: every stream reads them."""
+    return torch.from_numpy(_CONSTANTS).to(device)
+
+
+def _launch(kernel: Any, programs: int, device: torch.device, *arguments: object) -> None:
+    cuda = device.type == "cuda"
+    if cuda and torch.cuda.is_current_stream_capturing():
+        raise SettingError(
+            f"A digest of memory on {device} was requested while a CUDA graph is captured: a "
+            "replay of the graph would repeat the kernel, but not read its result. Capture the "
+            "graph before the training starts, or leave the captured modules out of the probes "
+            "(probe_modules)."
+        )
     with torch.cuda.device(device if cuda else -1):
-        xxh3_triton.hash_chunks[(chunks[-1],)](
-            table.to(device, non_blocking=True),
-            chunk_digests,
-            len(found),
+        kernel[(programs,)](
+            _load_constants(device),
+            *arguments,
             CHUNK=CHUNK_BYTES,
             num_warps=1,
             enable_fp_fusion=False,  # the kernel has no floats; Triton 3.9 warns if this is unset
         )
-    return chunk_digests
 
 
 def fetch_chunk_digests(
@@ -111,5 +200,7 @@ def check_kernel(device: torch.device) -> bool:
     spans += [(0, size), (3, size - 3)]
     memory = [(there.data_ptr() + skew, length) for skew, length in spans]
     actual = fetch_chunk_digests(start_hashing(memory, device), memory)
+    # One by one, with the other kernel.
+    alone = [fetch_chunk_digests(start_hashing([span], device), [span])[0] for span in memory]
     here = [(data.data_ptr() + skew, length) for skew, length in spans]
-    return actual == xxh3_cpu.hash_chunks(here)
+    return actual == alone == xxh3_cpu.hash_chunks(here)

@@ -18,9 +18,9 @@ import triton.language as tl
 PRIME32_1 = tl.constexpr(0x9E3779B1)
 PRIME64_1 = tl.constexpr(0x9E3779B185EBCA87)
 PRIME_AVALANCHE = tl.constexpr(0x165667919E3779F9)
-# Words in a block, and the tiles of constants with which the table begins (see chunks_cuda.py).
+# Words in a block, and the tiles of constants that the constants consist of (see xxh3_cuda.py).
 WORDS = tl.constexpr(128)
-KEYS, LAST_KEYS, START, SCRAMBLE, MERGE, TILES = (tl.constexpr(tile) for tile in range(6))
+KEYS, LAST_KEYS, START, SCRAMBLE, MERGE = (tl.constexpr(tile) for tile in range(5))
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _sum_stripes(even, odd):
 
 
 @triton.jit
-def _load_constants(table, tile, word):
+def _load_constants(constants, tile, word):
     """Loads one tile of constants: its even and its odd words, (64,) each."""
-    return tl.split(tl.load(table + tile * WORDS + word).to(tl.uint64, bitcast=True))
+    return tl.split(tl.load(constants + tile * WORDS + word).to(tl.uint64, bitcast=True))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _scramble(sums, keys):
 
 
 @triton.jit
-def _hash_chunk(table, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
+def _hash_chunk(constants, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
     """Returns XXH3-64 of ``valid`` bytes at ``address``, zero-padded to whole blocks."""
     word = tl.arange(0, 64)[:, None] * 2 + tl.arange(0, 2)[None, :]
     if ALIGNED:
@@ -85,9 +85,9 @@ def _hash_chunk(table, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
         skew = (address & 7).to(tl.int32)
         start = (address - skew).to(tl.pointer_type(tl.uint64))
 
-    even, odd = _sum_stripes(*_load_constants(table, START, word))
-    even_scramble, odd_scramble = _sum_stripes(*_load_constants(table, SCRAMBLE, word))
-    even_keys, odd_keys = _load_constants(table, KEYS, word)
+    even, odd = _sum_stripes(*_load_constants(constants, START, word))
+    even_scramble, odd_scramble = _sum_stripes(*_load_constants(constants, SCRAMBLE, word))
+    even_keys, odd_keys = _load_constants(constants, KEYS, word)
     last = (valid + 1023) // 1024 - 1
     words = _load_block(start, 0, valid, word, skew, ALIGNED)
     second = _load_block(start, 1, valid, word, skew, ALIGNED)
@@ -109,9 +109,9 @@ def _hash_chunk(table, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
     ones = tl.full([64, 2], 0xFFFFFFFFFFFFFFFF, tl.uint64)
     kept = ones >> (tl.minimum(tl.maximum(8 - left, 0), 7) * 8).to(tl.uint64)
     words = tl.where(left > 0, words & kept, 0)
-    even_keys, odd_keys = _load_constants(table, LAST_KEYS, word)
+    even_keys, odd_keys = _load_constants(constants, LAST_KEYS, word)
     even_sum, odd_sum = _mix(words, even_keys, odd_keys)
-    even_merge, odd_merge = _sum_stripes(*_load_constants(table, MERGE, word))
+    even_merge, odd_merge = _sum_stripes(*_load_constants(constants, MERGE, word))
     even = (even + even_sum) ^ even_merge
     odd = (odd + odd_sum) ^ odd_merge
     folded = (even * odd) ^ tl.umulhi(even, odd)
@@ -121,32 +121,66 @@ def _hash_chunk(table, address, valid, ALIGNED: tl.constexpr):  # noqa: N803
     return leaf ^ (leaf >> 32)
 
 
-@triton.jit(do_not_specialize=["count"])
-def hash_chunks(table, leaves, count, CHUNK: tl.constexpr):  # noqa: N803
-    """Writes the leaf of chunk ``program_id`` to ``leaves``.
+@triton.jit
+def _hash_at(constants, address, begin, size, CHUNK: tl.constexpr):  # noqa: N803
+    """Returns the leaf of the chunk that begins ``begin`` bytes after ``address``."""
+    valid = tl.minimum(size - begin, CHUNK).to(tl.int32)
+    place = address + begin
+    if place % 16 == 0:
+        leaf = _hash_chunk(constants, place, valid, ALIGNED=True)
+    else:
+        leaf = _hash_chunk(constants, place, valid, ALIGNED=False)
+    return leaf.to(tl.int64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def hash_chunks(constants, table, leaves, first, count, CHUNK: tl.constexpr):  # noqa: N803
+    """Writes the leaf of chunk ``program_id`` of many tensors to ``leaves``.
 
     Args:
-        table: int64; the tiles of constants, then for the ``count`` tensors the number of chunks
-            before each, their addresses, and their sizes in bytes (none of them 0).
-        leaves: int64; one element for each chunk of all tensors, in order.
+        constants: int64; the tiles of constants.
+        table: int64; for the ``count`` tensors the number of chunks before each, their addresses,
+            and their sizes in bytes (none of them 0).
+        leaves: int64; from ``first`` on one element for each chunk of all tensors, in order.
+        first: The place of the first chunk's leaf.
         count: The number of tensors.
         CHUNK: Bytes in a chunk.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    firsts = table + TILES * WORDS
     # The last tensor that begins at or before this chunk.
     low = chunk * 0
     high = low + count - 1
     while low < high:
         middle = (low + high + 1) // 2
-        begins = tl.load(firsts + middle) <= chunk
+        begins = tl.load(table + middle) <= chunk
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
-    begin = (chunk - tl.load(firsts + low)) * CHUNK
-    address = tl.load(firsts + count + low) + begin
-    valid = tl.minimum(tl.load(firsts + 2 * count + low) - begin, CHUNK).to(tl.int32)
-    if address % 16 == 0:
-        leaf = _hash_chunk(table, address, valid, ALIGNED=True)
-    else:
-        leaf = _hash_chunk(table, address, valid, ALIGNED=False)
-    tl.store(leaves + chunk, leaf.to(tl.int64, bitcast=True))
+    begin = (chunk - tl.load(table + low)) * CHUNK
+    address = tl.load(table + count + low)
+    size = tl.load(table + 2 * count + low)
+    tl.store(leaves + first + chunk, _hash_at(constants, address, begin, size, CHUNK))
+
+
+@triton.jit(do_not_specialize=["first", "address", "size"])
+def hash_tensor(
+    constants,
+    leaves,
+    first,
+    address: tl.int64,
+    size: tl.int64,
+    CHUNK: tl.constexpr,  # noqa: N803
+):
+    """Writes the leaf of chunk ``program_id`` of one tensor to ``leaves``; needs no table.
+
+    Args:
+        constants: int64; the tiles of constants.
+        leaves: int64; from ``first`` on one element for each chunk.
+        first: The place of the first chunk's leaf.
+        address: The tensor's address.
+        size: Its size in bytes, not 0.
+        CHUNK: Bytes in a chunk.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    begin = chunk * CHUNK
+    leaf = _hash_at(constants, address.to(tl.int64), begin, size.to(tl.int64), CHUNK)
+    tl.store(leaves + first + chunk, leaf)

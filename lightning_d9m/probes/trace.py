@@ -88,21 +88,29 @@ class Trace:
 
         Of a leaf without defined bytes, the type is digested.
         """
-        leaves = [("", value)] if isinstance(value, torch.Tensor) else list_pytree_leaves(value)
-        for path, leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                try:
-                    self.queue.add_one(leaf)
-                except DigestError:
-                    self.queue.add_digest(digest_value(type(leaf)))
-            else:
-                self.queue.add_digest(_digest_leaf(leaf))
-            self.met.append((kind, f"{name}:{path}" if path else name))
+        if isinstance(value, torch.Tensor):
+            self._add_leaf(value)
+            self.met.append((kind, name))
+            return
+        with self.queue.together():
+            for path, leaf in list_pytree_leaves(value):
+                self._add_leaf(leaf)
+                self.met.append((kind, f"{name}:{path}" if path else name))
+
+    def _add_leaf(self, leaf: object) -> None:
+        if isinstance(leaf, torch.Tensor):
+            try:
+                self.queue.add_one(leaf)
+            except DigestError:
+                self.queue.add_digest(digest_value(type(leaf)))
+        else:
+            self.queue.add_digest(_digest_leaf(leaf))
 
     def add_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors by name, in one launch for each device."""
+        named = tensors if isinstance(tensors, NamedTensors) else None
         try:
-            located = tensors.locate() if isinstance(tensors, NamedTensors) else None
+            located = None if named is None else named.locate()
             if located is None:
                 self.queue.add(tensors.values())
             else:
@@ -111,7 +119,7 @@ class Trace:
             for name, tensor in tensors.items():
                 self.add(kind, name, tensor)
         else:
-            self.met += zip(repeat(kind), tensors)
+            self.met += zip(repeat(kind), tensors) if named is None else named.list_places(kind)
 
     def restart(self) -> "Trace":
         """Return a trace that continues this one, without its places."""

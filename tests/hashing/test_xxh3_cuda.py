@@ -8,6 +8,7 @@ import torch
 
 from lightning_d9m.hashing import digest as digest_module
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
+from lightning_d9m.hashing.pending import DigestQueue
 
 pytestmark = [
     pytest.mark.cuda,
@@ -126,6 +127,21 @@ def test_current_stream_is_used():
         tensor.fill_(1)
         late = digest(tensor)
     assert late == digest(torch.ones(1_000_000))
+
+
+def test_a_queue_reads_tensors_of_several_streams():
+    """The results are fetched from another stream than those that compute them."""
+    queue = DigestQueue()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    tensors = [torch.zeros(100_000, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True)):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            tensor.fill_(number)
+            queue.add_one(tensor)
+    queue.start_copies()
+    assert queue.fetch() == [digest(torch.full((100_000,), float(n))) for n in range(3)]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

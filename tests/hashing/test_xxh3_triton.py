@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from lightning_d9m.errors import DigestError, SettingError
 from lightning_d9m.hashing import digest as digest_module
 
 pytest.importorskip("triton", reason="the kernel is written in Triton, which Linux alone has")
@@ -61,13 +62,30 @@ check([(16 * n, size) for n, size in enumerate(sizes)])
 check([])
 check([(0, 0)])
 """,
+    "one tensor in a launch, without a table": """
+for begin, size in [(0, 0), (0, 1), (3, 1024), (5, CHUNK + 9), (16, 2 * CHUNK)]:
+    check([(begin, size)])
+""",
+    "a table that is kept": """
+spans = [(0, 5), (16, 0), (48, CHUNK + 1), (64, 1024)]
+memory = [(base + begin, size) for begin, size in spans]
+table = chunks_cuda.AddressTable(memory, CPU)
+assert table.chunks == 4
+for first in (0, 7):
+    leaves = torch.full((20,), -1)
+    table.start(leaves, first)
+    found = leaves[first:].numpy().tobytes()
+    assert [found[a:b] for a, b in table.bounds] == chunks_cpu.hash_chunks(memory)
+    assert leaves[:first].eq(-1).all() and leaves[first + 4 :].eq(-1).all()
+    data[50] ^= 1  # the table holds addresses, not bytes
+""",
     "offsets beyond 32 bits": """
 # A tensor that begins 2.6 GB below: the chunks up to here count as hashed before.
 before, size = 2_600_000_000 // CHUNK, CHUNK + 100
-rows = [-before, base - before * CHUNK, before * CHUNK + size]
-table = torch.cat((torch.from_numpy(chunks_cuda._CONSTANTS), torch.tensor(rows)))
+table = torch.tensor([-before, base - before * CHUNK, before * CHUNK + size])
+constants = torch.from_numpy(chunks_cuda._CONSTANTS)
 leaves = torch.empty(2, dtype=torch.int64)
-chunks_kernel.hash_chunks[(2,)](table, leaves, 1, CHUNK=CHUNK, num_warps=1)
+chunks_kernel.hash_chunks[(2,)](constants, table, leaves, 0, 1, CHUNK=CHUNK, num_warps=1)
 assert [leaves.numpy().tobytes()] == chunks_cpu.hash_chunks([(base, size)])
 """,
     "digests of every dtype and layout": """
@@ -103,17 +121,18 @@ COMPILED = """
 import re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from lightning_d9m.hashing.xxh3_triton import hash_chunks
-source = ASTSource(
-    hash_chunks,
-    {"table": "*i64", "leaves": "*i64", "count": "i32", "CHUNK": "constexpr"},
-    {"CHUNK": 131072},
-)
+from lightning_d9m.hashing.xxh3_triton import hash_chunks, hash_tensor
+common = {"constants": "*i64", "leaves": "*i64", "first": "i32", "CHUNK": "constexpr"}
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
-compiled = compile(source, target, {"num_warps": 1, "enable_fp_fusion": False})
-text = compiled.asm["ptx"]
-print("wide", len(re.findall(r"@%p\\d+ ld\\.global\\.v2\\.b64", text)))
-print("shared", compiled.metadata.shared, "local", len(re.findall(r"[ls][dt]\\.local", text)))
+for kernel, own in (
+    (hash_chunks, {"table": "*i64", "count": "i32"}),
+    (hash_tensor, {"address": "i64", "size": "i64"}),
+):
+    source = ASTSource(kernel, {**common, **own}, {"CHUNK": 131072})
+    compiled = compile(source, target, {"num_warps": 1, "enable_fp_fusion": False})
+    text = compiled.asm["ptx"]
+    print("wide", len(re.findall(r"@%p\\d+ ld\\.global\\.v2\\.b64", text)))
+    print("shared", compiled.metadata.shared, "local", len(re.findall(r"[ls][dt]\\.local", text)))
 """
 
 
@@ -144,7 +163,16 @@ def test_interpreted_kernel_agrees_with_the_cpu(failures, name):
 def test_kernel_compiles_to_wide_loads_and_registers_alone(capability, tmp_path):
     printed = _run(COMPILED, capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     # Four blocks on their way, each two loads of 16 bytes a thread; no shared memory, no spills.
-    assert printed == "wide 8\nshared 0 local 0\n"
+    assert printed == 2 * "wide 8\nshared 0 local 0\n"
+
+
+def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
+    """Also by a probe, which digests the type of a value that has no digest."""
+    kernel = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(SettingError, match="while a CUDA graph is captured") as refused:
+        kernel.hash_into(torch.zeros(1), 0, [(64, 8)], torch.device("cuda", 0))
+    assert not isinstance(refused.value, DigestError)
 
 
 def _break(monkeypatch, check):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.control.seeding import capture_rng
-from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.address_cache import AddressCache
+from lightning_d9m.hashing.model_tensors import ModelTensors, NamedTensors
 from lightning_d9m.hashing.training_state import optimizer_state
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
@@ -44,7 +45,7 @@ def take_states(
     if "buffer" in kinds:
         listener.add_tensors("buffer", buffers)
     if "optimizer" in kinds:
-        _take_optimizers(names, optimizers, settings, listener)
+        _take_optimizers(names, optimizers, settings, listener, model_tensors.addresses)
         if scaler is not None:
             scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
             scale = scaler.get_scale() if scale is None else scale
@@ -68,6 +69,7 @@ def _take_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
     settings: ProbeSettings,
     listener: Listener,
+    addresses: AddressCache,
 ) -> None:
     tensors: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
@@ -84,4 +86,5 @@ def _take_optimizers(
                     listener.add("optimizer", f"{number}.{name}:{setting}", own)
             else:
                 listener.add("optimizer", f"{number}.{name}", value)
-    listener.add_tensors("optimizer", tensors)
+    # The state of most optimizers stays where it is from step to step.
+    listener.add_tensors("optimizer", NamedTensors(tensors.items(), addresses))

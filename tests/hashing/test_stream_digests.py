@@ -1,0 +1,232 @@
+"""Digests of a device's streams, on a simulated device that runs each stream only when it must."""
+
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_d9m.hashing import address_cache, pending, xxh3_cpu
+from lightning_d9m.hashing.address_cache import digest_located
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.hashing.model_tensors import NamedTensors
+from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.probes.trace import Trace
+
+CUDA = torch.device("cuda", 0)
+
+
+class LikeCuda(torch.Tensor):
+    """A CPU tensor that says that it is on a CUDA device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cpu = property(lambda _: False)
+    device = property(lambda _: CUDA)
+    streams = ()
+
+    def record_stream(self, stream):
+        self.streams = (*self.streams, stream)
+        stream.kept.append(self)  # the allocator does not reuse the memory now
+
+
+def put(tensor):
+    return tensor.clone().as_subclass(LikeCuda)
+
+
+class Stream:
+    """A stream; its work waits until the host waits for this stream."""
+
+    def __init__(self):
+        self.work = []
+        self.kept = []
+
+    def run(self):
+        while self.work:
+            self.work.pop(0)()
+
+    def record_event(self):
+        return SimpleNamespace(synchronize=self.run)
+
+
+class Leaves(torch.Tensor):
+    """Chunk digests on the simulated device; copying them runs the current stream alone."""
+
+    def cpu(self):
+        device.current.run()
+        return torch.Tensor(self)
+
+
+class Device:
+    """The simulated device, and the functions of ``xxh3_cuda`` for it."""
+
+    def __init__(self):
+        self.current = Stream()
+        self.launches = []
+        device = self
+
+        class AddressTable:
+            def __init__(self, memory, _):
+                self.memory = list(memory)
+                self.chunks = device.count_chunks(memory)
+                self.bounds = xxh3_bounds(memory)
+                device.uploads += 1
+
+            def start(self, leaves, first):
+                device.hash_into(leaves, first, self.memory, CUDA)
+
+        self.AddressTable = AddressTable
+        self.uploads = 0
+
+    @staticmethod
+    def count_chunks(memory):
+        return sum(-(-size // xxh3_cpu.CHUNK_BYTES) for _, size in memory)
+
+    @staticmethod
+    def allocate(elements, _):
+        return torch.full((elements,), -1).as_subclass(Leaves)
+
+    def hash_into(self, leaves, first, memory, _):
+        self.launches.append((self.current, len(memory)))
+
+        def hash_all():
+            data = bytearray(b"".join(xxh3_cpu.hash_chunks(memory)))
+            if data:
+                found = torch.frombuffer(data, dtype=torch.int64)
+                leaves.as_subclass(torch.Tensor)[first : first + len(found)] = found
+
+        self.current.work.append(hash_all)
+
+    def start_copy(self, leaves):
+        here = torch.zeros(len(leaves), dtype=torch.int64)
+        self.current.work.append(lambda: here.copy_(leaves.as_subclass(torch.Tensor)))
+        return here
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def xxh3_bounds(memory):
+    ends = [0]
+    for _, size in memory:
+        ends.append(ends[-1] - 8 * (-size // xxh3_cpu.CHUNK_BYTES))
+    return list(pairwise(ends))
+
+
+device = Device()
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    """Let the queue launch on the simulated device."""
+    device.__init__()
+    for module in (pending, address_cache):
+        monkeypatch.setattr(module, "_load_kernel", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.on)
+    return device
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_tensors_of_several_streams_are_each_read_on_their_stream(copied):
+    """Nothing waits for a stream but the host: no digest is taken of what is not yet there."""
+    values = [torch.randn(n) for n in (3, 50_000, 7, 0, 10)]
+    streams = [Stream(), Stream()]
+    queue = DigestQueue()
+    for number, value in enumerate(values):
+        there = put(torch.zeros_like(value))
+        stream = streams[number % 2]
+        stream.work.append(lambda there=there, value=value: there.copy_(value))
+        with device.on(stream):
+            queue.add_one(there)
+        assert there.streams == (stream,)
+    if copied:
+        queue.start_copies()
+    assert queue.fetch() == digest_many(values)
+
+
+def test_what_is_overwritten_later_has_the_digest_of_before():
+    value = torch.randn(10)
+    there = put(value)
+    queue = DigestQueue()
+    queue.add_one(there)
+    device.current.work.append(there.zero_)
+    queue.start_copies()
+    assert queue.fetch() == digest_many([value])
+
+
+def test_the_leaves_of_a_value_are_read_in_one_launch():
+    """And in their order, with digests of other leaves between them."""
+    values = [torch.randn(n) for n in (4, 0, 40_000)]
+    trace, alone = Trace(), Trace()
+    mixed = [values[0], 7, {"a": values[1], "b": "text"}, values[2]]
+    alone.add("input", "module", mixed)
+    there = [put(value) for value in values]
+    trace.add("input", "module", [there[0], 7, {"a": there[1], "b": "text"}, there[2]])
+    assert [count for _, count in device.launches] == [3]
+    trace.queue.start_copies()
+    assert trace.queue.fetch() == alone.queue.fetch()
+    assert trace.places == alone.places
+
+
+def test_a_leaf_without_a_digest_leaves_the_others_theirs():
+    trace = Trace()
+    value = torch.randn(4)
+    trace.add("input", "module", [put(value), torch.empty(3, device="meta"), put(value)])
+    digests = trace.queue.fetch()
+    assert digests[0] == digests[2] == digest_many([value])[0]
+    assert len(set(digests)) == 2
+
+
+def test_the_table_of_tensors_that_stay_is_copied_once_for_each_stream():
+    """Also beside tensors of the CPU; a tensor that moves makes another table."""
+    values = [torch.randn(n) for n in (3, 70_000, 0)] + [torch.tensor(4.0)]
+    there = [*map(put, values[:3]), values[3]]
+    named = NamedTensors([(str(number), own) for number, own in enumerate(there)])
+
+    def digest_all():
+        queue = DigestQueue()
+        queue.add_located(named.locate())
+        return queue.fetch()
+
+    for _ in range(3):
+        assert digest_all() == digest_many(values)
+        there[0].add_(1)
+        values[0] += 1
+    assert digest_located(named.locate()) == digest_many(values)
+    assert device.uploads == 1
+    with device.on(Stream()):
+        assert digest_all() == digest_many(values)
+    assert device.uploads == 2
+    there[1].data = put(torch.ones(5))
+    values[1] = torch.ones(5)
+    assert digest_all() == digest_many(values)
+    assert device.uploads == 3
+
+
+def test_many_probes_need_little_memory():
+    """The digests of a batch share their memory, and keep their order beyond it."""
+    values = [torch.full((number % 5 + 1,), float(number)) for number in range(9000)]
+    queue = DigestQueue()
+    for value in values:
+        queue.add_one(put(value))
+    (own,) = queue.pending.values()
+    assert len(own._arenas) == 3
+    queue.start_copies()
+    assert queue.fetch() == digest_many(values)
+
+
+def test_a_table_follows_probes_in_the_same_batch():
+    values = [torch.randn(3), torch.randn(70_000), torch.randn(5)]
+    queue = DigestQueue()
+    queue.add_one(put(values[0]))
+    named = NamedTensors([("a", put(values[1])), ("b", put(values[2]))])
+    queue.add_located(named.locate())
+    queue.add_one(put(values[0]))
+    queue.start_copies()
+    assert queue.fetch() == digest_many([*values, values[0]])
