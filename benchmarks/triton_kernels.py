@@ -146,8 +146,12 @@ def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
             capture_output=True,
             text=True,
         )
-    if run.returncode:
-        raise RuntimeError(run.stdout + run.stderr)
+        if run.returncode:
+            raise RuntimeError(run.stdout + run.stderr)
+        disassembler = triton.knobs.nvidia.nvdisasm.path
+        code = subprocess.run(
+            [disassembler, "-c", output], check=True, capture_output=True, text=True
+        ).stdout
     registers = re.search(r"Used (\d+) registers", run.stderr)
     stack = re.search(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr
@@ -155,7 +159,8 @@ def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
     assert registers is not None
     assert stack is not None
     frame, stores, loads = map(int, stack.groups())
-    atomics = set(re.findall(r"\b((?:atom|red)\.[\w.]+)", compiled.asm["ptx"]))
+    # In the machine code: the assembler could replace one by a loop.
+    atomics = set(re.findall(r"\b((?:ATOM|RED)[A-Z]*\.[\w.]+)", code))
     return {
         "registers": int(registers[1]),
         "stack": frame,

@@ -18,6 +18,7 @@ ONE_THREAD_PER_OUTPUT = {
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
     *("gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
     *("_assert_async", "_local_scalar_dense"),
+    "set_.source_Storage_storage_offset",  # memory that is not filled
     "_ctc_loss",  # forward: one thread for each state, one step after the other
     "_embedding_bag_forward_only",  # each bag and feature added by one thread, in order
     "kthvalue",  # its value; the index, which may vary, is not used
@@ -55,6 +56,7 @@ def _writes_alike_in_any_order(args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "sort.stable": _sorts_stably,
     "cumsum": _counts,
+    "index_add_": _counts,
     "scatter_reduce_.two": _takes_greatest_integers,
     "index_put_": _writes_alike_in_any_order,
 }

@@ -314,6 +314,9 @@ SCATTERS = {
     "transposed": (SCATTERED.t(), 1, WHERE.t(), FACTORS.t()),
     "float64": (SCATTERED.double(), -2, WHERE, FACTORS.double()),
     "integers": (SCATTERED.mul(9).long(), 0, WHERE, FACTORS.mul(9).long()),
+    "bytes": (SCATTERED.mul(9).to(torch.int8), 0, WHERE, FACTORS.mul(9).to(torch.int8)),
+    "complex": (SCATTERED.cfloat(), 0, WHERE, FACTORS.cfloat() * (1 + 2j)),
+    "narrow": (SCATTERED, 0, WHERE[:, :2], FACTORS),
     "not-finite": (SCATTERED[0], 0, WHERE[0], torch.tensor([INF, 0.0, NAN, -INF])),
     "nothing": (SCATTERED, 0, WHERE[:0], FACTORS),
     "scalar": (torch.tensor(2.0), 0, torch.tensor(0), torch.tensor(3.0)),
@@ -334,15 +337,20 @@ SCATTERS = {
 def test_scatter_that_adds_and_multiplies(
     arguments: tuple[Tensor, int, Tensor, Tensor], reduce: str | None
 ) -> None:
-    """``scatter`` with a reduction, and ``scatter_add`` on request: as on one CPU thread."""
+    """``scatter`` with a reduction, and ``scatter_add`` on request.
+
+    Products as on one CPU thread, but complex ones; sums are rounded once, torch's up to 6 times.
+    """
     target, *rest = arguments
+    rounded = target.is_complex() or (reduce != "multiply" and target.is_floating_point())
+    tolerance = 6 if rounded else 0
     name, more = ("scatter", {"reduce": reduce}) if reduce else ("scatter_add", {})
     fresh = (lambda: target) if 0 in target.stride() else target.clone
-    include = [] if reduce else ["scatter_add"]
-    assert_alike(lambda: getattr(target, name)(*rest, **more), include=include)
-    assert_alike(lambda: getattr(fresh(), f"{name}_")(*rest, **more), include=include)
+    wanted = {"tolerance": tolerance, "include": [] if reduce else ["scatter_add"]}
+    assert_alike(lambda: getattr(target, name)(*rest, **more), **wanted)
+    assert_alike(lambda: getattr(fresh(), f"{name}_")(*rest, **more), **wanted)
     out = target.new_empty(0)
-    assert_alike(lambda: getattr(torch, name)(target, *rest, **more, out=out.clone()))
+    assert_alike(lambda: getattr(torch, name)(target, *rest, **more, out=out.clone()), **wanted)
 
 
 PUTS = {
@@ -488,7 +496,7 @@ def test_index_add_on_request() -> None:
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize("frequency", [False, True])
 def test_embedding_backward_on_request(padding: int | None, frequency: bool) -> None:
-    """Repeated rows, a padding row, scaled by frequency (which is torch's own)."""
+    """Repeated rows, a padding row, scaled by frequency (which is torch's own); three terms."""
     table = torch.randn(5, 3, requires_grad=True)
     rows, gradient = torch.tensor([[0, 2, 2], [4, 0, 0]]), torch.randn(2, 3, 3)
 
@@ -496,4 +504,4 @@ def test_embedding_backward_on_request(padding: int | None, frequency: bool) -> 
         output = nnf.embedding(rows, table, padding, scale_grad_by_freq=frequency)
         return torch.autograd.grad(output, table, gradient)[0]
 
-    assert_alike(differentiate, include=["embedding_dense_backward"])
+    assert_alike(differentiate, tolerance=3, include=["embedding_dense_backward"])

@@ -18,6 +18,18 @@ ATOMICS = (
 GATHER = "Each input reads the outputs it went to, in ascending order"
 """The replacement that most of the gradients share."""
 
+EXACT = (
+    "Each term becomes an integer relative to the greatest exponent of its place; integers add up "
+    "exactly, in any order."
+)
+"""The replacement that sums have in common."""
+
+ROUNDED_ONCE = (
+    "Rounded once, so within the rounding errors of torch's sum; the same bits in any order and on "
+    "every device, but for bits below 2**-40 of the greatest term's last place, which are cut off."
+)
+"""The result that sums have in common."""
+
 
 class FlagEffect(Enum):
     """The effect of ``torch.use_deterministic_algorithms`` on an op."""

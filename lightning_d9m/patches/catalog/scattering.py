@@ -1,6 +1,6 @@
 """Catalog entries of losses, indexing, counting and order statistics."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, FlagEffect, Op
+from lightning_d9m.patches.catalog.op import ATOMICS, EXACT, ROUNDED_ONCE, FlagEffect, Op
 
 _CTC_LOSS = "lightning_d9m.patches.kernels.ctc_loss"
 _EMBEDDING_BAG = "lightning_d9m.patches.kernels.embedding_bag"
@@ -148,11 +148,8 @@ SCATTERING: tuple[Op, ...] = (
             "documentation does not say so."
         ),
         cause="The threads that meet on one place add or multiply in no fixed order.",
-        instead="The elements are sorted by place; those of one place are reduced in order.",
-        bits=(
-            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
-            "bfloat16 are reduced in float32."
-        ),
+        instead=f"Factors are sorted by place and multiplied in order. {EXACT}",
+        bits=f"Products: equal to torch's CPU kernel, but half in float32. Sums: {ROUNDED_ONCE}",
         kernels={
             "scatter.reduce": f"{_SCATTER}:scatter",
             "scatter.reduce_out": f"{_SCATTER}:scatter",
@@ -182,8 +179,8 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates one by one: reported 7 times slower.",
         cause=ATOMICS,
-        instead="The slices are sorted by place; those of one place are added in order.",
-        bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
+        instead=EXACT,
+        bits=ROUNDED_ONCE,
         kernels={
             "index_add": f"{_INDEX_ADD}:index_add",
             "index_add.out": f"{_INDEX_ADD}:index_add",
@@ -197,8 +194,8 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.scatter_add_",),
         torch_does="Sorts by the index of the flat tensor and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, in no fixed order.",
-        instead="The elements are sorted by place; those of one place are added in order.",
-        bits="Equal to torch's CPU kernel for float32, float64 and integers (on a CPU).",
+        instead=EXACT,
+        bits=ROUNDED_ONCE,
         kernels={
             "scatter_add": f"{_SCATTER}:scatter_add",
             "scatter_add.out": f"{_SCATTER}:scatter_add",
@@ -212,8 +209,8 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.Tensor.index_put",),
         torch_does="Sorts by index and adds duplicates one by one.",
         cause="The threads that meet on one place add with atomics, on a CPU too.",
-        instead="The values are sorted by place; those of one place are added in order.",
-        bits="Within a few rounding errors: the sum is formed first and then added to the tensor.",
+        instead=EXACT,
+        bits=ROUNDED_ONCE,
         kernels={"_index_put_impl_": f"{_INDEX_ADD}:index_put"},
     ),
     Op(
@@ -222,8 +219,8 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.SWITCHES,
         torch_does="Sorts by index and adds duplicates in parts whose number is fixed.",
         cause="None known; the replacement is offered for its speed.",
-        instead="The rows are sorted by place; those of one place are added in order.",
-        bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
+        instead=EXACT,
+        bits=ROUNDED_ONCE,
         kernels={"embedding_dense_backward": f"{_INDEX_ADD}:embedding_dense_backward"},
     ),
 )

@@ -1,30 +1,30 @@
 """``index_add``, accumulating ``index_put`` and the gradient of ``Embedding``: rows added by index.
 
 torch has deterministic versions, which sort by index and then go through the duplicates of a place
-one after the other. These kernels sort too, and reduce every feature of every place in parallel.
+one after the other. These kernels add integers instead, in any order; see ``exact_sum``.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.kernels.exact_sum import add_at, sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, holds
-from lightning_d9m.patches.primitives.segment_reduce import Update, add_into, sum_segments
+from lightning_d9m.patches.primitives.segment_reduce import Update, accumulation_dtype
 
 
 def index_add(
     original: Original, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> Tensor | Update:
-    """Add the source's slices where the index says, in their order."""
+    """Add the source's slices where the index says."""
     if not _can_add_slices(self, dim, index, source):
         result: Tensor = original(self, dim, index, source, alpha=alpha)
         return result
-    slices, count = source.movedim(dim, 0), self.shape[dim]
-    return Update(
-        lambda target: add_into(target.movedim(dim, 0), (index,), index, count, slices, alpha)
-    )
+    if alpha != 1:
+        source = source.to(accumulation_dtype(source.dtype)) * alpha
+    sizes, slices = self.shape[dim : dim + 1 or None], source.movedim(dim, 0)
+    return Update(lambda target: add_at(target.movedim(dim, 0), sizes, index, slices))
 
 
 def embedding_dense_backward(
@@ -43,8 +43,8 @@ def embedding_dense_backward(
         return result
     keys = indices.flatten()
     keys = torch.where(keys == padding_idx, -1, keys)
-    rows = grad_output.reshape(keys.numel(), grad_output.shape[-1])
-    return sum_segments(keys, rows, num_weights).to(grad_output.dtype)
+    rows = grad_output.reshape(1, keys.numel(), grad_output.shape[-1])
+    return sum_by_index(keys, rows, num_weights, grad_output.dtype).squeeze(0)
 
 
 def index_put(
@@ -55,7 +55,7 @@ def index_put(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> Tensor | Update:
-    """Add the values where the indices of the first dimensions say, in their order."""
+    """Add the values where the indices of the first dimensions say."""
     update = _plan_put(self, indices, values) if accumulate else None
     if update is None:
         result: Tensor = original(self, indices, values, accumulate, unsafe)
@@ -68,7 +68,7 @@ def _plan_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) ->
     given = [index for index in indices if index is not None]
     sizes, rest = self.shape[: len(given)], self.shape[len(given) :]
     if (
-        not self.is_floating_point()
+        not (self.is_floating_point() or self.is_complex())
         or not given
         or len(given) < len(indices)
         or len(given) > self.dim()
@@ -91,15 +91,14 @@ def _plan_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) ->
         keys = keys * size + torch.where(index < 0, index + size, index)
     if not holds(inside):
         return None
-    flat = tuple(index.flatten() for index in indexes)
     rows = rows.reshape(keys.numel(), *rest)
-    return Update(lambda target: add_into(target, flat, keys.flatten(), prod(sizes), rows))
+    return Update(lambda target: add_at(target, sizes, keys.flatten(), rows))
 
 
 def _can_add_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> bool:
     dims = self.dim()
     if (
-        not self.is_floating_point()
+        not (self.is_floating_point() or self.is_complex())
         or not -dims <= dim < dims
         or index.dim() != 1
         or index.dtype not in (torch.int32, torch.int64)

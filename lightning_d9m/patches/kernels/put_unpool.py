@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.scatter import unravel
+from lightning_d9m.patches.kernels.exact_sum import unravel
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import cast_like
 from lightning_d9m.patches.primitives.segment_reduce import Update, find_last

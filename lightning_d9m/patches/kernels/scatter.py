@@ -1,14 +1,22 @@
 """``scatter``, ``scatter_add`` and ``scatter_reduce``: elements reduced where an index says.
 
-torch's CUDA kernels multiply and add with atomics. What torch does deterministically (assignment,
+torch's CUDA kernels multiply and add with atomics. Here sums are exact, see ``exact_sum``, and
+factors are sorted by place. What torch does deterministically (assignment,
 and the reductions of ``scatter_reduce`` other than the product) is left to torch.
 """
 
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.kernels.exact_sum import (
+    add_at,
+    add_slices,
+    gets_few,
+    unravel,
+)
 from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Reduction, Update, reduce_into
 
@@ -36,7 +44,7 @@ def scatter_reduce(
 def scatter(
     original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
 ) -> Update:
-    """Add or multiply the source's elements into a tensor, from first to last."""
+    """Add the source's elements to a tensor, or multiply them into it from first to last."""
     bound = partial(original, self, dim, index, src, reduce=reduce)
     if reduce not in _LEGACY:
         raise_as_original(bound)
@@ -44,7 +52,7 @@ def scatter(
 
 
 def scatter_add(original: Original, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Update:
-    """Add the source's elements to a tensor, from first to last."""
+    """Add the source's elements to a tensor."""
     return _scatter(partial(original, self, dim, index, src), self, dim, index, src, "sum")
 
 
@@ -77,36 +85,50 @@ def _scatter(
         return Update(lambda _: None)
     if not holds((index >= 0) & (index < shape[axis])):
         raise_as_original(bound)
-    places = _find_places(index.reshape(wanted).to(torch.int64), shape, axis)
-    values = src.view(given)[tuple(slice(size) for size in wanted)].flatten()
+    index, values = index.reshape(wanted), src.view(given)[tuple(slice(size) for size in wanted)]
+
+    def add(target: Tensor) -> None:
+        _add(target.view(shape), axis, index, values)
 
     def write(target: Tensor) -> None:
+        places = _find_places(index, shape, axis)
         flat = target.is_contiguous()
         reduce_into(
             target.view(-1) if flat else target,
             (places,) if flat else unravel(places, shape),
             places,
             target.numel(),
-            values,
+            values.flatten(),
             reduce,
             include_self=include_self,
         )
 
-    return Update(write)
+    return Update(add if reduce == "sum" else write)
 
 
-def unravel(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Turn positions in a flattened tensor into one index for each of its dimensions."""
-    indices: list[Tensor] = []
-    for size in reversed(shape[1:]):
-        indices.append(places % size)
-        places = places // size
-    return (places, *reversed(indices))
+def _add(target: Tensor, axis: int, index: Tensor, values: Tensor) -> None:
+    shape, wanted = target.shape, index.shape
+    if not (target.is_floating_point() or target.is_complex()):
+        # torch adds integers alike in any order.
+        places = unravel(_find_places(index, shape, axis), shape)
+        target.index_put_(places, values.flatten(), accumulate=True)
+        return
+    alike = wanted[:axis] + wanted[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
+    if not alike or target.is_complex() or gets_few(target, values):
+        add_at(target, shape, _find_places(index, shape, axis), values.flatten())
+        return
+    outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
+    add_slices(
+        target,
+        (outer, shape[axis], inner),
+        index.reshape(outer, wanted[axis], inner),
+        values.reshape(outer, wanted[axis], inner),
+    )
 
 
 def _find_places(index: Tensor, shape: torch.Size, axis: int) -> Tensor:
     """Return the position in the flattened result that each element of the index stands for."""
-    places, stride = torch.zeros_like(index), 1
+    places, stride = torch.zeros_like(index, dtype=torch.int64), 1
     for side in reversed(range(len(shape))):
         ranks = torch.arange(index.shape[side], device=index.device)
         ranks = ranks.view([-1] + [1] * (len(shape) - 1 - side))

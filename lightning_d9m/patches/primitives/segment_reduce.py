@@ -136,22 +136,6 @@ def reduce_into(
     target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
 
 
-def add_into(
-    target: Tensor,
-    indices: tuple[Tensor, ...],
-    keys: Tensor,
-    count: int,
-    values: Tensor,
-    alpha: float = 1,
-) -> None:
-    """Add to each place the sum of its values, times ``alpha``; see :func:`reduce_into`."""
-    runs = _sort_into_runs(keys, count)
-    places = tuple(index.index_select(0, runs.order) for index in indices)
-    rows = values.index_select(0, runs.order).to(accumulation_dtype(values.dtype))
-    sums = runs.reduce(rows, "sum").index_select(0, runs.run).to(target.dtype)
-    target.index_put_(places, target[places].add(sums, alpha=alpha))
-
-
 def sum_weighted_rows(keys: Tensor, weights: Tensor, rows: Tensor, count: int) -> Tensor:
     """Add each row, times its weights, to the outputs that its keys name.
 

@@ -45,6 +45,27 @@ def test_gathers_are_one_launch_without_atomics_and_spills(benchmark, op, tmp_pa
         assert (compiled["stack"], compiled["spilled"], compiled["atomics"]) == (0, 0, [])
 
 
+SUMS = ["index_add", "scatter_add"]
+
+
+@pytest.mark.parametrize("op", SUMS)
+def test_sums_use_native_atomics(benchmark, op, tmp_path, monkeypatch):
+    """An addition of 64 bits and a maximum of 32 bits, neither of which returns what was there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    workload = next(one for one in benchmark.WORKLOADS if one.op == op)
+    recorded, _ = benchmark.run_workload(workload)
+    begin, raise_keys, add_terms, finish = recorded
+    for one, capability in [(raise_keys, 80), (add_terms, 80), (add_terms, 90), (add_terms, 100)]:
+        compiled = benchmark.compile_kernel(one, capability)
+        assert (compiled["stack"], compiled["spilled"]) == (0, 0)
+        name = "RED" if capability == 80 else "REDG"
+        kind = "MAX.S32" if one is raise_keys else "ADD.64"
+        assert compiled["atomics"] == [f"{name}.E.{kind}.STRONG.GPU"]
+    for one in (begin, finish):
+        compiled = benchmark.compile_kernel(one, 90)
+        assert (compiled["stack"], compiled["spilled"], compiled["atomics"]) == (0, 0, [])
+
+
 def test_operators_of_torch_are_found(benchmark):
     """The torch ops of a workload without a kernel, and the launches of one that has several."""
     (workload,) = (one for one in benchmark.WORKLOADS if one.op == "nll_loss2d")
