@@ -141,7 +141,9 @@ class DeterminismCallback(_Callback):
             replay_every=replay_every,
         )
         ignored = _as_tuple(ignored_metrics)
-        self._recorder = TrainerRecorder(self._policy, ledger_dir, ignored)
+        self._recorder = TrainerRecorder(
+            self._policy, ledger_dir, ignored, spare_cwd=self._auto_added
+        )
         self._checkpoint_state = CheckpointState(on_inexact_resume)
         self._probe_recorder = ProbeRecorder(probe_settings, ignored)
         self._benchmark_was_on = torch.backends.cudnn.benchmark

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 _NAME = "d9m"
 
 
-def make_ledger_folder(trainer: "Trainer", ledger_dir: str | Path | None, kind: str) -> Path:
+def make_ledger_folder(
+    trainer: "Trainer", ledger_dir: str | Path | None, kind: str, *, spare_cwd: bool = False
+) -> Path:
     """Make the folder of a ledger on rank 0, and return its path on all ranks.
 
     Args:
         trainer: The Trainer.
         ledger_dir: The callback's argument.
         kind: First part of the folder's name, such as ``"fit"``.
+        spare_cwd: Whether to write nothing into the working folder if the Trainer does not either,
+            because the program has not asked for a ledger.
 
     Raises:
         LedgerError: On all ranks, if no folder can be made.
@@ -36,7 +41,7 @@ def make_ledger_folder(trainer: "Trainer", ledger_dir: str | Path | None, kind: 
     folder, problem = "", ""
     if trainer.is_global_zero:
         try:
-            parent = _choose_parent(trainer, log_dir, ledger_dir)
+            parent = _choose_parent(trainer, log_dir, ledger_dir, spare_cwd=spare_cwd)
             folder = str(create_ledger_folder(parent, kind))
         except LedgerError as error:
             advice = (
@@ -55,7 +60,9 @@ def make_ledger_folder(trainer: "Trainer", ledger_dir: str | Path | None, kind: 
     return Path(folder)
 
 
-def _choose_parent(trainer: "Trainer", log_dir: str | None, ledger_dir: str | Path | None) -> Path:
+def _choose_parent(
+    trainer: "Trainer", log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
+) -> Path:
     chosen = os.environ.get(LEDGER_VARIABLE) or ledger_dir
     if chosen:
         if not _is_local(chosen):
@@ -66,23 +73,50 @@ def _choose_parent(trainer: "Trainer", log_dir: str | None, ledger_dir: str | Pa
         return _local_path(chosen)
     preferred = log_dir or trainer.default_root_dir
     # Programs list the folder of their checkpoints, and expect nothing else there.
-    occupied = {
+    excluded = _list_checkpoint_folders(trainer)
+    if spare_cwd and not _writes_into_cwd(trainer):
+        excluded.add(Path.cwd())
+    for folder in (preferred, trainer.default_root_dir, Path.cwd()):
+        if _is_local(folder) and _local_path(folder).absolute() not in excluded:
+            parent = _local_path(folder) / _NAME
+            break
+    else:
+        parent = _state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
+    if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
+        rank_zero().rank_zero_info(
+            f"The ledger is written to {parent}, because {preferred} is the folder of the "
+            "checkpoints, not a local folder, or the working folder of a Trainer that writes no "
+            f"files into it. Set {LEDGER_VARIABLE} to choose another folder."
+        )
+    return parent
+
+
+def _list_checkpoint_folders(trainer: "Trainer") -> set[Path]:
+    return {
         _local_path(folder).absolute()
         for callback in trainer.checkpoint_callbacks
         if (folder := getattr(callback, "dirpath", None)) and _is_local(folder)
     }
-    for folder in (preferred, trainer.default_root_dir, Path.cwd()):
-        if _is_local(folder) and _local_path(folder).absolute() not in occupied:
-            parent = _local_path(folder) / _NAME
-            break
-    else:
-        parent = Path.cwd() / "lightning_logs" / _NAME
-    if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
-        rank_zero().rank_zero_info(
-            f"The ledger is written to {parent}, because {preferred} is the folder of the "
-            f"checkpoints or not a local folder. Set {LEDGER_VARIABLE} to choose another folder."
-        )
-    return parent
+
+
+def _writes_into_cwd(trainer: "Trainer") -> bool:
+    """Return whether a logger or a checkpoint callback writes below the working folder."""
+    logged = {
+        _local_path(folder).absolute()
+        for logger in trainer.loggers
+        if (folder := logger.save_dir) is not None and _is_local(folder)
+    }
+    written = _list_checkpoint_folders(trainer) | logged
+    return any(folder.is_relative_to(Path.cwd()) for folder in written)
+
+
+def _state_folder() -> Path:
+    """Return a folder for the ledgers of this working folder among the user's files of state."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    cwd = Path.cwd()
+    # Working folders of the same name must not share a folder.
+    short = blake2b(str(cwd).encode(), digest_size=4).hexdigest()
+    return Path(base, "lightning_d9m", f"{cwd.name}-{short}")
 
 
 def _is_local(folder: str | Path) -> bool:

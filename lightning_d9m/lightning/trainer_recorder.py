@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +36,7 @@ class TrainerRecorder:
         policy: The reference of the fits, and what to do about a difference.
         ledger_dir: Folder for ledgers; None takes ``d9m`` under the log directory.
         ignored_metrics: Names or patterns of logged scalars that are not recorded.
+        spare_cwd: See ``make_ledger_folder``.
 
     Attributes:
         further_settings: Settings that the header of the next ledger records, too.
@@ -45,9 +47,11 @@ class TrainerRecorder:
         policy: Policy,
         ledger_dir: str | Path | None,
         ignored_metrics: Sequence[str] = (),
+        *,
+        spare_cwd: bool = False,
     ) -> None:
         self._policy = policy
-        self._ledger_dir = ledger_dir
+        self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._ranks = Ranks(0)
         self._model_tensors: ModelTensors | None = None
@@ -87,7 +91,7 @@ class TrainerRecorder:
             )
         )
         self._recorder = Recorder(
-            make_ledger_folder(trainer, self._ledger_dir, "fit"),
+            self._make_folder(trainer, kind="fit"),
             replace(header, settings={**header.settings, **self.further_settings}),
             policy=self._policy,
             ranks=self._ranks,
@@ -179,7 +183,7 @@ class TrainerRecorder:
             return
         self._ranks = ranks_of(trainer)
         header = self._ranks.raise_on_all(lambda: make_header(trainer, session))
-        folder = make_ledger_folder(trainer, self._ledger_dir, stage)
+        folder = self._make_folder(trainer, kind=stage)
         self._recorder = Recorder(folder, header, policy=Policy(), ranks=self._ranks)
         model, parameters = describe_model(module)
         precision = {"precision": str(trainer.precision)}

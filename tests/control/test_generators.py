@@ -127,6 +127,33 @@ def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(mon
     assert visited <= 21_000
 
 
+class Sample:
+    """An object of a dataset, as those of PyTorch Geometric."""
+
+    def __init__(self, generator=None):
+        self.store = {"generator": generator, "parts": [[1], [2]]}
+
+
+def test_of_a_long_list_of_objects_only_a_sample_is_searched(monkeypatch):
+    """PyTorch Geometric keeps a dataset as a list of such objects: 10 ms and more a search."""
+    lists = []
+    list_parts = generators._list_parts
+    monkeypatch.setattr(
+        generators, "_list_parts", lambda *words: [lists.append(words), list_parts(*words)][1]
+    )
+    assert find_generators({"data": [Sample() for _ in range(1000)]}) == {}
+    assert len(lists) < 50
+
+
+def test_a_long_list_whose_items_hold_generators_is_searched_whole():
+    inner = [Sample(random.Random(number)) for number in range(200)]
+    assert len(find_generators({"data": inner})) == 200
+    outer = [random.Random(number) for number in range(200)]
+    assert len(find_generators({"data": outer})) == 200
+    mixed = [Item(0)] * 200 + [Sample(random.Random(1))]
+    assert list(find_generators({"data": mixed})) == ["data.200.store.generator"]
+
+
 def test_every_owner_is_searched_however_many_there_are():
     """As the modules of a model are: their own attributes are not data."""
     owners = {str(number): Item(1) for number in range(6000)}

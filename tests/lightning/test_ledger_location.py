@@ -5,9 +5,11 @@ import logging
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, LedgerError
+from lightning_d9m.lightning.autoload.auto_callback import AddedCallback
 
 LEDGER = "fit-000/rank-0.jsonl"
 
@@ -16,11 +18,12 @@ LEDGER = "fit-000/rank-0.jsonl"
 def train(tmp_path, monkeypatch):
     """Return a function that trains one batch in the folder ``cwd``."""
     (tmp_path / "cwd").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.delenv("LIGHTNING_D9M_LEDGER_DIR", raising=False)
 
-    def run(*, ledger_dir=None, checkpoints=None, **options):
-        callbacks = [DeterminismCallback(ledger_dir=ledger_dir)]
+    def run(*, ledger_dir=None, checkpoints=None, kind=DeterminismCallback, **options):
+        callbacks = [kind(ledger_dir=ledger_dir)]
         if checkpoints is not None:
             callbacks.append(ModelCheckpoint(dirpath=checkpoints))
             options["enable_checkpointing"] = True
@@ -64,6 +67,39 @@ def test_a_remote_root_makes_no_local_folder_of_its_name(train):
 def test_a_url_of_a_local_folder_is_that_folder(train):
     train(ledger_dir=f"file://{train.root}/ledgers")
     assert (train.root / "ledgers" / LEDGER).exists()
+
+
+def test_an_added_callback_leaves_nothing_in_the_working_folder_of_a_trainer_without_files(
+    train, caplog
+):
+    """Lightning's own tests check that a Trainer without a logger leaves no file there."""
+    with caplog.at_level(logging.INFO):
+        train(kind=AddedCallback)
+    assert list((train.root / "cwd").iterdir()) == []
+    (folder,) = (train.root / "state/lightning_d9m").iterdir()
+    assert folder.name.startswith("cwd-")
+    assert (folder / LEDGER).exists()
+    assert f"The ledger is written to {folder}" in caplog.text
+
+
+@pytest.mark.parametrize("root", ["memory://runs/one", "checkpoints"])
+def test_an_added_callback_falls_back_to_the_folder_of_state(train, root):
+    folder = train.root / root if "://" not in root else root
+    train(kind=AddedCallback, default_root_dir=folder, checkpoints=train.root / "checkpoints")
+    assert list((train.root / "cwd").iterdir()) == []
+    assert [path.suffix for path in (train.root / "checkpoints").iterdir()] == [".ckpt"]
+    assert len(list((train.root / "state").glob(f"lightning_d9m/cwd-*/{LEDGER}"))) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpoints": "saved"}, {"logger": CSVLogger("logs")}, {"default_root_dir": "root"}],
+    ids=["checkpoints", "logs", "root"],
+)
+def test_an_added_callback_writes_where_the_trainer_does(train, options):
+    train(kind=AddedCallback, **options)
+    assert not (train.root / "state").exists()
+    assert len(list((train.root / "cwd").rglob(LEDGER))) == 1
 
 
 @pytest.mark.parametrize("by_variable", [True, False])

@@ -24,7 +24,8 @@ STYLES = ("lightning", "lightning.pytorch", "pytorch_lightning")
 def run(*words, folder, **variables):
     """Run Python in a folder, with ``LIGHTNING_D9M=1`` and other variables of ours."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "LIGHTNING_"))}
-    environment |= {"PYTHONHASHSEED": "0", "LIGHTNING_D9M": "1"} | variables
+    environment |= {"PYTHONHASHSEED": "0", "LIGHTNING_D9M": "1"}
+    environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder / "d9m")} | variables
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=folder,
