@@ -1,11 +1,15 @@
 """Run Lightning's own tests without and with ``LIGHTNING_D9M=1``, and list those that break.
 
-    python benchmarks/lightning_suite.py CHECKOUT [--output FILE] [PYTEST ARGUMENT ...]
+    python benchmarks/lightning_suite.py CHECKOUT [--parts PART ...] [--work FOLDER] [--output FILE]
 
 CHECKOUT is a clone of Lightning's repository at the release that is installed, or a close one. Its
-``tests/tests_pytorch`` run against the installed package; without further arguments, all of them.
-The environment needs what those tests use, above all pytest-rerunfailures. A test that fails in
-both runs, say because an optional package is missing, is not listed.
+``tests/tests_pytorch`` run against the installed package, one process for each PART (a folder or a
+file there; by default all of them). The environment needs what those tests use, above all
+pytest-rerunfailures. Only tests that pass without the variable are counted. Those of a part that
+break with it run once more, with it, in a process without the others; "passed_again" lists those
+that pass then. ``UNFAIR`` gives the reasons of those that test what determinism must change; the
+exit status is 1 if any other breaks. FOLDER keeps the outcomes of each part, and a part that is
+there does not run again.
 """
 
 import argparse
@@ -14,36 +18,50 @@ import os
 import subprocess
 import sys
 import tempfile
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 RESULTS = Path(__file__).parent / "results"
+MODES: dict[str, dict[str, str]] = {"without": {}, "with": {"LIGHTNING_D9M": "1"}}
 # Plugins of this environment that Lightning's tests do not expect.
-_WITHOUT = ("-p", "no:randomly", "-p", "no:cacheprovider", "--timeout", "300")
+_WITHOUT = ("-p", "no:randomly", "-p", "no:cacheprovider", "--color", "no", "--timeout", "300")
+
+# Tests of what determinism must change, by pattern of their names, with the reasons.
+UNFAIR: dict[str, str] = {}
 
 
-def run_suite(checkout: Path, arguments: list[str], variables: dict[str, str]) -> dict[str, str]:
-    """Run the tests; return "" for each test that passed, else the first line of its failure."""
+def list_parts(tests: Path) -> list[str]:
+    """Return the folders and files of the tests, by name."""
+    return sorted(
+        path.name
+        for path in tests.iterdir()
+        if path.match("test_*.py") or (path.is_dir() and any(path.rglob("test_*.py")))
+    )
+
+
+def run_part(tests: Path, mode: str, arguments: list[str]) -> dict[str, object]:
+    """Run tests in one process; return their outcomes, none if the process crashed."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith("LIGHTNING_D9M")}
-    paths = os.pathsep.join(filter(None, [str(checkout / "tests"), kept.get("PYTHONPATH", "")]))
-    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
+    paths = os.pathsep.join(filter(None, [str(tests.parent), kept.get("PYTHONPATH", "")]))
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **MODES[mode]}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "junit.xml")
         command = [sys.executable, "-m", "pytest", "-q", *_WITHOUT, f"--junitxml={report}"]
         # Some tests write into the folder in which they run.
         done = subprocess.run(
-            [*command, f"--rootdir={checkout / 'tests/tests_pytorch'}", *arguments],
-            cwd=checkout / "tests" / "tests_pytorch",
-            env=environment,
-            check=False,
+            [*command, f"--rootdir={tests}", *arguments], cwd=tests, env=environment, check=False
         )
         if not report.exists():
-            sys.exit(f"pytest ended with status {done.returncode} and left no report.")
+            print(f"pytest ended with status {done.returncode} and left no report.")
+            return {"outcomes": {}}
         cases = ET.parse(report).getroot().iter("testcase")  # noqa: S314 - pytest wrote it just now
-        return {
+        outcomes = {
             f"{case.get('classname')}::{case.get('name')}": read_outcome(case) for case in cases
         }
+        return {"outcomes": outcomes}
 
 
 def read_outcome(case: ET.Element) -> str:
@@ -55,26 +73,77 @@ def read_outcome(case: ET.Element) -> str:
     return ""
 
 
-def main() -> None:
+def run_once(tests: Path, mode: str, part: str, work: Path) -> dict[str, object]:
+    """Return what a part has given in a mode; run it if it has not run."""
+    kept = work / f"{part}.{mode}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(run_part(tests, mode, [part]), indent=1) + "\n")
+    return dict(json.loads(kept.read_text()))
+
+
+def name_node(tests: Path, name: str) -> str:
+    """Return the name that pytest takes for a test of a report."""
+    path, _, test = name.partition("::")
+    classes: list[str] = []
+    names = path.split(".")
+    names = names[1:] if names[0] == tests.name else names
+    while names and not tests.joinpath(*names).with_suffix(".py").exists():
+        classes.insert(0, names.pop())
+    return "::".join(["/".join(names) + ".py", *classes, test])
+
+
+def find_reason(name: str) -> str | None:
+    """Return why a test is unfair, or None if no reason is known."""
+    return next((why for pattern, why in UNFAIR.items() if fnmatchcase(name, pattern)), None)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
+    parser.add_argument("--parts", nargs="*", help="default: all")
+    parser.add_argument("--work", type=Path, help="default: a temporary folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "lightning-suite.json")
-    options, arguments = parser.parse_known_args()
-    checkout = options.checkout.resolve()
-    plain = run_suite(checkout, arguments, {})
-    determined = run_suite(checkout, arguments, {"LIGHTNING_D9M": "1"})
-    passed = sorted(name for name, outcome in plain.items() if not outcome)
-    broken = {name: determined.get(name, "missing") for name in passed if determined.get(name, "?")}
+    options = parser.parse_args()
+    tests = options.checkout.resolve() / "tests" / "tests_pytorch"
+    work = options.work or Path(tempfile.mkdtemp())
+    work.mkdir(parents=True, exist_ok=True)
+    passed = 0
+    broken: dict[str, str] = {}
+    passed_again: list[str] = []
+    crashed: list[str] = []
+    for part in options.parts or list_parts(tests):
+        plain, determined = (run_once(tests, mode, part, work) for mode in MODES)
+        good = [name for name, outcome in plain["outcomes"].items() if not outcome]
+        passed += len(good)
+        if not determined["outcomes"]:
+            crashed.append(part)
+            continue
+        failed = [name for name in good if determined["outcomes"].get(name, "missing")]
+        if failed:
+            nodes = [name_node(tests, name) for name in failed]
+            again = run_part(tests, "with", nodes)["outcomes"]
+            broken |= {name: again.get(name, "missing") for name in failed if again.get(name, "?")}
+            passed_again += [name for name in failed if name not in broken]
     result = {
-        "versions": {name: version(name) for name in ("lightning", "torch", "lightning-d9m")},
-        "passed_without": len(passed),
-        "broken": broken,
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {
+            **{name: version(name) for name in ("lightning", "torch", "lightning-d9m", "pytest")},
+            "python": sys.version.split()[0],
+        },
+        "passed_without": passed,
+        "broken": {
+            name: {"outcome": outcome, "reason": find_reason(name)}
+            for name, outcome in broken.items()
+        },
+        "passed_again": passed_again,
+        "crashed": crashed,
     }
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     for name, outcome in broken.items():
-        print(f"{name}\n    {outcome}")
-    print(f"{len(passed)} tests pass without LIGHTNING_D9M=1; {len(broken)} of them break with it.")
+        print(f"{name}\n    {outcome}\n    {find_reason(name) or 'NO REASON'}")
+    print(f"{passed} tests pass without LIGHTNING_D9M=1; {len(broken)} of them break with it.")
+    return int(bool(crashed) or any(find_reason(name) is None for name in broken))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
