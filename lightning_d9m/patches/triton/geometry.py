@@ -27,12 +27,32 @@ def find_block(elements, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def divide(number, divisor):
+    """Divide a number from 0 by one that all programs share.
+
+    A division of integers takes many instructions, a multiplication few. In 64 bits, which only
+    large tensors need, the number is divided.
+
+    Args:
+        number: int32 or int64.
+        divisor: What ``input_gradient.as_divisor`` returns: the divisor, a factor and a shift.
+    """
+    if number.dtype == tl.int64:
+        quotient = number // divisor[0]
+    else:
+        factor = divisor[1].to(tl.uint32, bitcast=True).to(tl.uint64)
+        product = number.to(tl.uint32, bitcast=True).to(tl.uint64) * factor
+        quotient = (product >> divisor[2].to(tl.uint64)).to(tl.int32)
+    return quotient
+
+
+@triton.jit
 def find_coordinates(offsets, sizes, DIMS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     """Return batch, channel, depth, height and width of offsets into a dense result.
 
     Args:
         offsets: Counted in elements.
-        sizes: Channels, depth, height and width.
+        sizes: Channels, depth, height and width, as divisors.
         DIMS: The number of spatial dimensions.
         CHANNELS_LAST: Whether the channels are the last dimension in memory.
     """
@@ -40,20 +60,24 @@ def find_coordinates(offsets, sizes, DIMS: tl.constexpr, CHANNELS_LAST: tl.const
     depth = channel
     height = channel
     if CHANNELS_LAST:
-        channel = offsets % sizes[0]
-        offsets = offsets // sizes[0]
-    width = offsets % sizes[3]
-    offsets = offsets // sizes[3]
+        above = divide(offsets, sizes[0])
+        channel = offsets - above * sizes[0][0]
+        offsets = above
+    above = divide(offsets, sizes[3])
+    width = offsets - above * sizes[3][0]
+    offsets = above
     if DIMS > 1:
-        height = offsets % sizes[2]
-        offsets = offsets // sizes[2]
+        above = divide(offsets, sizes[2])
+        height = offsets - above * sizes[2][0]
+        offsets = above
     if DIMS > 2:  # noqa: PLR2004 - a number of dimensions
-        depth = offsets % sizes[1]
-        offsets = offsets // sizes[1]
+        above = divide(offsets, sizes[1])
+        depth = offsets - above * sizes[1][0]
+        offsets = above
     batch = offsets
     if not CHANNELS_LAST:
-        channel = offsets % sizes[0]
-        batch = offsets // sizes[0]
+        batch = divide(offsets, sizes[0])
+        channel = offsets - batch * sizes[0][0]
     return batch, channel, depth, height, width
 
 
@@ -75,17 +99,18 @@ def find_strided_window(place, rank, outputs, window, DILATED: tl.constexpr):
         place: The input's coordinate.
         rank: From 0; windows ascend with it.
         outputs: The number of windows.
-        window: Size, stride, padding and dilation.
+        window: Size, stride as a divisor, padding and dilation.
         DILATED: Whether the dilation differs from 1 in some dimension. Ranks then count the
             elements of a window from its last one, else they count windows.
     """
+    stride = window[1]
     if DILATED:
         reach = place + window[2] - (window[0] - 1 - rank) * window[3]
-        output = tl.maximum(reach, 0) // window[1]
-        inside = (reach >= 0) & (output * window[1] == reach)
+        output = divide(tl.maximum(reach, 0), stride)
+        inside = (reach >= 0) & (output * stride[0] == reach)
     else:
-        output = tl.maximum(place + window[2] - window[0] + window[1], 0) // window[1] + rank
-        inside = output * window[1] <= place + window[2]
+        output = divide(tl.maximum(place + window[2] - window[0] + stride[0], 0), stride) + rank
+        inside = output * stride[0] <= place + window[2]
     return output, inside & (output < outputs)
 
 
@@ -94,20 +119,31 @@ def find_adaptive_window(place, rank, outputs, inputs):
     """Return the window of a given rank among those of an adaptive pooling that contain an input.
 
     Window ``o`` is ``[o * inputs // outputs, ceil((o + 1) * inputs / outputs))``.
+
+    Args:
+        place: The input's coordinate.
+        rank: From 0; windows ascend with it.
+        outputs: The number of windows.
+        inputs: The number of inputs, as a divisor.
     """
-    output = place * outputs // inputs + rank
-    return output, output * inputs < (place + 1) * outputs
+    output = divide(place * outputs, inputs) + rank
+    return output, output * inputs[0] < (place + 1) * outputs
 
 
 @triton.jit
-def find_fractional_window(place, rank, outputs, inputs, size):
+def find_fractional_window(place, rank, outputs, window):
     """Return the window of a given rank among those that may contain an input, and if it may.
 
     Window ``o`` starts at ``trunc((o + u) * step) - trunc(u * step)``, where ``u`` is random and
     ``step = (inputs - size) / (outputs - 1)``: less than 2 from ``o * step``, whatever ``u`` is.
+
+    Args:
+        place: The input's coordinate.
+        rank: From 0; windows ascend with it.
+        outputs: The number of windows.
+        window: Size, and ``inputs - size`` (1 if it is 0) as a divisor.
     """
-    span = tl.maximum(inputs - size, 0)
     steps = outputs - 1
-    first = (tl.maximum(place - size - 1, 0) * steps + span - 1) // tl.maximum(span, 1)
-    output = tl.where(span > 0, first, 0) + rank
-    return output, (output * span <= (place + 2) * steps) & (output < outputs)
+    span = window[1]
+    output = divide(tl.maximum(place - window[0] - 1, 0) * steps + span[0] - 1, span) + rank
+    return output, (output * span[0] <= (place + 2) * steps) & (output < outputs)

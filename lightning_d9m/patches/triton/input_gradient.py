@@ -1,6 +1,7 @@
 """Launch of a kernel that computes an input's gradient, one program for each block of inputs."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,22 +19,37 @@ from lightning_d9m.patches.triton.launch import (
 _SLACK = 8  # by which a kernel may pass a size when it multiplies two of them
 
 
+@lru_cache(4096)
+def as_divisor(number: int) -> tuple[int, int, int]:
+    """Return a divisor for ``geometry.divide``: the number, a factor and a shift.
+
+    For ``0 <= n < 2**31`` and ``0 < number < 2**31`` the quotient is ``n * factor >> shift``
+    (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994). The
+    factor has 32 bits; it is given as the signed number with the same bits.
+    """
+    shift = 31 + (number - 1).bit_length()
+    factor = -(-(1 << shift) // number)
+    return number, factor - (factor >> 31 << 32), shift
+
+
 def launch_gradient(
     kernel: Any,
     tensors: Sequence[Tensor],
     shape: Sequence[int],
     like: Tensor,
-    sides: Sequence[Sequence[Any]],
+    sides: Sequence[tuple[Any, ...]],
     *,
-    neutral: Sequence[Any],
+    neutral: tuple[Any, ...],
     ranks: Sequence[int],
     keep_format: bool,
+    wide: bool = False,
     **constants: Any,
 ) -> Tensor:
     """Launch a kernel that writes the gradient of an input.
 
     The kernel takes the tensors, the result, the sizes of the input (channels, depth, height,
-    width), the sizes of the output (depth, height, width), the sides (a tuple for each of these),
+    width; as divisors), the sizes of the output (depth, height, width), the sides (a tuple for each
+    of these),
     the strides of each tensor (of five dimensions), and the number of inputs.
 
     Args:
@@ -45,6 +61,7 @@ def launch_gradient(
         neutral: The numbers of a dimension of size 1, for dimensions that are not there.
         ranks: For each spatial dimension the most outputs that read one input.
         keep_format: Whether the result has the memory format of ``like``, else it is contiguous.
+        wide: Whether the kernel needs 64 bits for more than offsets and products of two sizes.
         **constants: More compile-time constants of the kernel.
     """
     dims, first = len(sides), tensors[0]
@@ -57,18 +74,22 @@ def launch_gradient(
     volumes = [view_as_volumes(tensor, dims) for tensor in tensors]
     filler = 3 - dims
     inputs, outputs = [1] * filler + list(shape[-dims:]), volumes[0].shape[2:]
-    wide = needs_int64(*tensors, result) or any(
-        (size + _SLACK) * (other + _SLACK) > INT32_LIMIT
-        for size, other in zip(inputs, outputs, strict=True)
+    wide = (
+        wide
+        or needs_int64(*tensors, result)
+        or any(
+            (size + _SLACK) * (other + _SLACK) > INT32_LIMIT
+            for size, other in zip(inputs, outputs, strict=True)
+        )
     )
     launch_blocks(
         kernel,
         result,
         *volumes,
         result,
-        (shape[-dims - 1], *inputs),
+        tuple(map(as_divisor, (shape[-dims - 1], *inputs))),
         tuple(outputs),
-        tuple(tuple(side) for side in [*[neutral] * filler, *sides]),
+        (*[neutral] * filler, *sides),
         *(volume.stride() for volume in volumes),
         WIDE=wide,
         DIMS=dims,

@@ -21,9 +21,10 @@ from lightning_d9m.patches.triton.geometry import (
     find_strided_window,
     make_zeros,
 )
-from lightning_d9m.patches.triton.input_gradient import launch_gradient
+from lightning_d9m.patches.triton.input_gradient import as_divisor, launch_gradient
 
-_NEUTRAL = Window(1, 1, 0)
+_ONE = as_divisor(1)
+_NEUTRAL = (1, _ONE, 0, 1)
 STRIDED, ADAPTIVE, FRACTIONAL = (tl.constexpr(kind) for kind in range(3))
 
 
@@ -34,7 +35,7 @@ def _find_window(place, rank, outputs, inputs, window, KIND: tl.constexpr, DILAT
     elif KIND == ADAPTIVE:
         found = find_adaptive_window(place, rank, outputs, inputs)
     else:
-        found = find_fractional_window(place, rank, outputs, inputs, window[0])
+        found = find_fractional_window(place, rank, outputs, window)
     return found
 
 
@@ -67,9 +68,9 @@ def add_chosen(
         gradient: Of the outputs.
         indices: For each output the flat position of the chosen input in its plane; int64.
         result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs.
+        sizes: Channels, depth, height and width of the inputs, as divisors.
         outputs: Depth, height and width of the outputs.
-        windows: For each of these dimensions size, stride, padding and dilation.
+        windows: For each of these dimensions what the functions of geometry.py take.
         strides: Of ``gradient``: batch, channel, depth, height, width.
         index_strides: Of ``indices``.
         elements: The number of inputs.
@@ -85,7 +86,7 @@ def add_chosen(
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
-    wanted = ((depth * sizes[2] + height) * sizes[3] + width).to(tl.int64)
+    wanted = ((depth * sizes[2][0] + height) * sizes[3][0] + width).to(tl.int64)
     plane = batch * strides[0] + channel * strides[1]
     index_plane = batch * index_strides[0] + channel * index_strides[1]
     total = make_zeros(gradient, BLOCK)
@@ -116,7 +117,7 @@ def strided(
         [grad_output, indices],
         self.shape,
         self,
-        windows,
+        [(one.size, as_divisor(one.stride), one.padding, one.dilation) for one in windows],
         neutral=_NEUTRAL,
         ranks=ranks,
         keep_format=True,
@@ -148,19 +149,21 @@ def fractional(
 ) -> Tensor:
     """Return the gradient of a fractional max pooling."""
     dims = len(kernel_size)
-    ranks = [
-        # The inputs from which a window may start are size + 4, and steps are at least this wide.
-        (size + 3) * (outputs - 1) // (inputs - size) + 1 if inputs > size else outputs
+    sides = [
+        (size, max(inputs - size, 1), outputs)
         for inputs, outputs, size in zip(
             self.shape[-dims:], grad_output.shape[-dims:], kernel_size, strict=True
         )
     ]
+    # A window that contains an input starts near one of size + 4 neighbors.
+    ranks = [(size + 3) * (outputs - 1) // span + 1 for size, span, outputs in sides]
+    spans = [(size, as_divisor(span), 0, 1) for size, span, _ in sides]
     return launch_gradient(
         add_chosen,
         [grad_output, indices],
         self.shape,
         self,
-        [Window(size, 1, 0) for size in kernel_size],
+        spans,
         neutral=_NEUTRAL,
         ranks=ranks,
         keep_format=False,
