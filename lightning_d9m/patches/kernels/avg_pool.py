@@ -17,12 +17,14 @@ from lightning_d9m.patches.primitives.gather_tables import (
     gather_through,
 )
 from lightning_d9m.patches.primitives.pooling_windows import (
+    Window,
     build_adaptive_table,
     build_mean_table,
     count_outputs,
     read_windows,
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
+from lightning_d9m.patches.triton.launch import run_kernel
 
 
 def avg_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -58,9 +60,41 @@ def avg_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
             count_include_pad,
             divisor_override,
         )
+    return run_kernel(
+        "avg_pool:strided",
+        _gather_strided,
+        grad_output,
+        self,
+        windows,
+        count_include_pad,
+        divisor_override,
+    )
+
+
+def _adaptive_backward(
+    original: Original, grad_output: Tensor, self: Tensor, *, dims: int
+) -> Tensor:
+    """Return the gradient of an adaptive average pooling with respect to its input."""
+    if not _can_divide(grad_output, self, dims):
+        raise_as_original(original, grad_output, self)
+    return run_kernel("avg_pool:adaptive", _gather_adaptive, grad_output, self, dims)
+
+
+adaptive_avg_pool2d_backward = partial(_adaptive_backward, dims=2)
+adaptive_avg_pool3d_backward = partial(_adaptive_backward, dims=3)
+
+
+def _gather_strided(
+    grad_output: Tensor,
+    self: Tensor,
+    windows: Sequence[Window],
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    dims = len(windows)
     tables = [
         cached_on_device(self.device, build_mean_table, *side, count_include_pad)
-        for side in zip(sizes, grad_output.shape[-dims:], windows, strict=True)
+        for side in zip(self.shape[-dims:], grad_output.shape[-dims:], windows, strict=True)
     ]
     if divisor_override is None:
         divisor = (
@@ -74,12 +108,7 @@ def avg_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     return cast_like(gather_through(shares, tables), self, keep_format=False)
 
 
-def _adaptive_backward(
-    original: Original, grad_output: Tensor, self: Tensor, *, dims: int
-) -> Tensor:
-    """Return the gradient of an adaptive average pooling with respect to its input."""
-    if not _can_divide(grad_output, self, dims):
-        raise_as_original(original, grad_output, self)
+def _gather_adaptive(grad_output: Tensor, self: Tensor, dims: int) -> Tensor:
     sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
     tables = [cached_on_device(self.device, build_adaptive_table, *side) for side in sides]
     shares = grad_output.to(accumulation_dtype(grad_output.dtype))
@@ -87,10 +116,6 @@ def _adaptive_backward(
         # Dividing by one side after the other rounds as torch's kernels do.
         shares = shares / _broadcast(table.divisor, dims - 1 - position)
     return cast_like(gather_through(shares, tables), self, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
-
-
-adaptive_avg_pool2d_backward = partial(_adaptive_backward, dims=2)
-adaptive_avg_pool3d_backward = partial(_adaptive_backward, dims=3)
 
 
 def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:

@@ -54,6 +54,13 @@ def count_outputs(size: int, window: Window, *, ceil_mode: bool) -> int:
     return outputs
 
 
+def count_adaptive_windows(inputs: int, outputs: int) -> int:
+    """Return the greatest number of windows of an adaptive pooling that contain one input."""
+    if outputs % inputs == 0:
+        return outputs // inputs
+    return 1 if inputs % outputs == 0 else outputs // inputs + 2
+
+
 def build_mean_table(
     input_size: int, output_size: int, window: Window, count_include_pad: bool
 ) -> GatherTable:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, N803 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, N803, SIM108 - Triton's compiler reads these signatures
 """Coordinates in Triton kernels whose programs each write a block of input gradients.
 
 An op with one or two spatial dimensions is computed as one with three, whose first ones have the
@@ -89,6 +89,16 @@ def make_zeros(like, BLOCK: tl.constexpr):
     else:
         zeros = tl.zeros([BLOCK], tl.float32)
     return zeros
+
+
+@triton.jit
+def divide_float(dividend, divisor):
+    """Divide with one rounding; the operator ``/`` is less exact in float32."""
+    if dividend.dtype != tl.float64:
+        quotient = tl.div_rn(dividend, divisor)
+    else:
+        quotient = dividend / divisor
+    return quotient
 
 
 @triton.jit

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.triton.launch import (
     INT32_LIMIT,
@@ -17,6 +16,18 @@ from lightning_d9m.patches.triton.launch import (
 )
 
 _SLACK = 8  # by which a kernel may pass a size when it multiplies two of them
+
+
+class Side(NamedTuple):
+    """What a kernel needs along one spatial dimension.
+
+    Attributes:
+        numbers: Numbers that the kernel takes.
+        reads: The most outputs that read one input.
+    """
+
+    numbers: tuple[Any, ...]
+    reads: int
 
 
 @lru_cache(4096)
@@ -36,44 +47,41 @@ def launch_gradient(
     kernel: Any,
     tensors: Sequence[Tensor],
     shape: Sequence[int],
-    like: Tensor,
-    sides: Sequence[tuple[Any, ...]],
+    sides: Sequence[Side],
     *,
     neutral: tuple[Any, ...],
-    ranks: Sequence[int],
-    keep_format: bool,
+    memory_format: torch.memory_format,
+    extra: Sequence[Any] = (),
     wide: bool = False,
     **constants: Any,
 ) -> Tensor:
     """Launch a kernel that writes the gradient of an input.
 
     The kernel takes the tensors, the result, the sizes of the input (channels, depth, height,
-    width; as divisors), the sizes of the output (depth, height, width), the sides (a tuple for each
-    of these),
-    the strides of each tensor (of five dimensions), and the number of inputs.
+    width; as divisors), the sizes of the output (depth, height, width), the numbers of the sides (a
+    tuple for each of these), the strides of each tensor (of five dimensions), more numbers, and the
+    number of inputs.
 
     Args:
         kernel: The Triton kernel.
         tensors: The gradient of the output, and tensors of its shape.
         shape: The shape of the input; from 1 element if there is a batch.
-        like: A tensor with the input's memory format.
-        sides: For each spatial dimension the numbers that the kernel needs.
+        sides: One for each spatial dimension.
         neutral: The numbers of a dimension of size 1, for dimensions that are not there.
-        ranks: For each spatial dimension the most outputs that read one input.
-        keep_format: Whether the result has the memory format of ``like``, else it is contiguous.
+        memory_format: The memory format of the result.
+        extra: More numbers that the kernel takes.
         wide: Whether the kernel needs 64 bits for more than offsets and products of two sizes.
         **constants: More compile-time constants of the kernel.
     """
     dims, first = len(sides), tensors[0]
-    wanted = suggest_memory_format(like) if keep_format else torch.contiguous_format
-    # Without a batch torch takes the channels for the batch: seldom, and an order of its own.
-    given = wanted if len(shape) == dims + 2 else torch.contiguous_format
+    # Without a batch torch takes the channels for the batch: seldom, and an order by itself.
+    given = memory_format if len(shape) == dims + 2 else torch.contiguous_format
     result = allocate(shape, first, given)
     if not result.numel():
         return result
     volumes = [view_as_volumes(tensor, dims) for tensor in tensors]
-    filler = 3 - dims
-    inputs, outputs = [1] * filler + list(shape[-dims:]), volumes[0].shape[2:]
+    missing = 3 - dims
+    inputs, outputs = [1] * missing + list(shape[-dims:]), volumes[0].shape[2:]
     wide = (
         wide
         or needs_int64(*tensors, result)
@@ -82,6 +90,7 @@ def launch_gradient(
             for size, other in zip(inputs, outputs, strict=True)
         )
     )
+    reads = [1] * missing + [side.reads for side in sides]
     launch_blocks(
         kernel,
         result,
@@ -89,14 +98,15 @@ def launch_gradient(
         result,
         tuple(map(as_divisor, (shape[-dims - 1], *inputs))),
         tuple(outputs),
-        (*[neutral] * filler, *sides),
+        (*[neutral] * missing, *(side.numbers for side in sides)),
         *(volume.stride() for volume in volumes),
+        *extra,
         WIDE=wide,
         DIMS=dims,
         CHANNELS_LAST=given != torch.contiguous_format,
-        RANKS_D=ranks[-3] if dims > 2 else 1,  # noqa: PLR2004 - a number of dimensions
-        RANKS_H=ranks[-2] if dims > 1 else 1,
-        RANKS_W=ranks[-1],
+        RANKS_D=reads[0],
+        RANKS_H=reads[1],
+        RANKS_W=reads[2],
         **constants,
     )
-    return result.contiguous(memory_format=wanted)
+    return result.contiguous(memory_format=memory_format)

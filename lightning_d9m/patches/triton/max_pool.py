@@ -8,11 +8,13 @@ torch ops of ``kernels/max_pool.py`` visit them.
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
-from lightning_d9m.patches.primitives.pooling_windows import Window
+from lightning_d9m.patches.primitives.pooling_windows import Window, count_adaptive_windows
 from lightning_d9m.patches.triton.geometry import (
     find_adaptive_window,
     find_block,
@@ -21,7 +23,7 @@ from lightning_d9m.patches.triton.geometry import (
     find_strided_window,
     make_zeros,
 )
-from lightning_d9m.patches.triton.input_gradient import as_divisor, launch_gradient
+from lightning_d9m.patches.triton.input_gradient import Side, as_divisor, launch_gradient
 
 _ONE = as_divisor(1)
 _NEUTRAL = (1, _ONE, 0, 1)
@@ -111,16 +113,20 @@ def strided(
 ) -> Tensor:
     """Return the gradient of a max pooling with a fixed stride."""
     dilated = any(window.dilation > 1 for window in windows)
-    ranks = [window.size if dilated else -(-window.size // window.stride) for window in windows]
+    sides = [
+        Side(
+            (one.size, as_divisor(one.stride), one.padding, one.dilation),
+            one.size if dilated else -(-one.size // one.stride),
+        )
+        for one in windows
+    ]
     return launch_gradient(
         add_chosen,
         [grad_output, indices],
         self.shape,
-        self,
-        [(one.size, as_divisor(one.stride), one.padding, one.dilation) for one in windows],
+        sides,
         neutral=_NEUTRAL,
-        ranks=ranks,
-        keep_format=True,
+        memory_format=suggest_memory_format(self),
         KIND=STRIDED,
         DILATED=dilated,
     )
@@ -128,17 +134,18 @@ def strided(
 
 def adaptive(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> Tensor:
     """Return the gradient of an adaptive max pooling."""
-    sides = zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
-    ranks = [count_adaptive_windows(*side) for side in sides]
+    sides = [
+        Side(_NEUTRAL, count_adaptive_windows(*sizes))
+        for sizes in zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
+    ]
+    keeps_format = dims == 2  # noqa: PLR2004 - as torch's kernels
     return launch_gradient(
         add_chosen,
         [grad_output, indices],
         self.shape,
-        self,
-        [_NEUTRAL] * dims,
+        sides,
         neutral=_NEUTRAL,
-        ranks=ranks,
-        keep_format=dims == 2,  # noqa: PLR2004 - as torch's kernels
+        memory_format=suggest_memory_format(self) if keeps_format else torch.contiguous_format,
         KIND=ADAPTIVE,
         DILATED=False,
     )
@@ -149,31 +156,21 @@ def fractional(
 ) -> Tensor:
     """Return the gradient of a fractional max pooling."""
     dims = len(kernel_size)
-    sides = [
-        (size, max(inputs - size, 1), outputs)
-        for inputs, outputs, size in zip(
-            self.shape[-dims:], grad_output.shape[-dims:], kernel_size, strict=True
-        )
-    ]
-    # A window that contains an input starts near one of size + 4 neighbors.
-    ranks = [(size + 3) * (outputs - 1) // span + 1 for size, span, outputs in sides]
-    spans = [(size, as_divisor(span), 0, 1) for size, span, _ in sides]
+    sides = []
+    for inputs, outputs, size in zip(
+        self.shape[-dims:], grad_output.shape[-dims:], kernel_size, strict=True
+    ):
+        span = max(inputs - size, 1)
+        # A window that contains an input starts near one of size + 4 neighbors.
+        reads = (size + 3) * (outputs - 1) // span + 1
+        sides.append(Side((size, as_divisor(span), 0, 1), reads))
     return launch_gradient(
         add_chosen,
         [grad_output, indices],
         self.shape,
-        self,
-        spans,
+        sides,
         neutral=_NEUTRAL,
-        ranks=ranks,
-        keep_format=False,
+        memory_format=torch.contiguous_format,
         KIND=FRACTIONAL,
         DILATED=False,
     )
-
-
-def count_adaptive_windows(inputs: int, outputs: int) -> int:
-    """Return the greatest number of windows of an adaptive pooling that contain one input."""
-    if outputs % inputs == 0:
-        return outputs // inputs
-    return 1 if inputs % outputs == 0 else outputs // inputs + 2

@@ -11,7 +11,13 @@ pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 # Those with the most outputs for one input.
-GATHERS = ["adaptive_max_pool3d_backward", "max_pool3d_backward", "fractional_max_pool2d_backward"]
+GATHERS = [
+    "adaptive_avg_pool3d_backward",
+    "adaptive_max_pool3d_backward",
+    "avg_pool3d_backward",
+    "fractional_max_pool2d_backward",
+    "max_pool3d_backward",
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ import itertools
 import torch
 import torch.nn.functional as nnf
 from patches.cases import GRADIENT_CASES
-from patches.triton.comparison import compare, compare_case, select
+from patches.triton.comparison import DTYPES, compare, compare_case, select
 from patches.triton.interpreted import interpreted
 from torch import Tensor
 
 from lightning_d9m.patches.kernels import max_pool
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def make_image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,225 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+"""Gradients of average pooling as one launch: each input reads the windows that contain it.
+
+Each window's gradient is divided, and the quotients are added, in the order in which the torch ops
+of ``kernels/avg_pool.py`` do so: along the last dimension first.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from lightning_d9m.patches.primitives.pooling_windows import Window, count_adaptive_windows
+from lightning_d9m.patches.triton.geometry import (
+    divide,
+    divide_float,
+    find_adaptive_window,
+    find_block,
+    find_coordinates,
+    find_strided_window,
+    make_zeros,
+)
+from lightning_d9m.patches.triton.input_gradient import Side, as_divisor, launch_gradient
+from lightning_d9m.patches.triton.launch import INT32_LIMIT
+
+_ONE = as_divisor(1)
+_NEUTRAL = (1, _ONE, 0, 1)
+
+
+@triton.jit
+def _measure_strided_window(output, inputs, window, COUNT_PADDING: tl.constexpr):
+    """Return the length of a window, with or without the padding that it contains."""
+    start = output * window[1][0] - window[2]
+    end = tl.minimum(start + window[0], inputs + window[2])
+    if not COUNT_PADDING:
+        start = tl.maximum(start, 0)
+        end = tl.minimum(end, inputs)
+    return end - start
+
+
+@triton.jit
+def _measure_adaptive_window(output, inputs, outputs):
+    """Return the length of a window of an adaptive pooling; ``outputs`` is a divisor."""
+    start = divide(output * inputs, outputs)
+    return divide((output + 1) * inputs + outputs[0] - 1, outputs) - start
+
+
+@triton.jit(do_not_specialize=["sizes", "outputs", "windows", "strides", "divisor", "elements"])
+def add_strided_means(
+    gradient,
+    result,
+    sizes,
+    outputs,
+    windows,
+    strides,
+    divisor,
+    elements,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIMS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    COUNT_PADDING: tl.constexpr,
+    OVERRIDE: tl.constexpr,
+    RANKS_D: tl.constexpr,
+    RANKS_H: tl.constexpr,
+    RANKS_W: tl.constexpr,
+):
+    """Write for each input the sum of the shares that it has in windows of a fixed stride.
+
+    Args:
+        gradient: Of the outputs.
+        result: The gradient of the inputs, dense.
+        sizes: Channels, depth, height and width of the inputs, as divisors.
+        outputs: Depth, height and width of the outputs.
+        windows: For each of these dimensions what ``find_strided_window`` takes.
+        strides: Of ``gradient``: batch, channel, depth, height, width.
+        divisor: The divisor of all windows, if ``OVERRIDE``.
+        elements: The number of inputs.
+        BLOCK: The number of inputs of a program.
+        WIDE: Whether an offset, or the volume of a window, may exceed 32 bits.
+        DIMS: The number of spatial dimensions.
+        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
+        COUNT_PADDING: Whether the padding counts as a part of a window.
+        OVERRIDE: Whether ``divisor`` replaces the volume of a window.
+        RANKS_D: The greatest number of windows to visit along the depth.
+        RANKS_H: Along the height.
+        RANKS_W: Along the width.
+    """
+    offsets, exists = find_block(elements, BLOCK, WIDE)
+    batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
+    plane = batch * strides[0] + channel * strides[1]
+    total = make_zeros(gradient, BLOCK)
+    for rank_d in range(RANKS_D):
+        d, in_d = find_strided_window(depth, rank_d, outputs[0], windows[0], False)  # noqa: FBT003
+        size_d = _measure_strided_window(d, sizes[1][0], windows[0], COUNT_PADDING)
+        total_h = make_zeros(gradient, BLOCK)
+        for rank_h in range(RANKS_H):
+            h, in_h = find_strided_window(height, rank_h, outputs[1], windows[1], False)  # noqa: FBT003
+            size_h = _measure_strided_window(h, sizes[2][0], windows[1], COUNT_PADDING)
+            total_w = make_zeros(gradient, BLOCK)
+            for rank_w in range(RANKS_W):
+                w, in_w = find_strided_window(width, rank_w, outputs[2], windows[2], False)  # noqa: FBT003
+                size_w = _measure_strided_window(w, sizes[3][0], windows[2], COUNT_PADDING)
+                inside = exists & in_d & in_h & in_w
+                place = plane + d * strides[2] + h * strides[3] + w * strides[4]
+                read = tl.load(gradient + place, mask=inside, other=0).to(total.dtype)
+                volume = size_d * size_h * size_w
+                if OVERRIDE:
+                    volume = volume * 0 + divisor
+                total_w += tl.where(inside, divide_float(read, volume.to(total.dtype)), 0)
+            total_h += total_w
+        total += total_h
+    tl.store(result + offsets, total.to(result.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["sizes", "outputs", "divisors", "strides", "elements"])
+def add_adaptive_means(
+    gradient,
+    result,
+    sizes,
+    outputs,
+    divisors,
+    strides,
+    elements,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIMS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    RANKS_D: tl.constexpr,
+    RANKS_H: tl.constexpr,
+    RANKS_W: tl.constexpr,
+):
+    """Write for each input the sum of the shares that it has in windows of an adaptive pooling.
+
+    Args:
+        gradient: Of the outputs.
+        result: The gradient of the inputs, dense.
+        sizes: Channels, depth, height and width of the inputs, as divisors.
+        outputs: Depth, height and width of the outputs.
+        divisors: The same as divisors.
+        strides: Of ``gradient``: batch, channel, depth, height, width.
+        elements: The number of inputs.
+        BLOCK: The number of inputs of a program.
+        WIDE: Whether an offset may exceed 32 bits.
+        DIMS: The number of spatial dimensions.
+        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
+        RANKS_D: The greatest number of windows to visit along the depth.
+        RANKS_H: Along the height.
+        RANKS_W: Along the width.
+    """
+    offsets, exists = find_block(elements, BLOCK, WIDE)
+    batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
+    plane = batch * strides[0] + channel * strides[1]
+    total = make_zeros(gradient, BLOCK)
+    for rank_d in range(RANKS_D):
+        d, in_d = find_adaptive_window(depth, rank_d, outputs[0], sizes[1])
+        size_d = _measure_adaptive_window(d, sizes[1][0], divisors[0]).to(total.dtype)
+        total_h = make_zeros(gradient, BLOCK)
+        for rank_h in range(RANKS_H):
+            h, in_h = find_adaptive_window(height, rank_h, outputs[1], sizes[2])
+            size_h = _measure_adaptive_window(h, sizes[2][0], divisors[1]).to(total.dtype)
+            total_w = make_zeros(gradient, BLOCK)
+            for rank_w in range(RANKS_W):
+                w, in_w = find_adaptive_window(width, rank_w, outputs[2], sizes[3])
+                size_w = _measure_adaptive_window(w, sizes[3][0], divisors[2]).to(total.dtype)
+                inside = exists & in_d & in_h & in_w
+                place = plane + d * strides[2] + h * strides[3] + w * strides[4]
+                share = tl.load(gradient + place, mask=inside, other=0).to(total.dtype)
+                # Dividing by one side after the other rounds as torch's kernels do.
+                if DIMS > 2:  # noqa: PLR2004 - a number of dimensions
+                    share = divide_float(share, size_d)
+                if DIMS > 1:
+                    share = divide_float(share, size_h)
+                total_w += tl.where(inside, divide_float(share, size_w), 0)
+            total_h += total_w
+        total += total_h
+    tl.store(result + offsets, total.to(result.dtype.element_ty), mask=exists)
+
+
+def strided(
+    grad_output: Tensor,
+    self: Tensor,
+    windows: Sequence[Window],
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    """Return the gradient of an average pooling with a fixed stride."""
+    sides = [
+        Side((one.size, as_divisor(one.stride), one.padding, 1), -(-one.size // one.stride))
+        for one in windows
+    ]
+    return launch_gradient(
+        add_strided_means,
+        [grad_output],
+        self.shape,
+        sides,
+        neutral=_NEUTRAL,
+        memory_format=torch.contiguous_format,
+        extra=[divisor_override or 1],
+        wide=prod(one.size for one in windows) > INT32_LIMIT,
+        COUNT_PADDING=count_include_pad,
+        OVERRIDE=divisor_override is not None,
+    )
+
+
+def adaptive(grad_output: Tensor, self: Tensor, dims: int) -> Tensor:
+    """Return the gradient of an adaptive average pooling."""
+    sides = [
+        Side(as_divisor(outputs), count_adaptive_windows(inputs, outputs))
+        for inputs, outputs in zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
+    ]
+    keeps_format = dims == 2  # noqa: PLR2004 - as torch's kernels
+    return launch_gradient(
+        add_adaptive_means,
+        [grad_output],
+        self.shape,
+        sides,
+        neutral=_ONE,
+        memory_format=suggest_memory_format(self) if keeps_format else torch.contiguous_format,
+    )
