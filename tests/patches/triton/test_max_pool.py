@@ -127,7 +127,11 @@ def test_windows_of_a_fractional_pooling() -> None:
 @interpreted
 def test_dtypes_and_layouts() -> None:
     """Half and bfloat16 are added in float32; the layout is that of torch's CUDA kernels."""
-    first, *others = select(GRADIENT_CASES, "max_pool")
+    first, *others = [
+        case
+        for case in select(GRADIENT_CASES, "max_pool")
+        if case.label != "fractional_max_pool3d"  # many windows to visit, interpreted slowly
+    ]
     for dtype in DTYPES:
         compare_case(first, dtype)
     for case in others:
