@@ -19,7 +19,7 @@ _SLACK = 8  # by which a kernel may pass a size when it multiplies two of them
 
 
 class Side(NamedTuple):
-    """What a kernel needs along one spatial dimension.
+    """The numbers that describe one spatial dimension to a kernel.
 
     Attributes:
         numbers: Numbers that the kernel takes.
