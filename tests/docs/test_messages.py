@@ -117,6 +117,15 @@ def import_the_other_package(g):
     g.module.make_callback("pytorch_lightning")
 
 
+def build_without_cmake(g):
+    for tool in ("c++", "make"):
+        (g.folder / tool).write_text("#!/bin/sh\n")
+        (g.folder / tool).chmod(0o755)
+    g.patch.setenv("PATH", str(g.folder))
+    target = g.module.Target(torch="", mpi=False, nccl=False)
+    g.module.find_tools(target, {"PATH": str(g.folder)})
+
+
 def run_pip_that_fails(g):
     failed = subprocess.CompletedProcess([], 1, "", "no")
     g.patch.setattr(g.module.subprocess, "run", lambda *_, **__: failed)
@@ -178,13 +187,14 @@ def normalise_one_value(g):
     g.module._forward(layer, lambda value: value.unsqueeze(0), torch.ones(1, 2))
 
 
-# The module that raises, what makes it raise, and words of the message.
+# The module that raises, what makes it raise, and words of the message that no other message of the
+# module has. If these are few, also values that are filled in.
 CASES = [
     ("lightning.checkpoint_io", save_a_checkpoint_of_something_else, "it holds no dict."),
     (
         "lightning.checkpoint_io",
         lambda g: g.module.load_checkpoint(g.folder),
-        "cannot be read:",
+        ("… cannot be read: …", "{folder} cannot be read: ", "Is a directory"),
     ),
     (
         "cli.audit_model",
@@ -196,44 +206,72 @@ CASES = [
     (
         "cli.audit_inference",
         asks("_validate_arguments", runs=1, samples=9, batch_sizes=[]),
-        "; allowed:",
+        ("… is …; allowed: … to ….", "--runs is 1; allowed: 2 to "),
     ),
     (
         "horovod.build",
         lambda g: g.module.find_tools(
             g.module.Target(torch="", mpi=False, nccl=False), {"CXX": "no-compiler-of-this-name"}
         ),
-        "is not on PATH: install it (Debian: `apt-get install",
+        (
+            "is not on PATH: install it (Debian: `apt-get install …`) and run",
+            "'no-compiler-of-this-name' is not",
+        ),
+    ),
+    (
+        "horovod.build",
+        build_without_cmake,
+        "but 'cmake' is not on PATH: install it (Debian: `apt-get install cmake`",
     ),
     ("cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
     (
         "launch.subprocess_run",
         lambda g: g.module._start(["true"], {}, g.folder / "none" / "log"),
-        "cannot be made:",
+        ("The log … cannot be made: …", "The log {folder}/none/log cannot", "No such file"),
     ),
-    ("cli.repeat", repeat_what_fails, "In "),
+    ("cli.repeat", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
     (
         "launch.output_folder",
         lambda g: g.module.make_output(g.folder),
         "exists already, and nothing is",
     ),
-    ("launch.output_folder", use_full_folder, "d9m-runs holds 1000 repetitions already."),
+    (
+        "launch.output_folder",
+        use_full_folder,
+        ("… holds 1000 repetitions already.", "d9m-runs holds 1000 repetitions already."),
+    ),
     (
         "launch.output_folder",
         lambda g: (g.refuse(Path, "mkdir", ABSENT), g.module.make_output(g.folder / "new")),
         "Give another with --output.",
     ),
-    ("launch.output_folder", lambda g: g.module.make_output(g.file() / "new"), "cannot be made:"),
+    (
+        "launch.output_folder",
+        lambda g: g.module.make_output(g.file() / "new"),
+        (
+            "The folder … cannot be made: …",
+            "The folder {folder}/file/new cannot",
+            "Not a directory",
+        ),
+    ),
     (
         "cli.repeat_interrupted",
         lambda g: (g.file("x", g.module.SURVEY), g.module._read_survey(g.folder)),
-        "cannot be read:",
+        ("… cannot be read: …", "{folder}/", "Expecting value: line 1 column 1"),
     ),
-    ("launch.run", lambda g: g.module.read_fits(g.folder, ["true"]), "wrote no ledger."),
+    (
+        "launch.run",
+        lambda g: g.module.read_fits(g.folder, ["true"]),
+        ("The command … ended well but wrote no ledger.", "The command 'true' ended"),
+    ),
     (
         "launch.run",
         lambda g: g.module.make_run_folder(g.folder / "none", "run-001"),
-        "cannot be made:",
+        (
+            "The folder … cannot be made: …",
+            "The folder {folder}/none/run-001 cannot",
+            "No such file",
+        ),
     ),
     (
         "cli.report",
@@ -242,14 +280,18 @@ CASES = [
             g.refuse(Path, "open", NOTHING),
             g.module._check_output(path, force=False),
         ),
-        "cannot be read:",
+        ("… cannot be read: …", "{folder}/file cannot be read: ", "Input/output error"),
     ),
     (
         "cli.report",
         lambda g: g.module._check_output(g.folder, force=False),
         "name a file in a folder that exists (-o).",
     ),
-    ("cli.report", lambda g: g.module._write(g.folder, ""), "cannot be written:"),
+    (
+        "cli.report",
+        lambda g: g.module._write(g.folder, ""),
+        ("… cannot be written: …", "{folder} cannot", "Is a directory"),
+    ),
     ("launch.run_pair", find_unlike_runs, "The two runs left different ledgers:"),
     (
         "lightning.autoload.auto_callback",
@@ -259,12 +301,12 @@ CASES = [
     (
         "lightning.callback",
         lambda g: g.module._validate_choice("on_drift", "ignore", ("raise", "warn")),
-        "; allowed:",
+        ("… is …; allowed: ….", "on_drift is 'ignore'; allowed: ", "raise", "warn"),
     ),
     (
         "control.env_settings",
         lambda g: g.module.read_value("LIGHTNING_D9M_SEED", "x", int),
-        "; allowed:",
+        ("The variable … is …; allowed: ….", "LIGHTNING_D9M_SEED is 'x'; allowed: "),
     ),
     ("horovod.sync_batchnorm", normalise_one_value, "more than one value per channel"),
     (
@@ -302,7 +344,11 @@ CASES = [
         lambda g: g.module.HorovodDeterministicStrategy(fusion="on"),
         "is not known: pass 'static' or 'off'.",
     ),
-    ("horovod.gradient_buckets", reduce_a_sparse_gradient, "is sparse ("),
+    (
+        "horovod.gradient_buckets",
+        reduce_a_sparse_gradient,
+        ("The gradient of … is sparse (…)", "of 'weight' is sparse (torch.sparse_coo)"),
+    ),
     (
         "launch.interruption_points",
         lambda g: g.module.parse_point("epoch:x"),
@@ -316,6 +362,25 @@ CASES = [
         "audit.inference.fixed_batch",
         lambda g: g.module.FixedShape(torch.nn.Identity(), 0),
         "allowed: an integer from 1.",
+    ),
+    (
+        "hashing.tensor_bytes",
+        lambda g: g.module.flatten_tensor(torch.ones(2, device="meta")),
+        (
+            "A tensor of … on … has no digest: …",
+            "torch.float32 on meta",
+            "a meta tensor has no data",
+        ),
+    ),
+    (
+        "logical_ranks.blocks",
+        lambda g: g.module.Blocks(8, 0),
+        ("…=… is not allowed: pass a whole number from 1.", "processes=0 is"),
+    ),
+    (
+        "logical_ranks.scalars",
+        lambda g: g.module._decode(b"nonsense"),
+        ("Another process sent … bytes that are not tensors", "sent 8 bytes", "b'nonsense'"),
     ),
     ("control.settings", lambda g: g.module.Settings(seed=-1), "allowed: a whole number from"),
     (
@@ -336,7 +401,7 @@ CASES = [
     (
         "probes.dumps",
         lambda g: g.module.Dump(g.file(), 0).save((0, 0, 0), ("loss", "loss", 0), {}),
-        "cannot be written:",
+        ("… cannot be written: …", "{folder}/file", "Not a directory"),
     ),
     ("ledger.folder", name_two_ledgers, "Name one of them."),
     ("ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
@@ -345,15 +410,27 @@ CASES = [
         lambda g: list(read_ledger(g.ledger("fit-000")).records(3)),
         "has no file of rank",
     ),
-    ("ledger.writer", write_nonsense, "is malformed:"),
-    ("ledger.writer", lambda g: LedgerWriter(g.folder), "cannot be made:"),
+    (
+        "ledger.writer",
+        write_nonsense,
+        ("A record … for … is malformed: ….", "'digests'", "{folder}/rank-0.jsonl is malformed: "),
+    ),
+    (
+        "ledger.writer",
+        lambda g: LedgerWriter(g.folder),
+        ("The ledger … cannot be made: …", "The ledger {folder} cannot", "exists"),
+    ),
     (
         "ledger.folder",
         lambda g: (g.refuse(Path, "iterdir", NOTHING), read_ledger(g.folder)),
-        "cannot be read:",
+        ("… cannot be read: …", "{folder} cannot be read: ", "Input/output error"),
     ),
     ("ledger.reader", read_a_malformed_line, "or was edited; record the run again."),
-    ("ledger.reader", lambda g: g.module.RankReader(g.folder / "none"), "cannot be read:"),
+    (
+        "ledger.reader",
+        lambda g: g.module.RankReader(g.folder / "none"),
+        ("… cannot be read: …", "{folder}/none cannot be read: ", "No such file"),
+    ),
     (
         "patches.catalog.catalog",
         lambda g: g.module.find_op("no_such_op"),
@@ -376,15 +453,24 @@ CASES = [
 ]
 
 
+def split(words):
+    """Return the words of a message, and the values that are filled in."""
+    return (words, ()) if isinstance(words, str) else (words[0], words[1:])
+
+
 @pytest.mark.parametrize(
-    ("room", "act", "words"), CASES, ids=[f"{room}-{words}" for room, _, words in CASES]
+    ("room", "act", "words"), CASES, ids=[f"{room}-{split(words)[0]}" for room, _, words in CASES]
 )
 def test_a_message(room, act, words, tmp_path, monkeypatch):
     ground = Ground(tmp_path, monkeypatch, import_module(ROOM + room))
     with pytest.raises(D9mError) as caught:
         act(ground)
     monkeypatch.undo()
-    assert words in str(caught.value)
+    template, values = split(words)
+    text = str(caught.value)
+    assert re.search(re.escape(template).replace("…", ".+"), text), text
+    for value in values:
+        assert value.format(folder=tmp_path) in text
     assert caught.traceback[-1].frame.f_globals["__name__"] == ROOM + room
 
 
@@ -417,7 +503,9 @@ def find_unnamed(messages, texts, cases):
         (module, message)
         for module, message in messages
         if not any(count[pair] == 1 and pair in named for pair in pairs[message])
-        and not any(ROOM + room == module and words in message for room, _, words in cases)
+        and not any(
+            ROOM + room == module and split(words)[0] in message for room, _, words in cases
+        )
     ]
 
 
@@ -432,6 +520,20 @@ def read_messages():
 
 def test_every_message_is_named_in_a_test():
     assert not find_unnamed(read_messages(), read_texts(), CASES)
+
+
+def test_each_case_raises_one_message():
+    """Another message of the same module does not fit its words."""
+    messages = read_messages()
+    for room, _, words in CASES:
+        template, own = split(words)[0], [m for module, m in messages if module == ROOM + room]
+        fitting = [m for m in own if m == template] or [m for m in own if template in m]
+        assert len(fitting) == 1, (room, words, fitting)
+
+
+def test_few_words_come_with_a_value():
+    few = [case for case in CASES if len(words_of(split(case[2])[0])) < 3]
+    assert not [room for room, _, words in few if not split(words)[1]]
 
 
 def test_a_message_without_a_test_is_found():
