@@ -12,8 +12,6 @@ _ORDER_STATISTICS = "lightning_d9m.patches.kernels.order_statistics"
 _PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
 _SCATTER = "lightning_d9m.patches.kernels.scatter"
 
-_SORTED = "The contributions are sorted by place; those of one place are added in order."
-
 SCATTERING: tuple[Op, ...] = (
     Op(
         name="nll_loss2d",
@@ -38,7 +36,7 @@ SCATTERING: tuple[Op, ...] = (
         cause="The states of one label add their posteriors with atomics.",
         instead=(
             "The backward variables come from torch's forward kernel, run on the reversed problem; "
-            "the states are sorted by label, and those of one label are added in order."
+            "the posteriors of the states of one label are added as integers, in any order."
         ),
         bits="Within the rounding errors of the log-domain sums, which grow with the length.",
         kernels={
@@ -53,8 +51,8 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.nn.EmbeddingBag",),
         torch_does="Raises in the backward pass of mode 'max'.",
         cause=ATOMICS,
-        instead=_SORTED,
-        bits="Equal to torch's CPU kernel on one thread for float32 and float64.",
+        instead=EXACT,
+        bits=ROUNDED_ONCE,
         kernels={"_embedding_bag_dense_backward": f"{_EMBEDDING_BAG}:embedding_bag_dense_backward"},
     ),
     Op(
@@ -89,8 +87,8 @@ SCATTERING: tuple[Op, ...] = (
         documented=("torch.bincount",),
         torch_does="Raises if weights are given.",
         cause=ATOMICS,
-        instead=_SORTED,
-        bits="Equal to torch's CPU kernel where the sums are sequential (on a CPU).",
+        instead=EXACT,
+        bits=ROUNDED_ONCE,
         kernels={"bincount": f"{_HISTC_BINCOUNT}:bincount"},
     ),
     *(
@@ -162,10 +160,13 @@ SCATTERING: tuple[Op, ...] = (
         flag_effect=FlagEffect.RAISES,
         torch_does="Raises on CUDA for every reduction; the docstring mentions MPS only.",
         cause="The threads that meet on one place reduce with atomics, in no fixed order.",
-        instead="The slices are sorted by place; those of one place are reduced in order.",
+        instead=(
+            "Factors are sorted by place and multiplied in order. A mean is an exact sum of "
+            "integers divided by a count; a maximum is that of integers in the numbers' order."
+        ),
         bits=(
-            "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
-            "bfloat16 are reduced in float32."
+            "Products: equal to torch's CPU kernel, but half and bfloat16 in float32. Means: the "
+            "sum is rounded once. Maxima and minima: torch's, but 0.0 is greater than -0.0."
         ),
         kernels={
             "index_reduce": f"{_INDEX_REDUCE}:index_reduce",

@@ -1,7 +1,7 @@
 """The gradient of ``CTCLoss``.
 
-torch's CUDA kernel adds the posteriors of the states that share a label with atomics. Here the
-states of a sample are sorted by label, and the posteriors of each label are added in their order.
+torch's CUDA kernel adds the posteriors of the states that share a label with atomics. Here
+integers are added instead; see ``exact_sum``.
 The backward variables are the forward variables of the reversed problem, so torch's own forward
 kernel (one thread per state, no race) computes them.
 
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.kernels.exact_sum import sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import sum_segments
 
 
 def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -69,9 +69,8 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     counted = real[:, None] & ~past[..., None] & (paths > -torch.inf)
     posterior = torch.where(counted, posterior, 0)
     first = torch.arange(batch, device=device)[:, None] * labels
-    sums = sum_segments(
-        (state_labels + first).flatten(), posterior.transpose(1, 2).flatten(0, 1), batch * labels
-    )
+    rows = posterior.transpose(1, 2).reshape(1, batch * states, steps)
+    sums = sum_by_index((state_labels + first).flatten(), rows, batch * labels, rows.dtype)
     shares = sums.view(batch, labels, steps).permute(2, 0, 1)
     result = (log_probs.exp() - shares) * grad[:, None]
     impossible = neg_log_likelihood == torch.inf

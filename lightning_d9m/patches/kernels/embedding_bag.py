@@ -1,13 +1,14 @@
 """The gradient of ``EmbeddingBag`` in mode max; the other modes are left to torch.
 
 torch's CUDA kernel adds the gradient of each bag to the rows that were the maximum, with atomics.
+Here integers are added instead; see ``exact_sum``.
 """
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.kernels.exact_sum import sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import sum_segments
 
 _MODE_MAX = 2
 
@@ -63,9 +64,5 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         or bag_size.shape != grad.shape[:1]
     ):
         raise_as_original(original, *arguments)
-    features = grad.shape[1]
-    won = (bag_size > 0).unsqueeze(1) & (maximum_indices >= 0)
-    columns = torch.arange(features, device=grad.device)
-    keys = torch.where(won, maximum_indices.to(torch.int64) * features + columns, -1)
-    sums = sum_segments(keys.flatten(), grad.flatten(), num_weights * features)
-    return sums.to(grad.dtype).view(num_weights, features)
+    index = torch.where((bag_size > 0).unsqueeze(1), maximum_indices, -1)
+    return sum_by_index(index[None], grad[None], num_weights, grad.dtype).squeeze(0)

@@ -13,7 +13,7 @@ An integer is kept in two limbs (three for float64) of 64 bits, of which each te
 no sum overflows. The functions here use torch ops; ``patches/triton/exact_sum.py`` has the kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -92,31 +92,54 @@ class Limbs(NamedTuple):
     guard: int
 
 
-def add_at(target: Tensor, sizes: torch.Size, keys: Tensor, values: Tensor) -> None:
-    """Add values to the places of a tensor that keys name.
+def add_at(target: Tensor, sizes: Sequence[int], keys: Tensor, values: Tensor) -> None:
+    """Add values to the places of a tensor that keys name; see :func:`update_places`.
+
+    The target may be complex as well.
+    """
+    if target.is_complex():
+        target, values = view_parts(target), view_parts(values)
+
+    def add(rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        count, terms = len(rows), len(keys)
+        accumulate(rows.view(1, count, -1), keys, values.reshape(1, terms, -1), include=True)
+
+    update_places(target, sizes, keys, values, add)
+
+
+def update_places(
+    target: Tensor,
+    sizes: Sequence[int],
+    keys: Tensor,
+    values: Tensor,
+    update: Callable[[Tensor, Tensor, Tensor], None],
+) -> None:
+    """Change the places of a tensor that keys name.
 
     Time and memory grow with the number of values, not with the size of the target.
 
     Args:
-        target: Floating point or complex, of shape ``[*sizes, *rest]``.
+        target: Of shape ``[*sizes, *rest]``, with any strides.
         sizes: The sizes of the dimensions that the keys go through.
         keys: Positions as if these dimensions were one; of shape ``[m]``.
         values: Of shape ``[m, *rest]``.
+        update: Takes contiguous rows of shape ``[n, *rest]``, which it changes, and keys and values
+            for them.
     """
     if not values.numel():
         return
-    if target.is_complex():
-        target, values = view_parts(target), view_parts(values)
-    rows = len(keys)
     if not gets_few(target, values):
-        add_slices(target, (1, prod(sizes), -1), keys, values.reshape(1, rows, -1))
+        whole = target.contiguous()
+        update(whole.view(prod(sizes), *target.shape[len(sizes) :]), keys, values)
+        if whole is not target:
+            target.copy_(whole)
         return
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
-    sums = target[unravel(ordered, sizes)]
-    accumulate(sums.view(1, rows, -1), slots, values.reshape(1, rows, -1), include=True)
+    rows = target[unravel(ordered, sizes)]
+    update(rows, slots, values)
     # Values for one place are equal, so the order of the writes has no effect.
-    target.index_put_(unravel(keys, sizes), sums.index_select(0, slots))
+    target.index_put_(unravel(keys, sizes), rows.index_select(0, slots))
 
 
 def gets_few(target: Tensor, values: Tensor) -> bool:

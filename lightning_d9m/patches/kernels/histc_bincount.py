@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.kernels.exact_sum import sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import sum_segments
 
 
 def histc(
@@ -47,7 +47,7 @@ def histc(
 def bincount(
     original: Original, self: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor:
-    """Add the weights of equal values, from first to last.
+    """Add the weights of equal values.
 
     The host waits for the smallest and the greatest value, which sizes the result, as in torch.
     """
@@ -68,7 +68,8 @@ def bincount(
     if low < 0:
         raise_as_original(original, *arguments)
     terms = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
-    return sum_segments(self, terms, int(max(high + 1, minlength)))
+    count = int(max(high + 1, minlength))
+    return sum_by_index(self, terms.view(1, -1, 1), count, terms.dtype).flatten()
 
 
 def _round(number: float, dtype: torch.dtype) -> float:

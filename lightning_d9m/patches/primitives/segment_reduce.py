@@ -103,7 +103,6 @@ def reduce_into(
     reduce: Reduction,
     *,
     include_self: bool = True,
-    mean: bool = False,
 ) -> None:
     """Reduce values into the places of a tensor that indices name, from first to last.
 
@@ -117,7 +116,6 @@ def reduce_into(
         values: Of shape ``[m, *rest]``, where ``rest`` are the other dimensions of the target.
         reduce: The reduction.
         include_self: Whether the target's value is the first one that is reduced.
-        mean: Whether to divide by the number of values that were added.
     """
     runs = _sort_into_runs(keys, count)
     places = tuple(index.index_select(0, runs.order) for index in indices)
@@ -128,10 +126,6 @@ def reduce_into(
         first = torch.cat([torch.ones_like(runs.run[:1]), runs.run.diff()]) != 0
         rows = torch.where(first.view(wide), fold(target[places].to(rows.dtype), rows), rows)
     reduced = runs.reduce(rows, reduce)
-    if mean:
-        divisors = (runs.offsets.diff() + include_self).clamp(min=1).to(reduced.dtype).view(wide)
-        rounding = None if reduced.is_floating_point() else "floor"
-        reduced = torch.div(reduced, divisors, rounding_mode=rounding)
     # The elements of a run write equal values, so the order of the writes has no effect.
     target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
 

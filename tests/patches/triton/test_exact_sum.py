@@ -9,7 +9,15 @@ from patches.exact_cases import DTYPES, bits, make_special, make_terms
 from patches.triton.interpreted import interpreted, kernels_on_cpu, refuse
 from torch import Tensor
 
-from lightning_d9m.patches.kernels import exact_sum, index_add, scatter
+from lightning_d9m.patches.kernels import (
+    ctc_loss,
+    embedding_bag,
+    exact_sum,
+    histc_bincount,
+    index_add,
+    index_reduce,
+    scatter,
+)
 from lightning_d9m.patches.triton import exact_sum as kernels
 from lightning_d9m.patches.triton import launch
 
@@ -152,5 +160,42 @@ def test_ops_that_add_by_index() -> None:
             6,
             2,
             False,
+        )
+    )
+
+
+@interpreted
+def test_ops_that_use_sums() -> None:
+    """The greatest of a bag, bins, means; the alignment loss, whose other steps are torch ops."""
+    grad, won = torch.randn(6, 4), torch.randint(-1, 5, (6, 4))
+    sizes = torch.tensor([2, 0, 1, 3, 1, 1])
+    none = torch.zeros(0, dtype=torch.int64)
+    assert_same(
+        lambda: embedding_bag.embedding_bag_dense_backward(
+            refuse, grad, none, none, sizes, won, 5, False, 2, None
+        )
+    )
+    bins, weights = torch.randint(0, 9, (200,), dtype=torch.uint8), torch.randn(200)
+    assert_same(lambda: histc_bincount.bincount(refuse, bins, weights, 12))
+    assert_same(lambda: histc_bincount.bincount(refuse, bins, weights.half()))
+    source, where = torch.randn(4, 20, 3), torch.randint(0, 9, (20,))
+    for dtype in (torch.float32, torch.float16):
+        for count in (12, 500):
+            for include in (True, False):
+
+                def average(dtype=dtype, count=count, include=include) -> Tensor:
+                    out = torch.arange(4.0 * count * 3).view(4, count, 3).to(dtype)
+                    index_reduce.index_reduce(
+                        refuse, out, 1, where, source.to(dtype), "mean", include_self=include
+                    ).write(out)
+                    return out
+
+                assert_same(average)
+    scores = torch.randn(9, 2, 5).log_softmax(2)
+    targets, lengths = torch.tensor([[1, 2, 2], [3, 4, 0]]), ([9, 7], [3, 2])
+    loss, alpha = torch._ctc_loss(scores, targets, *lengths)
+    assert_same(
+        lambda: ctc_loss.ctc_loss_backward(
+            refuse, torch.ones(2), scores, targets, *lengths, loss, alpha, 0
         )
     )
