@@ -1,34 +1,47 @@
-"""One rank of a DDP training in which rank 1 is killed; see lightning/test_lost_ranks.py.
+"""One rank of a DDP training in which rank 1 is lost; see lightning/test_lost_ranks.py.
 
-Rank 0 writes the message of its error, and both end with the status 0 or by the signal.
+Usage: lost_rank_training.py FOLDER, which ends in the way in which rank 1 is lost: "killed",
+"stopped" or "hung". Rank 0 writes the message of its error and kills rank 1.
 """
 
 import os
 import signal
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 
 RANK = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+ways = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hung": lambda: threading.Event().wait(),
+}
 
 
-def kill_rank_1(self, *_):
-    """Kill rank 1 in its second epoch."""
-    if RANK == 1 and self.current_epoch == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+def lose_rank_1(self, *_):
+    """Lose rank 1 in its second epoch, in which rank 0 need not wait for long."""
+    if self.current_epoch != 1:
+        return
+    if RANK == 1:
+        ways[folder.name]()
+    _set_pg_timeout(timedelta(seconds=2))
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
     callback = DeterminismCallback(seed=5, ledger_dir=folder / "d9m")
     trainer = L.Trainer(max_epochs=2, strategy="ddp", devices=2, callbacks=[callback], **QUIET)
-    model = make_model(on_train_batch_start=kill_rank_1)
+    model = make_model(on_train_batch_start=lose_rank_1)
     (folder / f"pid-{RANK}").write_text(str(os.getpid()))
     try:
         trainer.fit(model, make_loader())
     except RuntimeError as error:
         (folder / f"error-{RANK}").write_text(str(error))
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)

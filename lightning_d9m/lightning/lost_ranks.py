@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 # Words of the errors that Gloo and NCCL raise; torch has no type for them.
-_FAILURE = re.compile(r"gloo|nccl|closed by peer|reset by peer", re.IGNORECASE)
+_FAILURE = re.compile(r"gloo|nccl|(closed|reset) by peer|pair closure|timed out", re.IGNORECASE)
 _runs = count()  # separates the runs of a process in the store, and is equal on every rank
 
 

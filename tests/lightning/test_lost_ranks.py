@@ -15,13 +15,23 @@ SCRIPT = Path(__file__).parents[1] / "lost_rank_training.py"
 GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
-def test_a_killed_rank_is_named_by_the_survivor_and_in_its_ledger(tmp_path):
-    statuses, output = start_two_ranks(SCRIPT, tmp_path)
+@pytest.mark.parametrize(
+    ("way", "state"),
+    [
+        ("killed", "was killed or exited."),
+        ("stopped", "is stopped."),
+        ("hung", "runs, but did not respond within 3 s: it hangs."),
+    ],
+)
+def test_a_lost_rank_is_named_by_the_survivor_and_in_its_ledger(tmp_path, way, state):
+    """Whatever the load: rank 0 never gets an answer, and reads the state of the process."""
+    folder = tmp_path / way
+    folder.mkdir()
+    statuses, output = start_two_ranks(SCRIPT, folder)
     assert statuses == [0, -signal.SIGKILL], output
-    killed = (tmp_path / "pid-1").read_text()
-    sentence = f"Rank 1 (process {killed}) was killed or exited."
-    assert (tmp_path / "error-0").read_text().splitlines()[-1] == sentence
-    outcome = read_ledger(tmp_path / "d9m" / "fit-000").outcome(0)
+    sentence = f"Rank 1 (process {(folder / 'pid-1').read_text()}) {state}"
+    assert (folder / "error-0").read_text().splitlines()[-1] == sentence
+    outcome = read_ledger(folder / "d9m" / "fit-000").outcome(0)
     assert sentence in outcome.end.error
 
 
