@@ -28,7 +28,16 @@ LIGHT = {
     "help": "from lightning_d9m.cli.main import build_parser; build_parser().format_help()",
     **{
         command: f"from lightning_d9m.cli.main import build_parser; build_parser({command!r})"
-        for command in ("repeat", "compare", "report", "doctor", "ops", "audit", "install-horovod")
+        for command in (
+            "repeat",
+            "compare",
+            "ls",
+            "report",
+            "doctor",
+            "ops",
+            "audit",
+            "install-horovod",
+        )
     },
     "ledger": "import lightning_d9m.ledger.folder, lightning_d9m.comparison.ledgers",
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.ledger.folder_search import find_last_pair
 
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000
@@ -68,14 +69,34 @@ def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the two ledgers that a command compares."""
+    """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them."""
     forms = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
     parser.add_argument(
-        "expected", metavar="REFERENCE", type=Path, help=f"ledger of the earlier run: {forms}"
+        "expected",
+        metavar="REFERENCE",
+        type=Path,
+        nargs="?",
+        help=f"ledger of the earlier run: {forms}. Alone: a folder, whose last two ledgers are "
+        "compared (default: the working folder)",
     )
     parser.add_argument(
-        "actual", metavar="THIS_RUN", type=Path, help="ledger of the later run, in the same forms"
+        "actual",
+        metavar="THIS_RUN",
+        type=Path,
+        nargs="?",
+        help="ledger of the later run, in the same forms",
     )
+
+
+def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the two ledgers: those that were named, or the last two under a folder.
+
+    Raises:
+        LedgerError: If fewer than two were named, and there are no two under the folder.
+    """
+    if arguments.actual is not None:
+        return arguments.expected, arguments.actual
+    return find_last_pair(arguments.expected or Path())
 
 
 def get_command(arguments: argparse.Namespace, name: str) -> list[str]:

@@ -3,8 +3,9 @@
 import argparse
 import json
 import shlex
+from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_ledger_arguments
+from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.comparison_json import as_json
@@ -23,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare two ledgers, print the result, and return 0 if they are equal, else 1."""
-    expected, actual = read_ledger(arguments.expected), read_ledger(arguments.actual)
+    paths = choose_ledgers(arguments)
+    expected, actual = map(read_ledger, paths)
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(expected, actual, progress=progress)
     if arguments.json:
@@ -31,12 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_lines(format_comparison(comparison))
         if not comparison.equal:
-            print("\n".join(format_next_steps(_list_next_steps(arguments))))
+            print("\n".join(format_next_steps(_list_next_steps(paths))))
     return 0 if comparison.equal else 1
 
 
-def _list_next_steps(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    ledgers = " ".join(shlex.quote(str(path)) for path in (arguments.expected, arguments.actual))
+def _list_next_steps(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
+    ledgers = " ".join(shlex.quote(str(path)) for path in paths)
     return [
         (f"d9m report {printable(ledgers)}", "shows the difference as a page"),
         ("d9m locate -- COMMAND", "finds the step, module and source line"),

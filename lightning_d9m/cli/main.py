@@ -28,6 +28,10 @@ _GROUPS = {
             "lightning_d9m.cli.compare",
             "compare two ledgers and name the first divergence",
         ),
+        "ls": (
+            "lightning_d9m.cli.ls",
+            "list the ledgers under a folder, each with its verdict against the one before",
+        ),
         "verify": (
             "lightning_d9m.cli.verify",
             "check that a checkpoint is whole and find it in a ledger",

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_ledger_arguments
+from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         _check_output(arguments.output, force=arguments.force)
     timeline = Timeline()
-    ledgers = read_ledger(arguments.expected), read_ledger(arguments.actual)
+    expected, actual = choose_ledgers(arguments)
+    ledgers = read_ledger(expected), read_ledger(actual)
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
     if arguments.json:

@@ -33,6 +33,8 @@ class Header:
         settings: Settings of the session, flat.
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
         package: Version of lightning_d9m.
+        program: Command, git commit, and whether the source differs from it; never compared. See
+            ``ledger.program``.
         schema: Version of this format.
         extra: Fields that this version does not know.
     """
@@ -45,6 +47,7 @@ class Header:
     settings: Mapping[str, Scalar]
     stack: Mapping[str, Scalar]
     package: str
+    program: Mapping[str, Scalar] = field(default_factory=dict)
     schema: int = SCHEMA
     extra: Mapping[str, Json] = field(default_factory=dict)
 
@@ -59,6 +62,7 @@ class Header:
             "fit": self.fit,
             "seed": self.seed,
             "created": self.created,
+            **({"program": dict(self.program)} if self.program else {}),
             "settings": dict(self.settings),
             "stack": dict(self.stack),
             **self.extra,

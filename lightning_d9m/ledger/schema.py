@@ -159,6 +159,7 @@ def _parse_header(fields: _Fields) -> Header:
         fit=fields.whole("fit"),
         seed=fields.whole("seed"),
         created=fields.text("created"),
+        program=fields.scalars("program") if "program" in fields.rest else {},
         settings=fields.scalars("settings"),
         stack=fields.scalars("stack"),
         extra=fields.rest,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model
+from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_stack
 from lightning_d9m.lightning.lightning_private import list_loaders
@@ -28,6 +29,7 @@ def make_header(trainer: "Trainer", session: TrainerSession) -> Header:
         settings=_describe_settings(session),
         stack=capture_stack(_describe_layout(trainer)),
         package=__version__,
+        program=capture_program() if trainer.is_global_zero else {},
     )
 
 

@@ -15,12 +15,12 @@ from lightning_d9m.version import __version__
 def test_help_names_every_command_at_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = build_parser().format_help()
-    for command in ("repeat", "compare", "doctor", "ops", "install-horovod"):
+    for command in ("repeat", "compare", "ls", "doctor", "ops", "install-horovod"):
         assert re.search(rf"^  {command}\s", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["repeat", "compare", "doctor", "ops", "install-horovod"])
+@pytest.mark.parametrize("command", ["repeat", "compare", "ls", "doctor", "ops", "install-horovod"])
 def test_each_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -34,7 +34,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"d9m {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["compare", "only one"], ["--bogus"]])
+@pytest.mark.parametrize("words", [["compare", "one", "two", "three"], ["--bogus"]])
 def test_misuse_ends_with_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)

@@ -1,0 +1,49 @@
+"""``d9m ls``: list the ledgers under a folder."""
+
+import argparse
+import json
+from pathlib import Path
+
+from lightning_d9m.cli.arguments import whole_number
+from lightning_d9m.ledger.folder_search import search_ledgers
+from lightning_d9m.output.ledger_table import format_ledgers, make_row
+from lightning_d9m.output.progress import show_progress
+from lightning_d9m.output.terminal import terminal_width
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``d9m ls``."""
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        help="folder to search (default: the working folder)",
+    )
+    parser.add_argument(
+        "-n",
+        "--last",
+        type=whole_number(1),
+        metavar="N",
+        help="list only the last N ledgers",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the ledgers, oldest first, and return 0."""
+    found = search_ledgers(arguments.folder)
+    first = 0 if arguments.last is None else max(0, len(found) - arguments.last)
+    rows = []
+    with show_progress("ledgers read") as progress:
+        for number, entry in enumerate(found[first:], start=first):
+            before = [other for other in found[:number] if other.precedes(entry)]
+            rows.append(make_row(entry, before[-1] if before else None))
+            if progress is not None:
+                progress(len(rows))
+    if arguments.json:
+        print(json.dumps([row.as_json() for row in rows], indent=2))
+    else:
+        print(format_ledgers(rows, terminal_width()))
+    return 0

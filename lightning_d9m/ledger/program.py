@@ -1,0 +1,86 @@
+"""The program of a run: its command, and the git commit of its source."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from lightning_d9m.ledger.records import Scalar
+
+_MAX_COMMAND = 1024
+# A repository whose files git cannot look through in this time is left out, so that no start waits.
+_SECONDS = 2.0
+_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+# A hook of git sets these; they would name another repository.
+_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
+
+
+def capture_program() -> dict[str, Scalar]:
+    """Return the command of this process, and commit and state of its source, as the header has.
+
+    The repository is read once for a process. The source is that of the program, or if it is an
+    installed one, such as pytest, that of the working folder.
+
+    Returns:
+        ``command``; ``git.commit`` and ``git.dirty`` (whether tracked files or the program differ
+        from the commit) if there is a repository.
+    """
+    main = sys.modules.get("__main__")
+    words = [*_name_main(main), *sys.argv[1:]]
+    command = join(words).encode("utf-8", "backslashreplace").decode()[:_MAX_COMMAND]
+    script = getattr(main, "__file__", None)
+    folder = Path.cwd()
+    if script is not None and _is_own(Path(script)):
+        folder = Path(script).absolute().parent
+    else:
+        script = None
+    return {"command": command, **_read_git(folder, None if script is None else Path(script).name)}
+
+
+def _name_main(main: Any) -> list[str]:
+    specification = getattr(main, "__spec__", None)
+    if specification is not None:
+        return ["python", "-m", specification.name.removesuffix(".__main__")]
+    return ["python", *sys.argv[:1]]
+
+
+def _is_own(script: Path) -> bool:
+    """Return whether a script is not one of an installed package."""
+    prefixes = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
+    return script.exists() and prefixes.isdisjoint(script.absolute().parents)
+
+
+@cache
+def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
+    status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
+    if status is None:
+        return {}
+    lines = status.splitlines()
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if not commits or commits[0] == "(initial)":
+        return {}
+    dirty = any(not line.startswith("#") for line in lines)
+    if script is not None and not dirty:
+        dirty = _run_git(folder, "ls-files", "--error-unmatch", "--", script) is None
+    return {"git.commit": commits[0], "git.dirty": dirty}
+
+
+def _run_git(folder: Path, *words: str) -> str | None:
+    """Return the output of git; None if it fails, is absent or takes too long."""
+    variables = {name: text for name, text in os.environ.items() if name not in _VARIABLES}
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed words and a file name
+            [*_GIT, *words],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")

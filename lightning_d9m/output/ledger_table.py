@@ -1,0 +1,172 @@
+"""The table of ``d9m ls``: one line for each ledger, below the folder that holds it."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.folder_search import FoundLedger
+from lightning_d9m.output.terminal import make_table, render, style
+from lightning_d9m.text import escape, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+_TITLES = ("ledger", "date", "program", "seed", "epochs", "weights", "commit", "verdict")
+_DIGEST, _COMMIT = 8, 7
+_MOST_PROGRAM = 20
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One ledger.
+
+    Attributes:
+        ledger: Its folder.
+        created: Time at which it was begun, ISO 8601 in UTC.
+        program: Name of the script or module; empty if it is not recorded.
+        command: The whole command.
+        seed: The base seed.
+        epochs: Number of epochs that are recorded.
+        status: ``"finished"``, ``"failed"``, or ``"no end"`` for a run that was killed or still
+            runs.
+        weights: Digest of the last recorded weights, 32 hex digits.
+        git_commit: The commit of the program's source; None without a repository.
+        git_dirty: Whether the source differed from it.
+        before: The earlier ledger that this one is compared with; None if it is the first.
+        verdict: How both compare; None if it is the first.
+        problem: Why the ledger cannot be read; None if it can.
+    """
+
+    ledger: str
+    created: str = ""
+    program: str = ""
+    command: str = ""
+    seed: int | None = None
+    epochs: int | None = None
+    status: str = ""
+    weights: str = ""
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    before: str | None = None
+    verdict: str | None = None
+    problem: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Return the row for ``--json``."""
+        return asdict(self)
+
+
+def make_row(entry: FoundLedger, before: FoundLedger | None) -> LedgerRow:
+    """Read a ledger and compare it with the one before.
+
+    Args:
+        entry: The ledger.
+        before: The earlier ledger that it may repeat; None for none.
+    """
+    path = str(entry.path)
+    if entry.ledger is None:
+        return LedgerRow(path, problem=entry.problem)
+    try:
+        return _make_row(path, entry.ledger, before)
+    except LedgerError as error:
+        return LedgerRow(path, entry.created, problem=str(error))
+
+
+def _make_row(path: str, ledger: Ledger, before: FoundLedger | None) -> LedgerRow:
+    header, outcome = ledger.header, ledger.outcome(min(ledger.files))
+    last, end = outcome.last, outcome.end
+    program = header.program
+    command, commit, dirty = (program.get(key) for key in ("command", "git.commit", "git.dirty"))
+    verdict = None
+    if before is not None and before.ledger is not None:
+        try:
+            verdict = compare_ledgers(before.ledger, ledger).verdict
+        except LedgerError:  # the line of the one before says why
+            before = None
+    return LedgerRow(
+        ledger=path,
+        created=header.created,
+        program=_name_program(str(command or "")),
+        command=str(command or ""),
+        seed=header.seed,
+        epochs=0 if last is None or last.moment == "initial" else last.epoch + 1,
+        status="no end" if end is None else end.status,
+        weights="" if last is None else last.totals.get("weights", ""),
+        git_commit=commit if isinstance(commit, str) else None,
+        git_dirty=dirty if isinstance(dirty, bool) else None,
+        before=None if before is None else str(before.path),
+        verdict=verdict,
+    )
+
+
+def _name_program(command: str) -> str:
+    """Return the script or module that a command runs.
+
+    >>> _name_program("python src/train.py --lr 1"), _name_program("python -m package.train")
+    ('train.py', 'package.train')
+    """
+    try:
+        words = shlex.split(command)[1:]
+    except ValueError:  # it was cut within quotes
+        words = command.split()[1:]
+    if words[:1] == ["-m"]:
+        return words[1] if words[1:] else ""
+    return PurePath(words[0]).name if words else ""
+
+
+def format_ledgers(rows: Sequence[LedgerRow], width: int) -> str:
+    """Lay out the rows below their folders, in columns that are as wide in each folder."""
+    parents = list(dict.fromkeys(str(Path(row.ledger).parent) for row in rows))
+    table = _make_table(rows)
+    needed = sum((column.min_width or 0) + 2 for column in table.columns)
+    lines = render(table, max(width, needed)).splitlines()
+    body = dict(zip((row.ledger for row in rows), lines[1:], strict=True))
+    shown = [lines[0]]
+    for parent in parents:
+        shown += ["", printable(f"{parent}/")]
+        for row in rows:
+            if str(Path(row.ledger).parent) == parent:
+                shown.append(body[row.ledger])
+                if row.problem is not None:
+                    shown.append(f"  {escape(row.problem, 400)}")
+    return "\n".join(shown)
+
+
+def _make_table(rows: Sequence[LedgerRow]) -> "Table":
+    table = make_table(_TITLES, [_list_cells(row) for row in rows])
+    for column in table.columns:
+        column.no_wrap = True
+        column.overflow = "ellipsis"
+        # Only the program's name is cut if the terminal is narrow.
+        column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
+    table.columns[_TITLES.index("program")].min_width = len("program")
+    for title in ("seed", "epochs"):
+        table.columns[_TITLES.index(title)].justify = "right"
+    return table
+
+
+def _list_cells(row: LedgerRow) -> "tuple[str | Text, ...]":
+    from rich.text import Text
+
+    name = Text(escape(Path(row.ledger).name))
+    if row.problem is not None:
+        return (name, *[""] * 6, style("problem", "invalid"))
+    commit = "" if row.git_commit is None else escape(row.git_commit[:_COMMIT])
+    words = {"different": "differs", "not comparable": "other", "equal": "equal"}
+    epochs = str(row.epochs) if row.status == "finished" else f"{row.epochs} {row.status}"
+    return (
+        name,
+        Text(escape(row.created[5:16].replace("T", " "))),
+        Text(escape(row.program, _MOST_PROGRAM)),
+        Text(str(row.seed)),
+        Text(epochs),
+        Text(row.weights[:_DIGEST] or "none"),
+        Text(commit + ("*" if row.git_dirty else "")),
+        style(row.verdict, words[row.verdict]) if row.verdict else Text(""),
+    )

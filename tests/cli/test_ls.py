@@ -1,0 +1,103 @@
+"""``d9m ls``: the ledgers under a folder, each with its verdict against the one before."""
+
+import json
+
+import pytest
+
+from lightning_d9m.cli.main import main
+
+PROGRAM = {"command": "python src/train.py --lr 0.1", "git.commit": "1a2b" * 10, "git.dirty": True}
+
+
+@pytest.fixture
+def folder(tmp_path, runs, monkeypatch):
+    """Return a folder with four ledgers: the third differs, the fourth has another seed."""
+
+    def edit(_, records):
+        records[-2]["totals"]["weights"] = "f" * 32
+        records[-2]["groups"]["weights"]["layers.0.weight"] = "f" * 32
+
+    runs.parent = tmp_path / "runs"
+    days = (f"2026-01-0{day}T12:30:00+00:00" for day in range(1, 5))
+    runs.write(3, program=PROGRAM, created=next(days))
+    runs.write(3, program=PROGRAM | {"git.dirty": False}, created=next(days))
+    runs.write(3, edit=edit, created=next(days))
+    runs.parent = tmp_path / "runs" / "other"
+    runs.write(2, seed=4294967295, created=next(days))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def ls(capsys, *words):
+    assert main(["ls", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_table_at_80_columns(folder, capsys):
+    lines = ls(capsys).splitlines()
+    assert max(map(len, lines)) <= 80
+    weights = "92b5bf65"
+    cells = [line.split() for line in lines]
+    titles = "ledger date program seed epochs weights commit verdict"
+    assert " ".join(cells[0]) == titles
+    assert cells[2] == ["runs/"]
+    assert cells[3] == ["fit-000", "01-01", "12:30", "train.py", "42", "3", weights, "1a2b1a2*"]
+    assert cells[4] == f"fit-001 01-02 12:30 train.py 42 3 {weights} 1a2b1a2 equal".split()
+    assert cells[5] == ["fit-002", "01-03", "12:30", "42", "3", "ffffffff", "differs"]
+    assert cells[7] == ["runs/other/"]
+    assert cells[8][3:5] == ["4294967295", "2"]
+    assert cells[8][-1] == "other"
+
+
+def test_json_has_everything(folder, capsys):
+    found = json.loads(ls(capsys, "--json", "runs"))
+    assert [row["verdict"] for row in found] == [None, "equal", "different", "not comparable"]
+    assert [row["before"] for row in found] == [None, *(f"runs/fit-00{n}" for n in range(3))]
+    assert (found[0]["command"], found[0]["program"]) == (PROGRAM["command"], "train.py")
+    assert (found[0]["git_commit"], found[0]["git_dirty"]) == ("1a2b" * 10, True)
+    assert (found[2]["git_commit"], found[2]["git_dirty"], found[2]["program"]) == (None, None, "")
+    assert {len(row["weights"]) for row in found} == {32}
+
+
+def test_the_last_ones_are_compared_with_earlier_ones(folder, capsys):
+    found = json.loads(ls(capsys, "--json", "--last", "2"))
+    assert [(row["ledger"], row["before"]) for row in found] == [
+        ("runs/fit-002", "runs/fit-001"),
+        ("runs/other/fit-000", "runs/fit-002"),
+    ]
+
+
+def test_an_unfinished_run_and_one_that_is_damaged(folder, capsys):
+    path = folder / "runs" / "fit-001" / "rank-0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4]))
+    edited = folder / "runs" / "fit-002" / "rank-0.jsonl"
+    edited.write_bytes(edited.read_bytes().replace(b"f" * 32, b"0" * 32))
+    rows = json.loads(ls(capsys, "--json"))
+    assert [row["status"] for row in rows] == ["finished", "no end", "", "finished"]
+    assert (rows[1]["epochs"], rows[1]["verdict"]) == (1, "different")
+    assert "does not fit its check" in rows[2]["problem"]
+    assert rows[3]["verdict"] == "not comparable"
+    text = ls(capsys)
+    assert "1 no end" in text
+    assert "invalid" in text
+    assert "not fit its check" in text
+
+
+def test_nothing_is_an_error(tmp_path, capsys):
+    assert main(["ls", str(tmp_path)]) == 2
+    assert "There is no ledger under" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), (".",), ("runs/fit-001", "runs/fit-002")])
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_two_ledgers_are_the_last_two_by_default(folder, capsys, command, words):
+    (folder / "runs" / "other" / "fit-000" / "rank-0.jsonl").unlink()
+    assert main([command, *words, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["expected"], found["actual"]) == (
+        "different",
+        "runs/fit-001",
+        "runs/fit-002",
+    )

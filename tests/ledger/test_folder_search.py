@@ -1,0 +1,56 @@
+"""The search for ledgers under a folder."""
+
+import pytest
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder_search import find_last_pair, search_ledgers
+
+
+@pytest.fixture
+def write(tmp_path, runs):
+    """Return a function that writes a ledger at (folder, day)."""
+
+    def write(folder, day, **header):
+        runs.parent = tmp_path / folder
+        return runs.write(1, created=f"2026-01-{day:02d}T00:00:00+00:00", **header)
+
+    return write
+
+
+def test_all_are_found_in_order_of_time(tmp_path, write):
+    late, early = write("a/b/c", 9), write("d", 3)
+    write(".hidden", 5)
+    (tmp_path / "d" / "fit-x").mkdir()
+    assert [entry.path for entry in search_ledgers(tmp_path)] == [early, late]
+    assert [entry.path for entry in search_ledgers(early)] == [early]
+
+
+def test_what_cannot_be_read_is_named(tmp_path, write):
+    (write("a", 1) / "rank-0.jsonl").write_text("?")
+    (found,) = search_ledgers(tmp_path)
+    assert found.ledger is None
+    assert "is not a ledger" in found.problem
+
+
+@pytest.mark.parametrize("name", [".", "none"])
+def test_no_ledger_is_an_error(tmp_path, name):
+    with pytest.raises(LedgerError, match=r"There is no ledger under|is not a folder, so no"):
+        search_ledgers(tmp_path / name)
+
+
+def test_the_last_pair_has_the_same_ordinal(tmp_path, write):
+    """A run of two fits is compared with the run before, not fit with fit."""
+    first, _, last, _ = (write("a", day, fit=day % 2) for day in (1, 2, 3, 4))
+    other = write("a", 5, fit=1)
+    assert find_last_pair(tmp_path) == (last, other) == (first.with_name("fit-002"), other)
+
+
+def test_evaluations_are_no_pair(tmp_path, write):
+    first, last = write("a", 1), write("b", 2)
+    write("c", 3).rename(tmp_path / "c" / "test-000")
+    assert find_last_pair(tmp_path) == (first, last)
+
+
+def test_one_ledger_is_no_pair(tmp_path, write):
+    with pytest.raises(LedgerError, match="Two ledgers of fits under"):
+        find_last_pair(write("a", 1).parent)

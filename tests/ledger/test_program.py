@@ -1,0 +1,93 @@
+"""The program of a run: its command and the commit of its source."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_d9m.ledger import program
+from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.schema import parse_record
+
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+PRINT = "import json; from lightning_d9m.ledger.program import capture_program as capture\n"
+PRINT += "print(json.dumps(capture()))"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Return a repository with one commit, and its commit."""
+    (tmp_path / "train.py").write_text(PRINT)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*GIT, *words], cwd=tmp_path, check=True)
+    words = ["git", "rev-parse", "HEAD"]
+    return tmp_path, subprocess.check_output(words, cwd=tmp_path, text=True).strip()
+
+
+def capture(*words, folder):
+    """Return what a program in a process of its own captures."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return eval(done.stdout, {"true": True, "false": False})  # noqa: S307 - our own JSON
+
+
+def test_the_command_and_the_commit_of_the_script(repository, tmp_path_factory):
+    folder, commit = repository
+    script = str(folder / "train.py")
+    found = capture(script, "--name", "a b", folder=tmp_path_factory.mktemp("elsewhere"))
+    assert found == {
+        "command": f"python {script} --name 'a b'",
+        "git.commit": commit,
+        "git.dirty": False,
+    }
+
+
+def test_a_module_is_named_as_it_was_run(repository):
+    folder, commit = repository
+    found = capture("-m", "train", folder=folder)
+    assert (found["command"], found["git.commit"]) == ("python -m train", commit)
+
+
+@pytest.mark.parametrize("change", ["tracked", "untracked program"])
+def test_a_changed_source_is_dirty(repository, change):
+    folder, commit = repository
+    script = folder / ("train.py" if change == "tracked" else "new.py")
+    script.write_text(f"{PRINT}\n\n")
+    assert capture(str(script), folder=folder) == {
+        "command": f"python {script}",
+        "git.commit": commit,
+        "git.dirty": True,
+    }
+
+
+def test_an_untracked_file_beside_the_program_does_not_count(repository):
+    folder, _ = repository
+    (folder / "notes.txt").write_text("")
+    assert capture("train.py", folder=folder)["git.dirty"] is False
+
+
+@pytest.mark.parametrize("git", ["no repository", "no commit", "no git", "slow git"])
+def test_what_is_not_there_is_absent(tmp_path, monkeypatch, git):
+    monkeypatch.chdir(tmp_path)
+    program._read_git.cache_clear()
+    if git == "no commit":
+        subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    if git == "no git":
+        monkeypatch.setattr(program, "_GIT", ("no-such-git",))
+    if git == "slow git":
+        monkeypatch.setattr(program, "_GIT", ("sh", "-c", "sleep 60"))
+        monkeypatch.setattr(program, "_SECONDS", 0.01)
+    assert list(program.capture_program()) == ["command"]
+    program._read_git.cache_clear()
+
+
+def test_the_header_keeps_it_and_needs_it_not(runs):
+    found = {"command": "python train.py", "git.commit": "1" * 40, "git.dirty": True}
+    for given in (found, {}):
+        record = runs.header(program=given).as_record()
+        assert ("program" in record) == bool(given)
+        parsed = parse_record(record)
+        assert isinstance(parsed, Header)
+        assert parsed.program == given
+        assert parsed.extra == {}
