@@ -26,7 +26,7 @@ class FoundLedger:
 
     @property
     def kind(self) -> str:
-        """What was run: ``"fit"``, or ``"test"`` and the like for an evaluation."""
+        """``"fit"``, or the name of an evaluation, such as ``"test"``."""
         return self.path.absolute().name.rpartition("-")[0]
 
     @property
@@ -45,7 +45,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
     """Return all ledgers under a folder, oldest first; hidden folders are left out.
 
     Raises:
-        LedgerError: If it is no folder, or there is none.
+        LedgerError: If there is no such folder, or no ledger in it.
     """
     if not folder.is_dir():
         raise LedgerError(f"{folder} is not a folder, so no ledgers can be listed in it.")
