@@ -68,16 +68,22 @@ def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them."""
+def add_ledger_arguments(parser: argparse.ArgumentParser, *, repeat: bool = False) -> None:
+    """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them.
+
+    Args:
+        parser: The parser of a command of ``d9m``.
+        repeat: Whether the folder of a ``d9m repeat`` may stand in their place.
+    """
     forms = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
+    all_runs = "the folder of a `d9m repeat`, all of whose runs are compared, or " if repeat else ""
     parser.add_argument(
         "expected",
         metavar="REFERENCE",
         type=Path,
         nargs="?",
-        help=f"ledger of the earlier run: {forms}. Alone: a folder, whose last two ledgers are "
-        "compared (default: the working folder)",
+        help=f"ledger of the earlier run: {forms}. Alone: {all_runs}a folder, whose last two "
+        "ledgers are compared (default: the working folder)",
     )
     parser.add_argument(
         "actual",

@@ -1,24 +1,28 @@
-"""``d9m report``: write the comparison of two runs as one HTML file that needs no network."""
+"""``d9m report``: write the comparison of runs as one HTML file that needs no network."""
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers
-from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.launch.run import Run, read_runs
+from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.output.comparison_json import as_json
-from lightning_d9m.output.html_page import GENERATOR, render_page
+from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
 from lightning_d9m.output.progress import show_progress
+from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m report``."""
-    add_ledger_arguments(parser)
+    add_ledger_arguments(parser, repeat=True)
     parser.add_argument(
         "-o",
         "--output",
@@ -35,20 +39,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare two ledgers, write the page, and return 0 if they are equal, else 1."""
+    """Compare ledgers, write the page, and return 0 if they are equal, else 1."""
     if not arguments.json:
         _check_output(arguments.output, force=arguments.force)
+    folder = arguments.expected or Path()
+    runs = read_runs(folder) if arguments.actual is None else {}
+    found = _compare_runs(runs, folder) if runs else _compare_pair(*choose_ledgers(arguments))
+    if arguments.json:
+        print(json.dumps(_collect_facts(found.comparison, found.timeline), indent=2))
+    else:
+        page = render_page(found.comparison, found.timeline, found.ledgers, found.repeated)
+        _write(arguments.output, page)
+        print(f"{found.verdict}: the report is {printable(str(arguments.output))}")
+    return 0 if found.verdict == "equal" else 1
+
+
+@dataclass(frozen=True)
+class _Compared:
+    verdict: str
+    comparison: Comparison
+    timeline: Timeline
+    ledgers: tuple[Ledger, Ledger]
+    repeated: RepeatedRuns | None = None
+
+
+def _compare_pair(expected: Path, actual: Path) -> _Compared:
     timeline = Timeline()
-    expected, actual = choose_ledgers(arguments)
     ledgers = read_ledger(expected), read_ledger(actual)
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
-    if arguments.json:
-        print(json.dumps(_collect_facts(comparison, timeline), indent=2))
-    else:
-        _write(arguments.output, render_page(comparison, timeline))
-        print(f"{comparison.verdict}: the report is {printable(str(arguments.output))}")
-    return 0 if comparison.equal else 1
+    return _Compared(comparison.verdict, comparison, timeline, ledgers)
+
+
+def _compare_runs(runs: Mapping[int, Run], folder: Path) -> _Compared:
+    """Compare the runs that `d9m repeat` left with the first of them."""
+    timelines: dict[tuple[int, str], Timeline] = {}
+
+    def watch(number: int, fit: str) -> RecordObserver:
+        return timelines.setdefault((number, fit), Timeline()).watch
+
+    report = RepeatReport(runs, folder, (), watch=watch)
+    shown = report.shown
+    if shown is None or shown.comparison is None:
+        raise LedgerError(
+            f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
+            "with two runs, such as d9m-runs/000, or two ledgers."
+        )
+    of_fit = [found for (_, name), found in timelines.items() if name == shown.name]
+    values = [_list_values(of_fit[0], side=0), *(_list_values(found, side=1) for found in of_fit)]
+    return _Compared(
+        report.verdict,
+        shown.comparison,
+        timelines[shown.run, shown.name],
+        (runs[1].fits[shown.name], shown.ledger),
+        RepeatedRuns(report.state_verdict(), report.rows, values),
+    )
+
+
+def _list_values(timeline: Timeline, *, side: int) -> dict[str, list[tuple[int, float]]]:
+    """Return the logged values of the reference (side 0) or of the other run (1), by name."""
+    return {
+        name: [(step, value) for step, *both in series.points if (value := both[side]) is not None]
+        for name, series in timeline.values.items()
+    }
 
 
 def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, object]:

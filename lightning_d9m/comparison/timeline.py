@@ -20,6 +20,9 @@ MAX_MARKS = 256
 MAX_MOMENTS = 400
 MAX_MODULES = 1_500
 MAX_EPOCHS = 10_000
+MAX_VALUES = 512
+MAX_SERIES = 24
+_MODULE_STEPS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
 _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
@@ -76,6 +79,29 @@ class StepHistogram:
         return [self.steps[number] for number in sorted(self.steps)]
 
 
+@dataclass(slots=True)
+class ValueSeries:
+    """A logged number at the ends of epochs, in both runs.
+
+    Attributes:
+        points: (step, the reference's value, this run's value); None where a run has no such
+            record. If there are more than ``MAX_VALUES``, every second one is kept.
+    """
+
+    points: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    _stride: int = 1
+    _count: int = 0
+
+    def add(self, step: int, expected: float | None, actual: float | None) -> None:
+        """Add a point."""
+        if self._count % self._stride == 0:
+            self.points.append((step, expected, actual))
+        self._count += 1
+        if len(self.points) > MAX_VALUES:
+            self.points = self.points[::2]
+            self._stride *= 2
+
+
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
     """A record of digests and how it compares.
@@ -83,7 +109,8 @@ class TimelinePoint:
     Attributes:
         rank: The rank.
         where: Description of the record.
-        status: ``"equal"``, ``"different"``, ``"only expected"`` or ``"only actual"``.
+        status: ``"equal"``, ``"different"``, ``"only the reference"`` or
+            ``"only this run"``.
         groups: (group, entries that differ, entries) for each group in which some differ.
     """
 
@@ -100,10 +127,12 @@ class Module:
     Attributes:
         differing: Number of places and digests, over all steps and ranks.
         first: (epoch, step, batch, position, description) of the first one on any rank.
+        steps: The number of differences by step.
     """
 
     differing: int = 0
     first: tuple[int, int, int, int, str] | None = None
+    steps: StepHistogram = field(default_factory=lambda: StepHistogram(_MODULE_STEPS))
 
 
 @dataclass(slots=True)
@@ -115,6 +144,7 @@ class Timeline:
         weights: Differences among the weights at the ends of epochs, by step.
         ranks: All that was compared on each rank, by step.
         epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
+        values: The loss and the logged values of the first rank, by name; at most ``MAX_SERIES``.
         differing: Modules in which something differs, by path; "" is the model itself.
         agreeing: The other modules.
     """
@@ -123,6 +153,7 @@ class Timeline:
     weights: StepHistogram = field(default_factory=StepHistogram)
     ranks: dict[int, StepHistogram] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
+    values: dict[str, ValueSeries] = field(default_factory=dict)
     differing: dict[str, Module] = field(default_factory=dict)
     agreeing: dict[str, None] = field(default_factory=dict)
     # Records that differ and records that agree, each with its number in reading order.
@@ -132,6 +163,7 @@ class Timeline:
     _counted: int = 0
     _overflow: bool = False
     _seen: set[int] = field(default_factory=set)
+    _rank: int | None = None  # whose values are kept
 
     @property
     def moments(self) -> list[TimelinePoint]:
@@ -167,6 +199,7 @@ class Timeline:
         elif isinstance(item, Digests):
             self._note_epoch(item.epoch + (item.moment == "epoch"), item.step)
             self._take_digests(rank, one, other)
+            self._take_values(rank, item, one, other)
 
     def _note_epoch(self, epoch: int, step: int) -> None:
         if len(self.epochs) < MAX_EPOCHS:
@@ -204,7 +237,7 @@ class Timeline:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
             item = one or other
             if isinstance(item, Digests):
-                status = "only actual" if one is None else "only expected"
+                status = "only this run" if one is None else "only the reference"
                 self._add_moment(TimelinePoint(rank, describe_record(item), status))
                 self._mark(rank, item.step, 0, 0, 1)
             return
@@ -223,6 +256,16 @@ class Timeline:
             # After the batches of its epoch.
             where = (other.epoch, other.step, 2**63, entry.position, f"{entry.kind} {entry.name}")
             self._differs(module_of(entry.kind, entry.name), where)
+
+    def _take_values(self, rank: int, item: Digests, one: Item | None, other: Item | None) -> None:
+        self._rank = rank if self._rank is None else self._rank
+        if rank != self._rank or item.moment != "epoch":
+            return
+        values = [_list_values(record) for record in (one, other)]
+        for name in values[0] | values[1]:
+            if name in self.values or len(self.values) < MAX_SERIES:
+                series = self.values.setdefault(name, ValueSeries())
+                series.add(item.step, values[0].get(name), values[1].get(name))
 
     def _add_moment(self, moment: TimelinePoint) -> None:
         kept = self._moments[moment.status == "equal"]
@@ -247,8 +290,24 @@ class Timeline:
             self.agreeing.pop(path, None)
             module = self.differing[path] = Module()
         module.differing += 1
+        module.steps.add(where[1], 1, 1)
         if module.first is None or where < module.first:
             module.first = where
+
+
+def _list_values(record: Item | None) -> dict[str, float]:
+    """Return the loss and the logged values of a record that are numbers."""
+    if not isinstance(record, Digests):
+        return {}
+    written = ({} if record.loss is None else {"loss": record.loss}) | dict(record.scalars)
+    return {name: value for name, text in written.items() if (value := _parse(text)) is not None}
+
+
+def _parse(text: str) -> float | None:
+    try:
+        return float.fromhex(text)
+    except (ValueError, OverflowError):
+        return None
 
 
 def module_of(kind: str, name: str) -> str:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.file_errors import explain
+from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.launch.rank_variables import make_rank_variables
@@ -102,6 +103,21 @@ def _make_environment(folder: Path) -> dict[str, str]:
     if not variables.get("PYTHONHASHSEED", "").isdigit():
         variables["PYTHONHASHSEED"] = "0"
     return variables
+
+
+def read_runs(output: Path) -> dict[int, Run]:
+    """Return the runs that `d9m repeat` left in a folder, by number; empty if it is not one.
+
+    Raises:
+        LedgerError: If a ledger cannot be read.
+    """
+    runs: dict[int, Run] = {}
+    for folder in sorted(output.glob("run-[0-9][0-9][0-9]")):
+        fits = {path.name: read_ledger(path) for path in list_fits(folder)}
+        if fits:
+            fits = pair_fits(runs[1].fits, fits) if 1 in runs else fits
+            runs[int(folder.name[4:])] = Run(fits)
+    return runs if 1 in runs else {}
 
 
 def read_fits(folder: Path, command: Sequence[str]) -> dict[str, Ledger]:

@@ -6,15 +6,19 @@ direction.
 
 import re
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.comparison.record_diff import name_call
 from lightning_d9m.comparison.timeline import Module, Timeline, module_of
+from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.records import Header, Scalar
 from lightning_d9m.output.comparison_text import (
     advise,
     count_compared,
@@ -23,7 +27,9 @@ from lightning_d9m.output.comparison_text import (
     name_ranks,
     state_verdict,
 )
-from lightning_d9m.output.svg_timeline import draw_growth, draw_timeline
+from lightning_d9m.output.run_table import RunRow
+from lightning_d9m.output.svg_timeline import draw_growth, draw_strip, draw_timeline
+from lightning_d9m.output.svg_values import Points, draw_gaps, draw_values
 from lightning_d9m.text import describe_value, pluralize, quote
 from lightning_d9m.version import __version__
 
@@ -37,11 +43,53 @@ _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_FIELDS = 200
 _MAX_SENTENCES = 200
 _MAX_DEPTH = 12
+# What ran, by its name on the page.
+_FACTS: dict[str, Callable[[Header], object]] = {
+    "command": lambda header: header.program.get("command"),
+    "commit": lambda header: _describe_commit(header.program),
+    "date": lambda header: header.created.partition(".")[0].replace("T", " "),
+    "seed": lambda header: header.seed,
+    "ranks": lambda header: header.world_size,
+    "device": lambda header: header.stack.get("device.0.name", header.stack.get("device.kind")),
+    "processor": lambda header: header.stack.get("cpu.model"),
+    "torch": lambda header: header.stack.get("torch.version"),
+    "CUDA": lambda header: header.stack.get("torch.cuda"),
+    "Lightning": lambda header: header.stack.get("package.lightning"),
+    "Python": lambda header: header.stack.get("python.version"),
+    "lightning_d9m": lambda header: header.package,
+}
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
-def render_page(comparison: Comparison, course: Timeline) -> str:
-    """Return the whole page."""
+@dataclass(frozen=True)
+class RepeatedRuns:
+    """All runs of a `d9m repeat`, beside the pair that the page compares.
+
+    Attributes:
+        verdict: The verdict on all runs.
+        rows: The table of all runs.
+        values: For each run, its logged values by name: (step, value).
+    """
+
+    verdict: str
+    rows: Sequence[RunRow]
+    values: Sequence[Mapping[str, Points]]
+
+
+def render_page(
+    comparison: Comparison,
+    timeline: Timeline,
+    ledgers: tuple[Ledger, Ledger],
+    repeated: RepeatedRuns | None = None,
+) -> str:
+    """Return the whole page.
+
+    Args:
+        comparison: The comparison of two ledgers.
+        timeline: What was collected while they were compared.
+        ledgers: The reference and this run.
+        repeated: All runs, if there are more than these two.
+    """
     from importlib.resources import files
 
     environment = _make_environment()
@@ -52,11 +100,16 @@ def render_page(comparison: Comparison, course: Timeline) -> str:
     if comparison.verdict == "different":  # the header says the rest
         basis = f"{count_compared(comparison)} compared."
     # If there are many ranks, those that diverge.
-    chosen = list(dict.fromkeys([*(entry.rank for entry in found), *course.ranks]))[:_MAX_RANKS]
-    drawn = {rank: course.ranks[rank] for rank in sorted(chosen) if rank in course.ranks}
+    chosen = list(dict.fromkeys([*(entry.rank for entry in found), *timeline.ranks]))[:_MAX_RANKS]
+    shown = {rank: timeline.ranks[rank] for rank in sorted(chosen) if rank in timeline.ranks}
     return environment.get_template("report.html.j2").render(
         comparison=comparison,
-        course=course,
+        timeline=timeline,
+        repeated=repeated,
+        title=f"{comparison.verdict}: {comparison.expected.name} and {comparison.actual.name}",
+        cause=find_cause(comparison) if found or comparison.stack else None,
+        weights=_find_weights(ledgers[1]) if comparison.equal else "",
+        facts=list(list_facts(ledgers)),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
         advice=advise(comparison.first[1]) if comparison.first else "",
@@ -64,10 +117,11 @@ def render_page(comparison: Comparison, course: Timeline) -> str:
         one_ledger=is_one_ledger(comparison),
         basis=basis,
         places=list(_list_places(found)),
-        tree=list(_list_modules(course, comparison)),
-        timeline=draw_timeline(drawn, course.epochs) if drawn else "",
-        growth=dict(_draw_growths(course)),
-        ranks_left_out=len(course.ranks) - len(drawn),
+        tree=list(_list_modules(timeline, comparison)),
+        marks=draw_timeline(shown, timeline.epochs) if shown else "",
+        growth=dict(_draw_growths(timeline)),
+        values=list(_draw_values(timeline, repeated)),
+        ranks_left_out=len(timeline.ranks) - len(shown),
         max_ranks=_MAX_RANKS,
         max_fields=_MAX_FIELDS,
         max_sentences=_MAX_SENTENCES,
@@ -77,6 +131,48 @@ def render_page(comparison: Comparison, course: Timeline) -> str:
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
     )
+
+
+def list_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, value in each run) of what ran, where a run has it."""
+    headers = [ledger.header for ledger in ledgers]
+    for name, read in _FACTS.items():
+        values = [read(header) for header in headers]
+        if any(value not in (None, "") for value in values):
+            yield name, ["" if value is None else str(value) for value in values]
+
+
+def _describe_commit(program: Mapping[str, Scalar]) -> str:
+    commit = str(program.get("git.commit") or "")
+    return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
+
+
+def _find_weights(ledger: Ledger) -> str:
+    """Return the digest of the final weights; empty if the fit did not end."""
+    final = ledger.outcome(min(ledger.files)).final
+    return "" if final is None else final.totals.get("weights", "")
+
+
+def _draw_values(
+    timeline: Timeline, repeated: RepeatedRuns | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, drawing of the values, drawing of their difference) of each logged value."""
+    for number, (name, series) in enumerate(timeline.values.items(), start=1):
+        pair: list[Points] = [
+            [(step, value) for step, *both in series.points if (value := both[side]) is not None]
+            for side in (0, 1)
+        ]
+        runs = pair if repeated is None else [run.get(name, ()) for run in repeated.values]
+        gaps = [
+            (step, abs(one - other))
+            for step, one, other in series.points
+            if one is not None and other is not None
+        ]
+        label = f"Logged value {number}"
+        epochs = timeline.epochs
+        differs = any(gap > 0 and isfinite(gap) for _, gap in gaps)
+        drawing = draw_gaps(f"{label}: difference", gaps, epochs) if differs else ""
+        yield name, draw_values(label, runs, epochs), drawing
 
 
 @cache
@@ -152,15 +248,15 @@ def _list_places(found: list[Divergence]) -> Iterator[tuple[int, Any]]:
             yield entry.rank, place
 
 
-def _draw_growths(course: Timeline) -> Iterator[tuple[str, str]]:
+def _draw_growths(timeline: Timeline) -> Iterator[tuple[str, str]]:
     for title, growth in (
-        ("Share of probed places that differ, by step", course.places),
-        ("Share of weights that differ, by step", course.weights),
+        ("Share of probed places that differ, by step", timeline.places),
+        ("Share of weights that differ, by step", timeline.weights),
     ):
         steps = [step for step in growth.ordered() if step.compared]
         # One point shows no growth; the table of moments has it.
         if steps[1:] and any(step.differing for step in steps):
-            yield title, draw_growth(title, growth, course.epochs)
+            yield title, draw_growth(title, growth, timeline.epochs)
 
 
 @dataclass(frozen=True)
@@ -168,6 +264,7 @@ class _Node:
     path: str
     module: Module | None
     is_first: bool
+    strip: str = ""
 
     @property
     def depth(self) -> int:
@@ -185,9 +282,9 @@ class _Node:
         return "differs" if self.module is not None and self.module.first is not None else "same"
 
 
-def _list_modules(course: Timeline, comparison: Comparison) -> Iterator[_Node]:
+def _list_modules(timeline: Timeline, comparison: Comparison) -> Iterator[_Node]:
     """Yield the tree of modules with all parents, layer 10 after layer 9."""
-    modules = course.modules
+    modules = timeline.modules
     if not modules:
         return
     first = [module_of(entry.kind, entry.name) for entry in comparison.divergences[:1]]
@@ -199,5 +296,10 @@ def _list_modules(course: Timeline, comparison: Comparison) -> Iterator[_Node]:
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
+    seen = [step for histogram in timeline.ranks.values() for step in histogram.ordered()]
+    low, high = min((s.first for s in seen), default=0), max((s.last for s in seen), default=1)
     for path in sorted(paths, key=order):
-        yield _Node(path, modules.get(path), [path] == first)
+        module = modules.get(path)
+        differs = module is not None and module.differing
+        strip = draw_strip(module.steps, low, high) if module is not None and differs else ""
+        yield _Node(path, module, [path] == first, strip)

@@ -2,12 +2,12 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
@@ -35,18 +35,32 @@ class FailedRun:
 
 
 @dataclass(frozen=True)
-class _FitOutcome:
+class FitOutcome:
+    """One fit of one run, compared with the same fit of run 1.
+
+    Attributes:
+        run: Number of the run.
+        fit: Number of the fit within the run.
+        name: Name of its ledger in run 1.
+        ledger: Its ledger.
+        comparison: Its comparison; None for run 1, or if run 1 has no such fit.
+        source: The run.
+    """
+
     run: int
     fit: int
+    name: str
     ledger: Ledger
     comparison: Comparison | None
     source: Run
 
     @property
     def differs(self) -> bool:
+        """Whether it was compared and differs."""
         return self.comparison is not None and not self.comparison.equal
 
     def as_row(self) -> RunRow:
+        """Return its row of the table."""
         last = self.ledger.outcome(min(self.ledger.files)).final
         verdict = "no match" if self.comparison is None else "differs" if self.differs else "equal"
         return RunRow(
@@ -74,6 +88,8 @@ class RepeatReport:
         output: The folder with their ledgers.
         command: The command that was run.
         failures: The runs that failed.
+        watch: Returns what watches the comparison of a fit, given the run's number and the fit's
+            name.
     """
 
     def __init__(
@@ -82,6 +98,7 @@ class RepeatReport:
         output: Path,
         command: Sequence[str],
         failures: Sequence[FailedRun] = (),
+        watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
         self._runs = runs
         self._command = command
@@ -92,12 +109,15 @@ class RepeatReport:
         self._fits = len(names)
         first = runs[1].fits
         self._entries = [
-            _FitOutcome(
+            FitOutcome(
                 run=number,
                 fit=names.index(name) + 1,
+                name=name,
                 ledger=ledger,
                 comparison=(
-                    compare_ledgers(first[name], ledger) if number > 1 and name in first else None
+                    compare_ledgers(first[name], ledger, watch=watch and watch(number, name))
+                    if number > 1 and name in first
+                    else None
                 ),
                 source=run,
             )
@@ -115,6 +135,17 @@ class RepeatReport:
             return "different"
         return "incomplete" if self._failures else "equal"
 
+    @property
+    def rows(self) -> Sequence[RunRow]:
+        """The table of all fits."""
+        return self._rows
+
+    @property
+    def shown(self) -> FitOutcome | None:
+        """The fit to look at: the first that differs, else the last that was compared."""
+        compared = [entry for entry in self._entries if entry.comparison is not None]
+        return next(iter(self._differing), compared[-1] if compared else None)
+
     def print_out(self, *, as_one_object: bool, verbose: bool = False) -> None:
         """Print the report as text or as one JSON object.
 
@@ -125,7 +156,7 @@ class RepeatReport:
         if as_one_object:
             print(json.dumps(self._as_json(), indent=2))
             return
-        print_lines([*wrap(self._state_verdict()), ""])
+        print_lines([*wrap(self.state_verdict()), ""])
         print(format_table(self._rows, terminal_width(), plain=False, verbose=verbose))
         labels = {number: run.label for number, run in self._runs.items()}
         labels |= {failure.run: failure.label for failure in self._failures}
@@ -143,7 +174,8 @@ class RepeatReport:
         if self._differing:
             print("\n".join(format_next_steps(self._list_next_steps(self._differing[0]))))
 
-    def _state_verdict(self) -> str:
+    def state_verdict(self) -> str:
+        """Return the verdict in one or two sentences."""
         runs = len(self._runs)
         failed = pluralize(len(self._failures), "run")
         if self.verdict == "different":
@@ -166,7 +198,7 @@ class RepeatReport:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         return f"{self.verdict}: {agree}."
 
-    def _describe_first(self, entry: _FitOutcome) -> str:
+    def _describe_first(self, entry: FitOutcome) -> str:
         """Return the verdict on the first fit that differs."""
         assert entry.comparison is not None, "it differs"
         fit = f", fit {entry.fit}" if self._fits > 1 else ""
@@ -182,7 +214,7 @@ class RepeatReport:
         if advice := self._advise_logical_ranks():
             print(advice)
 
-    def _list_next_steps(self, entry: _FitOutcome) -> list[tuple[str, str]]:
+    def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         assert entry.comparison is not None, "it differs"
         ledgers = (entry.comparison.expected, entry.comparison.actual)
         command = printable(shlex.join(self._command))

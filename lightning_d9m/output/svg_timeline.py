@@ -8,7 +8,7 @@ from lightning_d9m.output.svg import Scale, element, line, round_up, text
 
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _RIGHT, _BOTTOM, _TOP = 64, 708, 172, 14
-_ROW, _MIN_MARK = 20, 4
+_ROW, _MIN_MARK, _STRIP = 20, 4, 240
 _MAX_LABELS, _HALF_LABEL, _MAX_DOTS = 8, 30, 200
 _INSETS = {"equal": 5, "alone": 3, "different": 0}  # the last is drawn on top of the others
 
@@ -18,7 +18,7 @@ def _scale_steps(steps: Sequence[TimelineStep]) -> Scale:
     return Scale(low, max(high, low + 1), _LEFT, _RIGHT)
 
 
-def _draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
+def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
     """Draw the axis of steps, with its first and last step and as many epochs as fit.
 
     The name of an epoch stands below its steps, between the ticks where it begins and ends: a
@@ -43,7 +43,8 @@ def _draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
     return "".join(parts)
 
 
-def _frame(label: str, height: int, parts: Sequence[str]) -> str:
+def frame(label: str, height: int, parts: Sequence[str]) -> str:
+    """Return a whole drawing, with a label for a reader that does not see it."""
     return element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
 
 
@@ -60,8 +61,35 @@ def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int])
         parts.append(text(_LEFT - 6, top + 13, f"rank {rank}", "end"))
         parts += _draw_marks(scale, steps, top)
     base = len(lines) * _ROW + 8
-    parts.append(_draw_axis(scale, epochs, base))
-    return _frame("Timeline: the records of each rank by step", base + 42, parts)
+    parts.append(draw_axis(scale, epochs, base))
+    return frame("Timeline: the records of each rank by step", base + 42, parts)
+
+
+def draw_strip(differing: StepHistogram, low: int, high: int) -> str:
+    """Draw the steps at which a module differs in one line; the darker, the more differs.
+
+    Args:
+        differing: The number of differences by step.
+        low: The first step of the line.
+        high: The last step.
+    """
+    scale = Scale(low, max(high, low + 1), 0, _STRIP)
+    steps = differing.ordered()
+    most = max((step.differing for step in steps), default=1)
+    cells = [
+        element(
+            "rect",
+            element("title", f"step {step.first:,}: {step.differing:,} differ"),
+            class_="different",
+            x=min(scale.at(step.first), _STRIP - 3),
+            y=0,
+            width=max(3, scale.at(step.last + 1) - scale.at(step.first)),
+            height=_ROW // 2,
+            opacity=0.25 + 0.75 * step.differing / most,
+        )
+        for step in steps
+    ]
+    return element("svg", *cells, viewBox=f"0 0 {_STRIP} {_ROW // 2}", class_="strip")
 
 
 def _status(step: TimelineStep) -> str:
@@ -118,9 +146,9 @@ def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) ->
         y = up.at(share)
         parts.append(line(_LEFT - 4, y, _LEFT, y, class_="axis"))
         parts.append(text(_LEFT - 7, y + 4, f"{100 * share:.3g}%", "end"))
-    parts.append(_draw_axis(across, epochs, _BOTTOM))
+    parts.append(draw_axis(across, epochs, _BOTTOM))
     parts += _draw_curve(steps, shares, across, up)
-    return _frame(title, _HEIGHT + 14, parts)
+    return frame(title, _HEIGHT + 14, parts)
 
 
 def _draw_curve(

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_d9m.cli.report import add_arguments, run
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline
+from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline, ValueSeries
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
@@ -157,7 +157,8 @@ def test_different_runs(tmp_path, capsys):
     assert "The stacks differ in 1 field, which alone may change results: device.driver ." in words
     assert "device.driver 560.35 570.1" in words
     assert "weights 4 of 4" in words
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 2 + text.count('class="strip"')
+    assert "Cause: stack." in words
     assert '<rect class="equal"' in text
     assert "steps 8 to 12: different" in words
     assert '<li class="differs first"' in text
@@ -254,19 +255,104 @@ def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
     """Limits drop modules and moments that agree."""
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MODULES", 2)
     monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_MOMENTS", 3)
-    course = Timeline()
+    timeline = Timeline()
     names = [f"layers.{number}" for number in range(9)]
     one, other = write_epochs(tmp_path, 9, names=names), write_epochs(tmp_path, 9, 7, names[::-1])
-    compare_ledgers(read_ledger(one), read_ledger(other), watch=course.watch)
-    assert [moment.where for moment in course.moments] == [
+    compare_ledgers(read_ledger(one), read_ledger(other), watch=timeline.watch)
+    assert [moment.where for moment in timeline.moments] == [
         "epoch 0 (step 9)",
         "epoch 7 (step 72)",
         "epoch 8 (step 81)",
     ]
-    assert course.moments_left_out == 6
-    assert len(course.modules) == 2
-    assert all(module.differing for module in course.modules.values())
-    assert course.modules_left_out
+    assert timeline.moments_left_out == 6
+    assert len(timeline.modules) == 2
+    assert all(module.differing for module in timeline.modules.values())
+    assert timeline.modules_left_out
+
+
+def write_losses(parent, losses, *, digit="0", program=None, folder=None):
+    """Write a run with one epoch for each loss, and a logged value that is half of it."""
+    folder = folder or create_ledger_folder(parent)
+    facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "package": "0.1.0"}
+    facts |= {"created": "2026-11-22T19:18:44.311245+00:00", "program": program or {}}
+    with LedgerWriter(rank_path(folder, 0)) as writer:
+        writer.write(Header(**facts, settings={}, stack={"torch.version": "2.13.0"}).as_record())
+        for epoch, loss in enumerate(losses):
+            values = {
+                "loss": None if loss is None else loss.hex(),
+                "scalars": {} if loss is None else {"val_<b>": (loss / 2).hex()},
+                "totals": {"weights": digit * 32},
+                "groups": {"weights": {"a": digit * 32}},
+            }
+            for moment in ("epoch", "final")[: 2 if epoch == len(losses) - 1 else 1]:
+                record = Digests(moment=moment, epoch=epoch, step=9 * epoch + 9, **values)
+                writer.write(record.as_record())
+        writer.write(End(status="finished").as_record())
+    return folder
+
+
+def test_what_ran_and_the_logged_values_are_shown(tmp_path):
+    """Values lie over each other, and their difference has a logarithmic scale."""
+    program = {"command": "python train.py", "git.commit": "abc123", "git.dirty": True}
+    one = write_losses(tmp_path, [1.0, 0.5, 0.25], program=program)
+    other = write_losses(tmp_path, [1.0, 0.5001, float("nan")], digit="f", program=program)
+    text = report(tmp_path, one, other)
+    words = Page(text).words
+    assert (
+        "command python train.py python train.py commit abc123, with changes abc123, with changes"
+        in words
+    )
+    assert "date 2026-11-22 19:18:44" in words
+    assert "torch 2.13.0 2.13.0" in words
+    assert "run 1, step 27: 0.25" in words
+    assert "run 2, step 18: 0.5001" in words
+    assert "step 18: 0.0001" in words
+    assert "step 9: 0 " not in words
+    assert "val_<b> at the ends of epochs, both runs: the wide line" in words
+
+
+def test_equal_runs_show_the_digest_of_their_weights(tmp_path):
+    one, other = write_losses(tmp_path, [1.0]), write_losses(tmp_path, [1.0])
+    words = Page(report(tmp_path, one, other, status=0)).words
+    assert f"Weights of both runs: {'0' * 32}" in words
+    assert "The size of the difference" not in words
+
+
+def test_all_runs_of_a_repeat_are_shown(tmp_path):
+    """The page compares the first run that differs with run 1."""
+    for number, loss in ((1, 0.5), (2, 0.5), (3, 0.25)):
+        folder = tmp_path / f"run-{number:03d}" / "fit-000"
+        folder.mkdir(parents=True)
+        write_losses(tmp_path, [1.0, loss], digit=str(number // 3), folder=folder)
+    words = Page(report(tmp_path, tmp_path)).words
+    assert "different: 1 of 3 runs differs from run 1. Run 3: " in words
+    assert f"1.1 42 {'0' * 32} 0x1.0000000000000p-1 (0.5) reference" in words
+    assert f"3.1 42 {'1' * 32} 0x1.0000000000000p-2 (0.25) differs" in words
+    assert "run 3, step 18: 0.25" in words
+    assert "all runs: the wide line" in words
+    assert "run-003/fit-000" in words
+
+
+def test_a_repeat_with_one_run_is_one_clear_error(tmp_path):
+    (tmp_path / "run-001" / "fit-000").mkdir(parents=True)
+    write_losses(tmp_path, [1.0], folder=tmp_path / "run-001" / "fit-000")
+    with pytest.raises(LedgerError, match="holds run 1 of a `d9m repeat` and no run to compare"):
+        run(parse(tmp_path, "-o", tmp_path / "a.html"))
+
+
+def test_a_module_has_a_bar_of_the_steps_at_which_it_differs(tmp_path):
+    text = report(tmp_path, write(tmp_path), write(tmp_path, drift=8))
+    bars = text.count('class="strip"')
+    assert bars == text.count('<li class="differs')
+    assert "step 8: 1 differ" in Page(text).words
+
+
+def test_long_series_are_thinned(monkeypatch):
+    monkeypatch.setattr("lightning_d9m.comparison.timeline.MAX_VALUES", 4)
+    series = ValueSeries()
+    for step in range(16):
+        series.add(step, float(step), None)
+    assert [step for step, _, _ in series.points] == [0, 4, 8, 12]
 
 
 def test_runs_of_other_world_sizes(tmp_path):
@@ -423,7 +509,7 @@ def test_in_a_browser(tmp_path):
     marked = text.replace("alert(1)", "document.title='broken'")
     marked = marked.replace("</main>", "<script>document.title='broken'</script></main>")
     dom = browse(tmp_path, marked)
-    assert "<title>d9m: different</title>" in dom
+    assert "<title>d9m: different: fit-000 and fit-001</title>" in dom
     assert "2 of 2 shown" in dom
 
 
