@@ -42,11 +42,11 @@ On CUDA,
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;
-- gradients of pooling run as Triton kernels: one launch, in which each input adds up the outputs it
-  went to, in a fixed order, without atomics. The kernels have run under Triton's interpreter, with
-  the results of the torch ops, and they compile for NVIDIA's architectures 8.0, 9.0 and 10.0. Torch
-  ops take over, with a warning, from a kernel that cannot run or gives a different result than the
-  CPU;
+- gradients of pooling and padding run as Triton kernels: one launch (of wide replications one for
+  each dimension), in which each input adds the outputs that it went to, in a fixed order, without
+  atomics. The kernels have run under Triton's interpreter, with the results of the torch ops, and
+  they compile for NVIDIA's architectures 8.0, 9.0 and 10.0. Torch ops take over, with a warning,
+  from a kernel that cannot run or gives a different result than the CPU;
 - a step with patches has to run once before a CUDA graph captures it, because kernels are compiled
   and tables are copied from the host at the first use. Tables that a graph uses are kept."""
 

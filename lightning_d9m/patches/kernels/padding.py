@@ -19,6 +19,7 @@ from lightning_d9m.patches.primitives.gather_tables import (
     cast_like,
     gather_through,
 )
+from lightning_d9m.patches.triton.launch import run_kernel
 
 
 def build_replication_table(input_size: int, output_size: int, left: int) -> GatherTable:
@@ -37,16 +38,27 @@ def _reflection_backward(
         max(side) >= size for size, side in zip(sizes, sides, strict=True)
     ):
         raise_as_original(original, grad_output, self, padding)
-    return _fold(grad_output, sizes, sides).contiguous()
+    return run_kernel("padding:reflected", _fold_reflected, grad_output, self, sides)
 
 
 def _replication_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], *, dims: int
+    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
 ) -> Tensor:
     """Return the gradient of padding by replication with respect to its input."""
     sides = _list_sides(padding)
     if not _fits(grad_output, self, sides):
         raise_as_original(original, grad_output, self, padding)
+    return run_kernel("padding:replicated", _gather_replicated, grad_output, self, sides)
+
+
+def _fold_reflected(grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
+    return _fold(grad_output, self.shape[-len(sides) :], sides).contiguous()
+
+
+def _gather_replicated(
+    grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]
+) -> Tensor:
+    dims = len(sides)
     tables = [
         cached_on_device(self.device, build_replication_table, *sizes, left)
         for *sizes, (left, _) in zip(
@@ -104,6 +116,6 @@ def _fold(gradient: Tensor, sizes: Sequence[int], sides: Sequence[tuple[int, int
 reflection_pad1d_backward = partial(_reflection_backward, dims=1)
 reflection_pad2d_backward = partial(_reflection_backward, dims=2)
 reflection_pad3d_backward = partial(_reflection_backward, dims=3)
-replication_pad1d_backward = partial(_replication_backward, dims=1)
-replication_pad2d_backward = partial(_replication_backward, dims=2)
-replication_pad3d_backward = partial(_replication_backward, dims=3)
+replication_pad1d_backward = _replication_backward
+replication_pad2d_backward = _replication_backward
+replication_pad3d_backward = _replication_backward

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from lightning_d9m.patches.triton.launch import (
     view_as_volumes,
 )
 
+_MOST_READS = 64  # by one thread in one launch
 _SLACK = 8  # by which a kernel may pass a size when it multiplies two of them
 
 
@@ -73,40 +75,120 @@ def launch_gradient(
         wide: Whether the kernel needs 64 bits for more than offsets and products of two sizes.
         **constants: More compile-time constants of the kernel.
     """
-    dims, first = len(sides), tensors[0]
+    dims = len(sides)
     # Without a batch torch takes the channels for the batch: seldom, and an order by itself.
     given = memory_format if len(shape) == dims + 2 else torch.contiguous_format
-    result = allocate(shape, first, given)
-    if not result.numel():
-        return result
-    volumes = [view_as_volumes(tensor, dims) for tensor in tensors]
-    missing = 3 - dims
-    inputs, outputs = [1] * missing + list(shape[-dims:]), volumes[0].shape[2:]
-    wide = (
-        wide
-        or needs_int64(*tensors, result)
-        or any(
-            (size + _SLACK) * (other + _SLACK) > INT32_LIMIT
-            for size, other in zip(inputs, outputs, strict=True)
+    result = allocate(shape, tensors[0], given)
+    if result.numel():
+        _launch(
+            kernel,
+            [view_as_volumes(tensor, dims) for tensor in tensors],
+            result,
+            shape[-dims - 1 :],
+            sides,
+            neutral=neutral,
+            extra=extra,
+            WIDE=wide,
+            CHANNELS_LAST=given != torch.contiguous_format,
+            **constants,
         )
-    )
+    return result.contiguous(memory_format=memory_format)
+
+
+def launch_gradient_of_lines(
+    kernel: Any,
+    gradient: Tensor,
+    sizes: Sequence[int],
+    sides: Sequence[Side],
+    *,
+    neutral: tuple[Any, ...],
+    memory_format: torch.memory_format,
+    **constants: Any,
+) -> Tensor:
+    """Launch a kernel of one gradient, along one dimension after the other if that is faster.
+
+    One launch reads each output once for each input that it contributes to; where few inputs
+    contribute to many outputs, such as an edge to its copies, few threads would read them all. The
+    sums are the same ones in the same order, so both ways give the same bits.
+
+    Args:
+        kernel: A kernel that adds the last dimension first.
+        gradient: Of the output.
+        sizes: The sizes of the input's spatial dimensions.
+        sides: As in :func:`launch_gradient`.
+        neutral: As in :func:`launch_gradient`.
+        memory_format: The memory format of the result.
+        **constants: More compile-time constants of the kernel.
+    """
+    shape = (*gradient.shape[: -len(sizes)], *sizes)
+    if prod(side.reads for side in sides) <= _MOST_READS or not prod(shape):
+        return launch_gradient(
+            kernel,
+            [gradient],
+            shape,
+            sides,
+            neutral=neutral,
+            memory_format=memory_format,
+            **constants,
+        )
+    is_half = gradient.dtype in (torch.float16, torch.bfloat16)
+    rows = (gradient.float() if is_half else gradient).contiguous()
+    for back in range(1, len(sizes) + 1):
+        *outer, outputs = rows.shape[: rows.dim() - back + 1]
+        inner = rows.shape[rows.dim() - back + 1 :]
+        result = allocate((*outer, sizes[-back], *inner), rows, torch.contiguous_format)
+        # The elements behind the dimension are its channels, which come last in memory.
+        lines = rows.view(prod(outer), outputs, prod(inner)).movedim(1, 2)
+        _launch(
+            kernel,
+            [view_as_volumes(lines, 1)],
+            result,
+            (prod(inner), sizes[-back]),
+            sides[-back:][:1],
+            neutral=neutral,
+            WIDE=False,
+            CHANNELS_LAST=True,
+            **constants,
+        )
+        rows = result
+    return rows.to(gradient.dtype).contiguous(memory_format=memory_format)
+
+
+def _launch(
+    kernel: Any,
+    volumes: Sequence[Tensor],
+    result: Tensor,
+    sizes: Sequence[int],
+    sides: Sequence[Side],
+    *,
+    neutral: tuple[Any, ...],
+    extra: Sequence[Any] = (),
+    **constants: Any,
+) -> None:
+    missing = 4 - len(sizes)
+    channels, *given = sizes
+    inputs, outputs = [1] * missing + given, volumes[0].shape[2:]
     reads = [1] * missing + [side.reads for side in sides]
+    if result.is_complex():
+        volumes = [torch.view_as_real(volume.resolve_conj()) for volume in volumes]
+        result = torch.view_as_real(result)
+    constants["WIDE"] |= needs_int64(*volumes, result) or any(
+        (size + _SLACK) * (other + _SLACK) > INT32_LIMIT
+        for size, other in zip(inputs, outputs, strict=True)
+    )
     launch_blocks(
         kernel,
         result,
         *volumes,
         result,
-        tuple(map(as_divisor, (shape[-dims - 1], *inputs))),
+        tuple(map(as_divisor, (channels, *inputs))),
         tuple(outputs),
         (*[neutral] * missing, *(side.numbers for side in sides)),
-        *(volume.stride() for volume in volumes),
+        *(volume.stride()[:5] for volume in volumes),
         *extra,
-        WIDE=wide,
-        DIMS=dims,
-        CHANNELS_LAST=given != torch.contiguous_format,
+        DIMS=len(sides),
         RANKS_D=reads[0],
         RANKS_H=reads[1],
         RANKS_W=reads[2],
         **constants,
     )
-    return result.contiguous(memory_format=memory_format)
