@@ -46,12 +46,35 @@ def positive_seconds(text: str) -> float:
     return value
 
 
-def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+def add_format_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the format of the output; ``arguments.format`` is one of the three."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--format",
+        choices=("text", "json", "markdown"),
+        default="text",
+        help="text for a terminal, one JSON object, or Markdown, for example for the summary of a "
+        "CI job (default: text)",
+    )
+    form.add_argument(
+        "--json",
+        action="store_const",
+        dest="format",
+        const="json",
+        default=argparse.SUPPRESS,
+        help="short for --format json",
+    )
+
+
+def add_command_arguments(
+    parser: argparse.ArgumentParser, what: str, *, with_json: bool = True
+) -> None:
     """Declare the training's command, its timeout, and the form of the output.
 
     Args:
         parser: The parser of a command of ``d9m``.
         what: Description of the training, for the help text.
+        with_json: Whether to declare ``--json``.
     """
     parser.add_argument(
         "--timeout",
@@ -59,7 +82,10 @@ def add_command_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="SECONDS",
         help="stop a run that takes longer and treat it as hanging",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    if with_json:
+        parser.add_argument(
+            "--json", action="store_true", help="print the result as one JSON object"
+        )
     parser.add_argument(
         "argv",
         nargs=argparse.REMAINDER,

@@ -5,11 +5,16 @@ import json
 import shlex
 from pathlib import Path
 
-from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers
+from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.comparison_json import as_json
-from lightning_d9m.output.comparison_text import format_comparison
+from lightning_d9m.output.comparison_text import (
+    format_comparison,
+    format_evidence,
+    state_verdict,
+)
+from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.terminal import print_lines
@@ -19,7 +24,7 @@ from lightning_d9m.text import printable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m compare``."""
     add_ledger_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_format_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,8 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     expected, actual = map(read_ledger, paths)
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(expected, actual, progress=progress)
-    if arguments.json:
+    if arguments.format == "json":
         print(json.dumps(as_json(comparison), indent=2))
+    elif arguments.format == "markdown":
+        print(format_markdown(state_verdict(comparison), format_evidence(comparison)))
     else:
         print_lines(format_comparison(comparison))
         if not comparison.equal:

@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import (
     MOST_RUNS,
     add_command_arguments,
+    add_format_arguments,
     get_command,
     whole_number,
 )
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
     parser.usage = (
         "d9m repeat [-n RUNS | --processes P,P,... | --interrupt [--allow-objects]]\n"
-        "                  [-o DIR] [--timeout SECONDS] [--json] [-v] -- COMMAND ..."
+        "                  [-o DIR] [--timeout SECONDS] [--format FORMAT | --json] [-v]\n"
+        "                  -- COMMAND ..."
     )
     parser.add_argument(
         "-n",
@@ -68,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show whole digests and the bits of losses"
     )
-    add_command_arguments(parser, "a training with Lightning")
+    add_format_arguments(parser)
+    add_command_arguments(parser, "a training with Lightning", with_json=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,7 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
             else plan_runs(argv, arguments.processes)
         )
         report = RepeatReport(_repeat(plans, output, arguments.timeout), output, argv)
-    report.print_out(as_one_object=arguments.json, verbose=arguments.verbose)
+    if arguments.format == "markdown":
+        print(report.as_markdown())
+    else:
+        report.print_out(as_one_object=arguments.format == "json", verbose=arguments.verbose)
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
 
 
@@ -109,6 +115,7 @@ def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) ->
                 timeout=timeout,
                 variables=plan.variables,
                 processes=plan.started,
+                expected_seconds=runs[number - 1].seconds if runs else None,
             )
             seconds = time.monotonic() - start
             fits = read_fits(folder, plan.command)

@@ -52,10 +52,12 @@ class RunProgress:
     Args:
         title: Name of the run.
         folder: The folder to which the run writes its ledgers.
+        expected: Seconds that the run is expected to take; None if nothing is known.
     """
 
-    def __init__(self, title: str, folder: Path) -> None:
+    def __init__(self, title: str, folder: Path, expected: float | None = None) -> None:
         self._title = title
+        self._expected = expected
         self._counter = EpochCounter(folder)
         self._line = StatusLine()
 
@@ -70,7 +72,8 @@ class RunProgress:
     def tick(self, seconds: float) -> None:
         """Update the line; called a few times a second."""
         if self._line.live:
-            self._line.update(f"{self._title}: {seconds:.0f} s, {self._epochs()}")
+            about = "" if self._expected is None else f" of about {self._expected:.0f}"
+            self._line.update(f"{self._title}: {seconds:.0f}{about} s, {self._epochs()}")
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._line.__exit__()

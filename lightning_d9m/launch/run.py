@@ -58,6 +58,7 @@ def run_once(
     variables: Mapping[str, str] = MappingProxyType({}),
     killed_when: Callable[[], bool] = lambda: False,
     processes: int | None = None,
+    expected_seconds: float | None = None,
 ) -> None:
     """Run the command once, in a process that writes its ledgers to ``folder``.
 
@@ -70,6 +71,7 @@ def run_once(
         killed_when: Condition under which the process is killed without counting as a failure.
         processes: Starts the command so many times at once, as the ranks of one training; None
             starts it once, without variables for ranks.
+        expected_seconds: How long the run is expected to take, for the progress line.
 
     Raises:
         CommandError: If the command fails.
@@ -83,7 +85,7 @@ def run_once(
             )
             for rank, own in enumerate(make_rank_variables(processes))
         ]
-    with RunProgress(title, folder) as progress:
+    with RunProgress(title, folder, expected_seconds) as progress:
         run_processes(
             command,
             starts,

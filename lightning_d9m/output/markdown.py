@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Results in Markdown."""
 
 from collections.abc import Sequence
 
@@ -23,3 +23,28 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> str:
+    r"""Return a result as Markdown: the verdict, a table, and the evidence as it is printed.
+
+    Args:
+        verdict: A sentence that begins with the verdict and a colon.
+        evidence: Lines of text. Fences in them are broken up, so that they stay in their block.
+        table: A table in Markdown.
+
+    >>> print(format_markdown("equal: 5 records.", ["reference: a"]))
+    **equal**: 5 records.
+    <BLANKLINE>
+    ```text
+    reference: a
+    ```
+    """
+    word, colon, rest = verdict.partition(":")
+    parts = [f"**{word}**{colon}{rest}"]
+    if table:
+        parts.append(table)
+    if evidence:
+        lines = "\n".join(evidence).replace("```", "` ` `")
+        parts.append(f"```text\n{lines}\n```")
+    return "\n\n".join(parts)

@@ -13,8 +13,9 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict, wrap
+from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import format_next_steps
-from lightning_d9m.output.run_table import RunRow, format_table
+from lightning_d9m.output.run_table import RunRow, format_markdown_table, format_table
 from lightning_d9m.output.terminal import print_lines, terminal_width
 from lightning_d9m.text import pluralize, printable
 
@@ -173,6 +174,14 @@ class RepeatReport:
         print(f"ledgers: {self._output}")
         if self._differing:
             print("\n".join(format_next_steps(self._list_next_steps(self._differing[0]))))
+
+    def as_markdown(self) -> str:
+        """Return the report as Markdown."""
+        differing = self._differing[0].comparison if self._differing else None
+        evidence = [] if differing is None else format_evidence(differing)
+        evidence += [f"Run {failure.run} failed: {failure.error}" for failure in self._failures]
+        table = format_markdown_table(self._rows)
+        return format_markdown(self.state_verdict(), evidence, table)
 
     def state_verdict(self) -> str:
         """Return the verdict in one or two sentences."""

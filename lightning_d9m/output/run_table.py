@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from lightning_d9m.output.markdown import markdown_table
 from lightning_d9m.output.terminal import make_table, measure, render, style
 
 if TYPE_CHECKING:
@@ -75,26 +76,37 @@ def format_table(
     return render(table, max(width, measure(table)), plain=plain)
 
 
+def format_markdown_table(rows: Sequence[RunRow]) -> str:
+    """Return the rows as a table in Markdown, with whole digests."""
+    titles, cells = _list_rows(rows, verbose=False, digits=None)
+    return markdown_table(titles, cells)
+
+
 def _make_table(rows: Sequence[RunRow], *, verbose: bool) -> "Table":
-    several_fits = len({row.fit for row in rows}) > 1
-    by_processes = any(row.processes is not None for row in rows)
-    digits = None if verbose else _DIGEST
-    titles = _PROCESS_TITLES if by_processes else (*_TITLES, *[""] * verbose)
-    list_cells = _list_process_cells if by_processes else _list_cells
-    table = make_table(
-        ["run.fit" if several_fits else "run", *titles, "verdict"],
-        [
-            (
-                f"{row.run}.{row.fit}" if several_fits else str(row.run),
-                *list_cells(row, digits)[: len(titles)],
-                style(row.verdict),
-            )
-            for row in rows
-        ],
-    )
-    for column in table.columns[: 4 if by_processes else 2]:
+    titles, cells = _list_rows(rows, verbose=verbose, digits=None if verbose else _DIGEST)
+    table = make_table(titles, [(*row[:-1], style(row[-1])) for row in cells])
+    for column in table.columns[: 4 if _PROCESS_TITLES[0] in titles else 2]:
         column.justify = "right"
     return table
+
+
+def _list_rows(
+    rows: Sequence[RunRow], *, verbose: bool, digits: int | None
+) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of the table; the last column is the verdict."""
+    several_fits = len({row.fit for row in rows}) > 1
+    by_processes = any(row.processes is not None for row in rows)
+    titles = _PROCESS_TITLES if by_processes else (*_TITLES, *[""] * verbose)
+    list_cells = _list_process_cells if by_processes else _list_cells
+    cells = [
+        [
+            f"{row.run}.{row.fit}" if several_fits else str(row.run),
+            *list_cells(row, digits)[: len(titles)],
+            row.verdict,
+        ]
+        for row in rows
+    ]
+    return ["run.fit" if several_fits else "run", *titles, "verdict"], cells
 
 
 def _list_cells(row: RunRow, digits: int | None) -> tuple[str, ...]:

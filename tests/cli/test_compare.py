@@ -291,6 +291,15 @@ def test_json(tmp_path, capsys, changes, verdict, status):
         assert facts["refusals"] == [{"field": "seed", "expected": 42, "actual": 1, "ranks": [0]}]
 
 
+def test_markdown(tmp_path, capsys):
+    """The evidence stays in its block, whatever a name in the ledger holds."""
+    one, other = write(tmp_path, stack={"```": "a"}), write(tmp_path, stack={"```": "b"})
+    status, output = compare(capsys, one, other, "--format", "markdown")
+    assert status == 0
+    assert output.startswith("**equal**: 5 records")
+    assert output.count("```") == 2
+
+
 def test_not_a_ledger_is_an_error(tmp_path):
     """The command line turns it into exit status 2."""
     with pytest.raises(LedgerError, match="holds no ledger"):

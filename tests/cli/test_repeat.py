@@ -94,6 +94,15 @@ def test_json(repeat):
     assert json.loads(repeat(fits(7), "--json")[1])["verdict"] == "equal"
 
 
+def test_markdown(repeat):
+    status, out, _ = repeat(fits(f"{NUMBER}"), "--format", "markdown")
+    assert status == 1
+    assert out.startswith("**different**: 1 of 2 runs differs from run 1. ")
+    assert "\n| run | seed | weights | final loss | verdict |\n| --- |" in out
+    assert out.count("```") == 2
+    assert repeat(fits(7), "--format", "markdown")[1].startswith("**equal**: 2 runs agree")
+
+
 def test_several_fits_are_compared_one_by_one(repeat):
     status, out, _ = repeat(fits(7, f"{NUMBER}"))
     assert status == 1

@@ -1,6 +1,7 @@
 """The progress of ``d9m repeat`` counts epochs as they are recorded."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,3 +66,11 @@ def test_several_fits_are_added_up_and_one_epoch_is_no_epochs(tmp_path, capsys):
     with RunProgress("run 1 of 2", tmp_path) as progress:
         progress.tick(1.0)
     assert capsys.readouterr().err == "run 1 of 2: started\nrun 1 of 2: done, 2 epochs\n"
+
+
+def test_from_the_second_run_on_the_line_says_how_long_it_takes(tmp_path, monkeypatch):
+    progress = RunProgress("run 2 of 2", tmp_path, 12.4)
+    shown = []
+    monkeypatch.setattr(progress, "_line", SimpleNamespace(live=True, update=shown.append))
+    progress.tick(3.0)
+    assert shown == ["run 2 of 2: 3 of about 12 s, 0 epochs"]
