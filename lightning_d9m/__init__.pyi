@@ -30,5 +30,6 @@ from .horovod.strategy import HorovodDeterministicStrategy as HorovodDeterminist
 from .ledger.folder import Ledger as Ledger
 from .ledger.folder import read_ledger as read_ledger
 from .lightning.callback import DeterminismCallback as DeterminismCallback
+from .lightning.logical_ranks.ddp import DDPDeterministicStrategy as DDPDeterministicStrategy
 from .testing import assert_bit_exact as assert_bit_exact
 from .version import __version__ as __version__

@@ -26,6 +26,7 @@ settings.load_profile("untimed")
 collect_ignore = [  # run by ranks
     "ddp_probing.py",
     "ddp_training.py",
+    "logical_trainings.py",
     "lost_rank_training.py",
     "resume_training.py",
 ]

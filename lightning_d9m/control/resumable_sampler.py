@@ -6,7 +6,7 @@ worker that loads it nor on earlier batches, and a resumed run does not load con
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_d9m.control.generators import find_generators
+from lightning_d9m.control.micro_batches import MicroBatchIndices
 from lightning_d9m.control.random_streams import RandomStreams
 from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
 
@@ -30,6 +31,7 @@ _LIBRARIES = {
     "torch",
     "torchdata",
     "lightning",
+    "lightning_d9m",
     "lightning_fabric",
     "pytorch_lightning",
 }
@@ -58,6 +60,10 @@ class SeededIndex:
         if get_worker_info() is not None:
             seed_host(self.seed)
         return iter(self.indices)
+
+
+class SeededMicroBatches(list[SeededIndex]):
+    """A request for one micro-batch of each logical rank of a process."""
 
 
 class ResumableSampler:
@@ -104,7 +110,7 @@ class ResumableSampler:
         """
         vars(self).update(_round=0, _skip=skip, _cycled=cycled)
 
-    def __iter__(self) -> Iterator[SeededIndex]:
+    def __iter__(self) -> Iterator[SeededIndex | SeededMicroBatches]:
         # A generator, because torch makes two iterators for new workers and uses only the second.
         while True:
             number = self._round
@@ -121,8 +127,18 @@ class ResumableSampler:
                 vars(self)["_skip"] = 0
                 return
         for place, indices in enumerate(batches, skipped):
-            seed = stream.derive("batch", index=f"{number}.{place}") if self._draws else 0
-            yield SeededIndex(indices, seed, stream.epoch)
+            index = f"{number}.{place}"
+            if type(indices) is not MicroBatchIndices:
+                yield self._seed(indices, stream, index)
+                continue
+            yield SeededMicroBatches(
+                self._seed(part, replace(stream, rank=rank), index)
+                for rank, part in enumerate(indices, indices.first)
+            )
+
+    def _seed(self, indices: Any, stream: RandomStreams, index: str) -> SeededIndex:
+        seed = stream.derive("batch", index=index) if self._draws else 0
+        return SeededIndex(indices, seed, stream.epoch)
 
     def _iterate(self) -> Iterable[Any]:
         if not self._foreign:

@@ -18,8 +18,9 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as _collate
 
+from lightning_d9m.control.micro_batches import MicroBatches
 from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.resumable_sampler import SeededIndex
+from lightning_d9m.control.resumable_sampler import SeededIndex, SeededMicroBatches
 from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
 from lightning_d9m.errors import SettingError
 
@@ -104,11 +105,24 @@ class SeededCollate:
         return getattr(self.user_function, name)
 
     def __call__(self, samples: Any) -> Any:
-        """Make a batch of samples."""
+        """Make a batch of samples, or the micro-batches of a request."""
+        if isinstance(samples, _Unfetched):
+            # One after the other, because this function may draw after the samples of its batch.
+            return MicroBatches(
+                self(samples.dataset.__getitems__(request)) for request in samples.requests
+            )
         try:
             return self.user_function(samples)
         finally:
             self._guard.end()
+
+
+@dataclass(frozen=True)
+class _Unfetched:
+    """A request for micro-batches, as the dataset hands it on to the ``collate_fn``."""
+
+    dataset: "SeededDataset"
+    requests: SeededMicroBatches
 
 
 class SeededDataset:
@@ -176,6 +190,8 @@ class SeededDataset:
 
     def __getitems__(self, request: Any) -> Any:
         """Fetch a whole batch, as torch's loader does."""
+        if isinstance(request, SeededMicroBatches):
+            return _Unfetched(self, request)
         if isinstance(request, SeededIndex):
             return self._fetch(request, lambda: self._fetch_batch(request.indices, request.epoch))
         if self._per_sample:

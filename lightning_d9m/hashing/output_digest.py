@@ -1,5 +1,7 @@
 """The outputs of an evaluation, batch by batch, rolled up into one digest."""
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from xxhash import xxh3_128
 
 from lightning_d9m.errors import DigestError
@@ -39,4 +41,48 @@ class OutputDigest:
             "batches": self._batches,
             "outputs": self._hash.hexdigest(),
             **(problem if self._undigested else {}),
+        }
+
+
+class LogicalOutputDigest:
+    """Digests the outputs of each logical rank, and then those of all.
+
+    The digest is XXH3-128 over one line for each logical rank, in their order: its number, and the
+    digest of its outputs.
+
+    Args:
+        block: The logical ranks of this process.
+    """
+
+    def __init__(self, block: range) -> None:
+        self._own = {rank: OutputDigest() for rank in block}
+        self._all: dict[int, Mapping[str, Json]] = {}
+
+    def add(self, outputs: object, *, loader: int, batch: int) -> None:
+        """Digest the outputs of one batch, a sequence with those of each logical rank."""
+        assert isinstance(outputs, Sequence), "a step of logical ranks returns a list"
+        for digest, output in zip(self._own.values(), outputs, strict=False):
+            digest.add(output, loader=loader, batch=batch)
+
+    def as_plain(self) -> list[Json]:
+        """Return the fields of each logical rank of this process, with its number."""
+        return [[rank, digest.as_fields()] for rank, digest in self._own.items()]
+
+    def merge(self, parts: Iterable[list[Json]]) -> None:
+        """Take what ``as_plain`` returned on each process."""
+        self._all = {rank: fields for part in parts for rank, fields in part}
+
+    def as_fields(self) -> dict[str, Json]:
+        """Return the fields of a ledger's record."""
+        ordered = sorted(self._all.items())
+        lines = "".join(f"{rank} {fields['outputs']}\n" for rank, fields in ordered)
+        failed = [fields for _, fields in ordered if "undigested" in fields]
+        problem = {
+            "undigested": sum(fields["undigested"] for fields in failed),
+            "problem": failed[0]["problem"] if failed else None,
+        }
+        return {
+            "batches": sum(fields["batches"] for _, fields in ordered),
+            "outputs": xxh3_128(lines.encode()).hexdigest(),
+            **(problem if failed else {}),
         }

@@ -301,7 +301,9 @@ class DeterminismCallback(_Callback):
     def _open(self, trainer: "Trainer", stage: str) -> None:
         self._validate_trainer(trainer)
         self._early_variables.set()
-        self._session = TrainerSession(trainer, self._given.resolve(), stage)
+        # With logical ranks the number of threads must not depend on that of the processes.
+        threads = getattr(trainer.strategy, "logical_threads", None)
+        self._session = TrainerSession(trainer, self._given.resolve(threads), stage)
         self._checkpoint_state.attach(trainer, self._session)
         apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:

@@ -6,8 +6,9 @@ of the same name checks every function on the installed version; Lightning 2.5 i
 supported one.
 """
 
+import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 # The method of a fit loop that loads the states of the training loaders from a checkpoint. No hook
 # runs between the setup of these loaders and this call.
 LOAD_LOADER_STATES = "_load_combined_loader_states"
+
+# The method of a LightningModule that calls its hook `on_before_batch_transfer`.
+BEFORE_BATCH_TRANSFER = "_on_before_batch_transfer"
 
 
 def list_loaders(loop: Any) -> list[Any]:
@@ -210,3 +214,71 @@ def is_compiled(model: object) -> bool:
     The Trainer unwraps that one, and compiles the steps of its content.
     """
     return getattr(model, "_compiler_ctx", None) is not None
+
+
+def replace_batch_sampler(batch_sampler: Any, make: Callable[[Any], Any]) -> Any:
+    """Return ``make(batch_sampler)``, within a copy of Lightning's wrapper if it has one.
+
+    Lightning's prediction loop reads the indices of each batch from the wrapper.
+    """
+    inner = getattr(batch_sampler, "_batch_sampler", None)
+    if inner is None:
+        return make(batch_sampler)
+    duplicate = copy.copy(batch_sampler)
+    duplicate._batch_sampler = make(inner)
+    return duplicate
+
+
+def set_logged_batch(trainer: "Trainer", batch: Any) -> None:
+    """Set the batch whose size ``self.log`` takes for its mean."""
+    results: Any = trainer._results
+    if results is not None:
+        results.batch = batch
+        results.batch_size = None
+
+
+def set_closure_output(closure: Any, output: Any) -> None:
+    """Replace the result of a closure that has run; ``on_train_batch_end`` gets it as outputs.
+
+    A closure that the user's ``optimizer_step`` has wrapped keeps its result.
+    """
+    result = getattr(closure, "_result", None)
+    if result is not None:
+        closure._result = type(result).from_training_step_output(output)
+
+
+def list_result_collections(trainer: "Trainer") -> list[Any]:
+    """Return the collections of logged results of all loops."""
+    fit: Any = trainer.fit_loop.epoch_loop
+    loops: list[Any] = [fit, fit.val_loop, trainer.validate_loop, trainer.test_loop]
+    return [loop._results for loop in loops]
+
+
+def get_current_results(trainer: "Trainer") -> Any:
+    """Return the collection of logged results of the loop that runs now, or None."""
+    return trainer._results
+
+
+def get_logger_connector(trainer: "Trainer") -> Any:
+    """Return the object whose ``on_batch_end`` and ``epoch_end_reached`` read logged results."""
+    return trainer._logger_connector
+
+
+def set_step_value(result: Any, value: Any) -> None:
+    """Set the value of a logged result for the current batch."""
+    result._forward_cache = value
+
+
+def get_epoch_value(result: Any) -> Any:
+    """Return the value of a logged result for the epoch, or None before it is computed."""
+    return result._computed
+
+
+def set_epoch_value(result: Any, value: Any) -> None:
+    """Set the value of a logged result for the epoch; None computes it again."""
+    result._computed = value
+
+
+def has_layer_sync(strategy: Any) -> bool:
+    """Return whether the Trainer was built with ``sync_batchnorm=True``."""
+    return strategy._layer_sync is not None

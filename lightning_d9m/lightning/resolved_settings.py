@@ -27,11 +27,14 @@ class GivenSettings:
     def __post_init__(self) -> None:
         replace(Settings(), **self._given())
 
-    def resolve(self) -> Settings:
+    def resolve(self, threads: int | None = None) -> Settings:
         """Return the settings of a run that begins now.
 
         A setting that was not given is that of the active session, whose switches stay on during
         the run and therefore belong in the ledger.
+
+        Args:
+            threads: The number of threads if it is neither given nor inherited.
 
         Raises:
             SettingError: If ``PL_GLOBAL_SEED`` is not a seed, or the active session has patched
@@ -44,6 +47,8 @@ class GivenSettings:
                 "patch_ops is False, but the active session of lightning_d9m.enable() has patched "
                 "the operations already. Leave patch_ops out here, or call enable(patch_ops=False)."
             )
+        if inherited.threads is None:
+            inherited = replace(inherited, threads=threads)
         return replace(inherited, **(self._given() | {"seed": resolve_seed(self.seed)}))
 
     def _given(self) -> dict[str, Any]:

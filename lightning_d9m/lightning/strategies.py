@@ -6,6 +6,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 _STRATEGIES = {
+    "ddp_d9m": (
+        "lightning_d9m.lightning.logical_ranks.ddp:DDPDeterministicStrategy",
+        "Bit-exact data-parallel training on any number of processes",
+    ),
     "horovod_d9m": (
         "lightning_d9m.horovod.strategy:HorovodDeterministicStrategy",
         "Bit-exact data-parallel training with Horovod",

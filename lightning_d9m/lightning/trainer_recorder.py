@@ -5,12 +5,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.hashing.output_digest import OutputDigest
+from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.hashing.training_state import describe_model, take_snapshot
 from lightning_d9m.ledger.records import Digests, End, Json, RunFacts
 from lightning_d9m.lightning.ledger_location import make_ledger_folder
@@ -56,7 +56,7 @@ class TrainerRecorder:
         self._ranks = Ranks(0)
         self._model_tensors: ModelTensors | None = None
         self._recorder: Recorder | None = None
-        self._outputs: OutputDigest | None = None
+        self._outputs: OutputDigest | LogicalOutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
         self._resumed: dict[str, Json] | None = None
         self.further_settings: dict[str, str | int] = {}
@@ -131,6 +131,13 @@ class TrainerRecorder:
             # Lightning has detached the loss of an automatic optimization already.
             self._loss = loss.detach() if loss.requires_grad else loss
 
+    def reduce_loss(self, trainer: "Trainer") -> None:
+        """With logical ranks, replace the loss by the mean of all; every rank must call this."""
+        reduce = getattr(trainer.strategy, "reduce_loss", None)
+        number = None if reduce is None else reduce()
+        if number is not None:
+            self._loss = torch.tensor(number, dtype=torch.float64)
+
     def record(
         self,
         trainer: "Trainer",
@@ -149,8 +156,10 @@ class TrainerRecorder:
             return
         if moment == "epoch":
             self._epoch = trainer.current_epoch
+        self.reduce_loss(trainer)
+        scalars = {} if moment == "initial" else self._logged_scalars(trainer)
         digests = self._ranks.raise_on_all(
-            lambda: self._capture_digests(trainer, module, session, moment)
+            lambda: self._capture_digests(trainer, module, session, moment, scalars)
         )
         try:
             differing = self._recorder.record(digests)
@@ -178,7 +187,9 @@ class TrainerRecorder:
         """
         if trainer.sanity_checking:  # its outputs are not recorded
             return
-        self._outputs = OutputDigest()
+        logical = getattr(trainer.strategy, "logical_ranks", None) is not None
+        block = cast(Any, trainer.strategy).block if logical else None
+        self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
         self._ranks = ranks_of(trainer)
@@ -202,6 +213,8 @@ class TrainerRecorder:
         outputs, self._outputs = self._outputs, None
         if outputs is None or self._recorder is None:
             return
+        if isinstance(outputs, LogicalOutputDigest):
+            outputs.merge(cast(Any, trainer.strategy).gather_values(outputs.as_plain()))
         self._evaluations.append(
             {
                 "kind": "evaluation",
@@ -256,6 +269,7 @@ class TrainerRecorder:
         module: "LightningModule",
         session: TrainerSession,
         moment: RecordKind,
+        scalars: Mapping[str, str],
     ) -> Digests:
         if moment != "final":  # other callbacks may have restored their switches by then
             session.verify()
@@ -268,17 +282,25 @@ class TrainerRecorder:
             totals=snapshot.totals,
             groups=snapshot.groups,
             loss=self._loss_text(),
-            scalars={} if moment == "initial" else self._logged_scalars(trainer),
+            scalars=scalars,
         )
 
     def _loss_text(self) -> str | None:
         return None if self._loss is None else float(self._loss).hex()
 
     def _logged_scalars(self, trainer: "Trainer") -> dict[str, str]:
-        """Return the logged scalars; vectors are left out."""
-        return {
+        """Return the logged scalars; vectors are left out.
+
+        With logical ranks they are those of rank 0, where the first logical rank is, whatever the
+        number of processes. Every rank must call this.
+        """
+        scalars = {
             name: float(value).hex()
             for name, value in sorted(trainer.callback_metrics.items())
             if torch.numel(value) == 1
             and not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics)
         }
+        if getattr(trainer.strategy, "logical_ranks", None) is None:
+            return scalars
+        first: dict[str, str] = cast(Any, trainer.strategy).gather_values(scalars)[0]
+        return first

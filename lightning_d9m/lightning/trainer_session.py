@@ -67,6 +67,9 @@ class TrainerSession:
                 per_sample_rng=settings.per_sample_rng,
             )
             stack.callback(self._loaders.release)
+            if (connect := getattr(trainer.strategy, "connect_session", None)) is not None:
+                connect(self)
+                stack.callback(connect, None)
             stack.enter_context(loads_checked(trainer.strategy))
             stack.enter_context(add_manifests(trainer))
             patches = AttributePatches()
@@ -142,8 +145,8 @@ class TrainerSession:
         self._training_rng = capture_rng()
         if self.stage == "fit":
             self._loaders.restart(stage)
-            self._loaders.start_epoch(stage, self._evaluation)
-        seed_all(self._seed(stage, self._evaluation))
+            self._loaders.start_epoch(stage, self.evaluation)
+        seed_all(self._seed(stage, self.evaluation))
 
     def capture_rng(self) -> RngState:
         """Return the RNG state of training, also during an evaluation."""
@@ -153,13 +156,13 @@ class TrainerSession:
         """Restore the RNG state of training, as if there had been no evaluation."""
         self._evaluations += 1
         if self.stage != "fit":
-            self._loaders.start_epoch(stage, self._evaluation)
+            self._loaders.start_epoch(stage, self.evaluation)
         if self._training_rng is not None:
             restore_rng(self._training_rng)
             self._training_rng = None
 
     @property
-    def _evaluation(self) -> int:
+    def evaluation(self) -> int:
         """The number that seeds an evaluation.
 
         Within a fit it is the number of batches trained so far, which does not depend on a sanity
@@ -231,7 +234,7 @@ class TrainerSession:
             stage = _STAGES.get(name, name)
             controlled = self._loaders.wrap_loader(processed, stage)
             if stage != "train":
-                self._loaders.start_epoch(stage, self._evaluation)
+                self._loaders.start_epoch(stage, self.evaluation)
                 return controlled
             self._resume_loader(controlled)
             # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.

@@ -12,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled
+from torch.utils.data import BatchSampler
 from trainings import QUIET
 
 from lightning_d9m.lightning import lightning_private
@@ -323,6 +324,62 @@ def test_a_compiled_module_is_found():
 
 
 # Underscored names that other files use, with the package that has them.
+def test_the_wrapper_of_a_predicted_loader_keeps_its_indices():
+    wrapper = pl.overrides.distributed._IndexBatchSamplerWrapper(BatchSampler(range(3), 2, False))
+    doubled = lightning_private.replace_batch_sampler(
+        wrapper, lambda inner: [[2 * index for index in batch] for batch in inner]
+    )
+    assert isinstance(doubled, type(wrapper))
+    assert list(doubled) == doubled.seen_batch_indices == [[0, 2], [4]]
+    assert list(wrapper) == [[0, 1], [2]]
+    assert lightning_private.replace_batch_sampler([1], tuple) == (1,)
+
+
+def test_the_results_of_a_step_can_be_set(trainer):
+    seen = {}
+
+    class LoggingModel(BoringModel):
+        def training_step(self, batch, batch_idx):
+            lightning_private.set_logged_batch(self.trainer, torch.zeros(7))
+            self.log("a", torch.tensor(1.0), on_step=True, on_epoch=True)
+            results = lightning_private.get_current_results(self.trainer)
+            assert results in lightning_private.list_result_collections(self.trainer)
+            result = results["training_step.a"]
+            seen["size"] = int(result.cumulated_batch_size)
+            lightning_private.set_step_value(result, torch.tensor(2.0))
+            lightning_private.set_epoch_value(result, torch.tensor(3.0))
+            return super().training_step(batch, batch_idx)
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            lightning_private.set_closure_output(optimizer_closure, {"loss": torch.tensor(4.0)})
+            # A function of the user has no result to replace.
+            lightning_private.set_closure_output(print, {"loss": torch.tensor(5.0)})
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen["outputs"] = outputs
+
+    trainer.fit(LoggingModel())
+    assert seen["size"] == 14
+    assert trainer.callback_metrics["a_step"] == 2
+    assert trainer.callback_metrics["a_epoch"] == 3
+    assert seen["outputs"] == {"loss": torch.tensor(4.0)}
+    connector = lightning_private.get_logger_connector(trainer)
+    assert callable(connector.on_batch_end)
+    assert callable(connector.epoch_end_reached)
+    results = lightning_private.list_result_collections(trainer)[0]
+    assert lightning_private.get_epoch_value(results["training_step.a"]) is None
+
+
+def test_the_module_calls_its_hook_before_a_transfer():
+    model = BoringModel()
+    model.on_before_batch_transfer = lambda batch, dataloader_idx: (batch, dataloader_idx)
+    model.trainer = pl.Trainer(**QUIET)
+    model.trainer.strategy.connect(model)
+    model.trainer._data_connector.attach_datamodule(model)
+    assert getattr(model, lightning_private.BEFORE_BATCH_TRANSFER)(3, dataloader_idx=1) == (3, 1)
+
+
 NOT_OF_LIGHTNING = {
     "the callback of this package": {"_auto_added"},
     "datasets and control wrappers of this package": {"_dataset"},
@@ -344,6 +401,7 @@ NOT_OF_LIGHTNING = {
         "_compiled_call_impl",
         "_orig_mod",
         "_post_accumulate_grad_hooks",
+        "_version",
     },
     "torch.amp": {"_get_scale_async"},
     "torch.distributed": {"_Options", "_devices", "_get_default_store", "_timeout"},

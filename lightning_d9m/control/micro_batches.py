@@ -1,0 +1,115 @@
+"""Batches of several logical ranks: each request of a loader makes one micro-batch for each.
+
+A loader of a process asks for the batches of all its logical ranks at once, so that one pool of
+workers loads them, and one batch of the loader is one training step.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning_d9m.errors import SettingError
+
+_END = object()
+
+
+class MicroBatches(list[Any]):
+    """The micro-batches of consecutive logical ranks, in order of ranks."""
+
+
+class MicroBatchIndices(list[Any]):
+    """The indices of the micro-batches of consecutive logical ranks.
+
+    Args:
+        indices: The indices of each micro-batch.
+        first: The first of the logical ranks.
+    """
+
+    def __init__(self, indices: Sequence[Any], first: int) -> None:
+        super().__init__(indices)
+        self.first = first
+
+
+class BlockBatchSampler:
+    """Batches of a process's logical ranks, all split from one order of the samples.
+
+    Logical rank ``v`` of ``V`` gets the samples ``v``, ``v + V``, ``v + 2 * V`` and so on of the
+    order, as ``DistributedSampler`` splits it.
+
+    Args:
+        batch_sampler: Makes batches of the order of its ``sampler``. A copy of it makes the batches
+            of each logical rank.
+        block: The logical ranks of this process.
+        logical_ranks: The number of all logical ranks.
+        padded: Repeat the first samples until every logical rank has equally many, as
+            ``DistributedSampler`` does in training and evaluation; otherwise the first logical
+            ranks have one sample more.
+        drop_last: Drop the last samples instead of repeating the first.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        block: range,
+        logical_ranks: int,
+        *,
+        padded: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = batch_sampler.sampler
+        self.block = block
+        self._logical_ranks = logical_ranks
+        self._padded = padded
+        self._drops_samples = drop_last
+
+    @property
+    def batch_size(self) -> int | None:
+        """The size of a micro-batch."""
+        size = getattr(self.batch_sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a last micro-batch that is smaller is left out."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    def __len__(self) -> int:
+        total = self._count_used(len(self.sampler))
+        return max(len(self._batch(range(rank, total, self._logical_ranks))) for rank in self.block)
+
+    def __iter__(self) -> Iterator[MicroBatchIndices]:
+        order = list(self.sampler)
+        total = self._count_used(len(order))
+        while order and len(order) < total:
+            order += order[: total - len(order)]
+        batches = [
+            iter(self._batch(order[rank : total : self._logical_ranks])) for rank in self.block
+        ]
+        while True:
+            parts = [next(part, _END) for part in batches]
+            count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
+            # Without padding the first ranks have one batch more.
+            if any(part is not _END for part in parts[count:]) or (
+                self._padded and 0 < count < len(parts)
+            ):
+                raise SettingError(
+                    f"The logical ranks {self.block.start} to {self.block.stop - 1} have different "
+                    f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
+                    "one of each: make as many batches of any equally long list of samples."
+                )
+            if not count:
+                return
+            yield MicroBatchIndices(parts[:count], self.block.start)
+
+    def _count_used(self, samples: int) -> int:
+        """Return the number of samples that the logical ranks share."""
+        ranks = self._logical_ranks
+        if not self._padded:
+            return samples
+        return samples // ranks * ranks if self._drops_samples else -(-samples // ranks) * ranks
+
+    def _batch(self, samples: Sequence[Any]) -> Any:
+        batch_sampler = copy.copy(self.batch_sampler)
+        batch_sampler.sampler = samples
+        return batch_sampler

@@ -1,0 +1,113 @@
+"""``DDPDeterministicStrategy(logical_ranks=8)``: the same bits on any number of processes."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from lightning_d9m.control.env_settings import read_variable, variable_of
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
+from lightning_d9m.lightning.packages import combined_base
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = combined_base("strategies.DDPStrategy")
+
+_VARIABLE = variable_of("logical_ranks")
+# Options of DDP that logical ranks do not need: they handle what each of them is for.
+_NEEDLESS = ("find_unused_parameters",)
+
+
+class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
+    """Train on any number of processes with the same bits.
+
+    The samples of each step are split among ``logical_ranks``, not among the processes. Each
+    process computes some of them, one after the other, and gradients are added in an order that
+    only their number decides. So the batch size is that of one logical rank, and one step trains
+    ``batch_size * logical_ranks`` samples.
+
+    Args:
+        logical_ranks: Their number, at least that of the processes. None takes the variable
+            ``LIGHTNING_D9M_LOGICAL_RANKS``; without it this is Lightning's ``DDPStrategy``.
+        sparse_as_dense: Sum sparse gradients as dense ones; otherwise they are an error.
+        options: As for Lightning's ``DDPStrategy``.
+
+    Raises:
+        SettingError: If a value is not allowed.
+    """
+
+    strategy_name = "ddp_d9m"
+
+    def __init__(
+        self,
+        *,
+        logical_ranks: int | None = None,
+        sparse_as_dense: bool = False,
+        **options: Any,
+    ) -> None:
+        if logical_ranks is None:
+            logical_ranks = read_variable(_VARIABLE, os.environ, int)
+        if logical_ranks is not None:
+            _check_options(options)
+        super().__init__(**options)
+        self.set_logical_ranks(logical_ranks)
+        self._sparse_as_dense = sparse_as_dense
+
+    def configure_ddp(self) -> None:
+        """Wrap the model; with logical ranks it stays as it is."""
+        if self.logical_ranks is None:
+            super().configure_ddp()
+
+    def setup(self, trainer: Any) -> None:
+        """Run Lightning's setup, and begin the run of the logical ranks."""
+        super().setup(trainer)
+        self.begin_logical_ranks(trainer)
+
+    def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
+        """Return sums over the default process group."""
+        module: Any = self.lightning_module
+        return LogicalGradients(
+            module.named_parameters(),
+            blocks,
+            self.global_rank,
+            sparse_as_dense=self._sparse_as_dense,
+        )
+
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with those of process 0, one message for each dtype."""
+        if self.world_size == 1:
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        with torch.no_grad():
+            for group in by_kind.values():
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+                distributed.broadcast(flat, src=0)
+                parts = flat.split([tensor.numel() for tensor in group])
+                for tensor, part in zip(group, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    allowed = {
+        "accelerator",
+        "parallel_devices",
+        "cluster_environment",
+        "checkpoint_io",
+        "precision_plugin",
+        "process_group_backend",
+        "timeout",
+        "start_method",
+        *_NEEDLESS,
+    }
+    for name in sorted(options.keys() - allowed):
+        raise SettingError(
+            f"{name}={options[name]!r} is an option of DDP, and with logical_ranks gradients are "
+            f"not reduced by DDP: leave out {name}, or logical_ranks."
+        )

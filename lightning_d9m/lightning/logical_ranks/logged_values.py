@@ -1,0 +1,233 @@
+"""Values that logical ranks log, reduced with the same bits on any number of processes."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.logical_ranks.exact_sums import ExactMean
+
+# Values on an accelerator that are read together, because each reading waits for it.
+_MOST_UNREAD = 256
+
+GatherValues = Callable[[Any], list[Any]]
+
+
+class LoggedValue:
+    """What the logical ranks of this process have logged under one name.
+
+    Args:
+        result: Lightning's result, which receives the reduced values.
+    """
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+        self._step: list[float] = []
+        self._sum = ExactMean()
+        self._extreme: float | None = None
+        self._unread: list[tuple[Tensor, int]] = []
+
+    def clear(self) -> None:
+        """Forget the values of the last epoch."""
+        self._sum, self._extreme = ExactMean(), None
+        self._step, self._unread = [], []
+
+    def add(self, value: Tensor, weight: int) -> None:
+        """Add a value that a logical rank has logged for a batch of a size."""
+        if value.device.type == "cpu":
+            self._add(value.item(), weight)
+            return
+        self._unread.append((value.detach().clone(), weight))
+        if len(self._unread) > _MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        numbers = torch.stack([value.double().reshape(()) for value, _ in unread]).tolist()
+        for (_, weight), number in zip(unread, numbers, strict=True):
+            self._add(number, weight)
+
+    def _add(self, number: float, weight: int) -> None:
+        meta = self.result.meta
+        if meta.on_step and meta.sync.should and not meta.sync.rank_zero_only:
+            self._step.append(number)
+        if not meta.on_epoch:
+            return
+        if meta.is_mean_reduction:
+            self._sum.add(number, weight)
+        elif meta.is_sum_reduction:
+            self._sum.add(number)
+        else:
+            self._merge_extreme(number)
+
+    def take_step(self) -> list[float]:
+        """Return the values of this step that are to be reduced."""
+        self._read()
+        step, self._step = self._step, []
+        return step
+
+    def capture(self) -> list[Any]:
+        """Return the sums of the epoch so far as plain values."""
+        self._read()
+        return [*self._sum.as_plain(), self._extreme]
+
+    def merge(self, partials: list[float], weight: int, extreme: float | None) -> None:
+        """Add the sums of another process."""
+        self._sum.merge(partials, weight)
+        if extreme is not None:
+            self._merge_extreme(extreme)
+
+    def _merge_extreme(self, number: float) -> None:
+        choose = max if self.result.meta.is_max_reduction else min
+        known = self._extreme
+        if known is None or math.isnan(number):
+            self._extreme = number
+        elif not math.isnan(known):
+            self._extreme = choose(known, number)
+
+    def reduce_epoch(self) -> float:
+        """Return the value for the epoch."""
+        meta = self.result.meta
+        if meta.is_mean_reduction:
+            return self._sum.mean
+        if meta.is_sum_reduction:
+            return self._sum.total
+        return math.nan if self._extreme is None else self._extreme
+
+    def reduce_step(self, numbers: list[float]) -> float:
+        """Return the value for a step, from those of all logical ranks."""
+        one = LoggedValue(self.result)
+        for number in numbers:
+            one.merge([number], 1, number)
+        return one.reduce_epoch()
+
+
+class LoggedValues:
+    """The values that are logged in a Trainer's run.
+
+    A value that is logged for an epoch is reduced over all logical ranks, with or without
+    ``sync_dist``. One that is logged for a step is reduced with ``sync_dist=True``; otherwise it is
+    that of the first logical rank of each process.
+
+    Args:
+        trainer: The Trainer.
+        block: The logical ranks of this process.
+        current: Returns the logical rank whose micro-batch is computed now, or None.
+        gather: Returns the plain values of every process.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        block: range,
+        current: Callable[[], int | None],
+        gather: GatherValues,
+    ) -> None:
+        self._trainer = trainer
+        self._block = block
+        self._current = current
+        self._gather = gather
+        self._values: dict[int, dict[str, LoggedValue]] = {}
+
+    def attach(self, patches: AttributePatches) -> None:
+        """Let the Trainer's results take their values from here."""
+        for results in lightning_private.list_result_collections(self._trainer):
+            update = partial(self._update, results, results.update_metrics)
+            patches.replace(results, "update_metrics", update)
+        connector = lightning_private.get_logger_connector(self._trainer)
+        finish_batch, finish_epoch = connector.on_batch_end, connector.epoch_end_reached
+
+        def on_batch_end() -> None:
+            self.finish_step()
+            finish_batch()
+
+        def epoch_end_reached() -> None:
+            finish_epoch()
+            # All names at once, before a hook of one process alone reads the metrics.
+            self.finish_epoch()
+
+        patches.replace(connector, "on_batch_end", on_batch_end)
+        patches.replace(connector, "epoch_end_reached", epoch_end_reached)
+
+    def _update(
+        self, results: Any, update: Callable[..., None], key: str, value: Any, batch_size: int
+    ) -> None:
+        result, rank = results[key], self._current()
+        if rank is None:
+            update(key, value, batch_size)
+            return
+        first = rank == self._block.start
+        if not result.is_tensor:  # a metric, whose states metric_states keeps by logical rank
+            if first:
+                update(key, value, batch_size)
+            return
+        known = self._values.setdefault(id(results), {})
+        if key not in known or known[key].result is not result:
+            known[key] = LoggedValue(result)
+        elif result.has_reset:
+            known[key].clear()
+        result.has_reset = False
+        lightning_private.set_epoch_value(result, None)
+        if result.meta.sync.rank_zero_only and rank != 0:
+            return
+        if not torch.is_floating_point(value):
+            value = value.to(torch.get_default_dtype())
+        if first and result.meta.on_step:
+            lightning_private.set_step_value(result, _widen(value).clone())
+        result.value = result.value.to(_widen(value).dtype)
+        known[key].add(value, batch_size)
+
+    def finish_step(self) -> None:
+        """Reduce what was logged in a step with ``sync_dist=True``."""
+        known = self._values.get(id(lightning_private.get_current_results(self._trainer)), {})
+        taken = {key: step for key, value in known.items() if (step := value.take_step())}
+        if not taken:
+            return
+        by_key: dict[str, list[float]] = {}
+        for part in self._gather(taken):
+            for key, step in part.items():
+                by_key.setdefault(key, []).extend(step)
+        for key in taken:
+            result = known[key].result
+            number = known[key].reduce_step(by_key[key])
+            lightning_private.set_step_value(result, _like(result, number))
+
+    def finish_epoch(self) -> None:
+        """Reduce what was logged for an epoch."""
+        results = lightning_private.get_current_results(self._trainer)
+        found = dict(self._valid(results))
+        parts = self._gather({key: value.capture() for key, value in found.items()})
+        for key, value in found.items():
+            whole = LoggedValue(value.result)
+            for part in parts:
+                if key in part:
+                    whole.merge(*part[key])
+            lightning_private.set_epoch_value(
+                value.result, _like(value.result, whole.reduce_epoch())
+            )
+
+    def _valid(self, results: Any) -> Iterator[tuple[str, LoggedValue]]:
+        known = self._values.get(id(results), {})
+        for key, result in results.valid_items():
+            value = known.get(key)
+            computed = lightning_private.get_epoch_value(result) is not None
+            if value is None or value.result is not result or computed:
+                continue
+            if result.meta.on_epoch:
+                yield key, value
+
+
+def _widen(value: Tensor) -> Tensor:
+    """Return the value in the type in which Lightning keeps it."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def _like(result: Any, number: float) -> Tensor:
+    return torch.tensor(number, dtype=result.value.dtype, device=result.value.device)

@@ -1,0 +1,71 @@
+"""Seeds of the micro-batches of logical ranks, within a Trainer's run."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_d9m.control.generators import find_generators
+from lightning_d9m.control.seeding import derive_seed
+from lightning_d9m.lightning.resume.metric_state import name_callbacks
+from lightning_d9m.logical_ranks.rng import seed_micro_batch
+
+# The draws between two steps, such as those of callbacks, are of no logical rank.
+_BETWEEN_STEPS = -1
+
+
+class MicroBatchSeeds:
+    """Seeds all generators for each micro-batch.
+
+    What a logical rank draws then depends neither on the process that computes it nor on what that
+    process has computed before.
+
+    Args:
+        seed: The seed of the run.
+        fit: The number of the fit in its process.
+    """
+
+    def __init__(self, seed: int, fit: int) -> None:
+        self._seed = seed
+        self._fit = fit
+        self._generators: Mapping[str, Any] = {}
+
+    def find_generators(self, trainer: Any) -> None:
+        """Find the generators that the user's objects hold, which are seeded too."""
+        owners: dict[str, object] = {"datamodule": trainer.datamodule}
+        for name, module in trainer.lightning_module.named_modules():
+            owners[f"model.{name}"] = module
+        self._generators = find_generators(owners | name_callbacks(trainer.callbacks))
+
+    def start(self, stage: str, epoch: int, batch: int, logical_rank: int) -> None:
+        """Seed for a micro-batch of a stage."""
+        base = self._seed if stage == "train" else derive_seed(self._seed, f"{stage} step")
+        seed_micro_batch(base, fit=self._fit, epoch=epoch, logical_rank=logical_rank, batch=batch)
+        for path, generator in self._generators.items():
+            seed = derive_seed(
+                base,
+                f"generator {path}",
+                fit=self._fit,
+                rank=logical_rank,
+                epoch=epoch,
+                index=batch,
+            )
+            _seed_generator(generator, seed)
+
+    def end(self, stage: str, epoch: int, batch: int) -> None:
+        """Seed for what follows the step, alike on all processes."""
+        self.start(stage, epoch, batch, _BETWEEN_STEPS)
+
+
+def _seed_generator(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)

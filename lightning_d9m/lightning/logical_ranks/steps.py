@@ -1,0 +1,245 @@
+"""The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_d9m.control.micro_batches import MicroBatches
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lightning.lightning_private import (
+    BEFORE_BATCH_TRANSFER,
+    set_closure_output,
+    set_logged_batch,
+)
+from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
+from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Step = Callable[..., Any]
+
+
+class LogicalSteps:
+    """Runs the steps of one process in a Trainer's run.
+
+    Args:
+        trainer: The Trainer.
+        block: The logical ranks of this process.
+        seeds: Seeds of the micro-batches.
+        to_device: Moves a batch to the device; the strategy's, not that of its logical ranks.
+        broadcast: Sends tensors of process 0 to all.
+        gradients: The sums of gradients; None outside a fit.
+
+    Attributes:
+        logical_rank: The logical rank whose micro-batch is computed now, or None.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        block: range,
+        seeds: MicroBatchSeeds,
+        *,
+        to_device: Callable[..., Any],
+        broadcast: Callable[[list[Tensor]], None],
+        gradients: LogicalGradients | None,
+    ) -> None:
+        self.logical_rank: int | None = None
+        self._trainer = trainer
+        self._block = block
+        self._seeds = seeds
+        self._to_device = to_device
+        self._broadcast = broadcast
+        self._gradients = gradients
+        self._module: Any = trainer.lightning_module
+        self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
+        self._buffers = StepBuffers(self._module, block)
+        self._ran = False
+        self._place = ("train", 0, 0)
+        self._losses: list[Tensor] = []
+        self._output: Any = None
+        self._loader = 0
+
+    def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Run the module's hook, for micro-batches later, when each is seeded."""
+        self._loader = dataloader_idx
+        if isinstance(batch, MicroBatches):
+            return batch
+        return self._before_transfer(batch, dataloader_idx=dataloader_idx)
+
+    def start_batch(self) -> None:
+        """Prepare for the closure of the next batch."""
+        self._ran = False
+
+    def train(self, step: Step, backward: Step, batches: Any, *args: Any) -> Any:
+        """Run the micro-batches of a training step, and the backward passes of all but the last.
+
+        Args:
+            step: Runs ``training_step`` for one micro-batch.
+            backward: Runs the backward pass of a loss, without the hooks after it.
+            batches: The micro-batches.
+            args: The further arguments of ``training_step``.
+
+        Returns:
+            The output for the last micro-batch, whose backward pass Lightning starts.
+
+        Raises:
+            SettingError: If the optimizer runs its closure twice, or there is no loss.
+        """
+        trainer: Any = self._trainer
+        if self._ran:
+            raise SettingError(
+                "The optimizer ran the training step twice for one batch, as LBFGS does, which "
+                "logical ranks do not support: use an optimizer that runs its closure once, or "
+                "train without logical_ranks."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise SettingError(
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and logical ranks "
+                "accumulate gradients themselves: set it to 1, and multiply logical_ranks by it."
+            )
+        self._ran = True
+        self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        self._buffers.begin()
+        self._output = None
+        self._losses = []
+        *earlier, last = self._pair(batches)
+        for rank, batch in earlier:
+            output = self._run(step, rank, batch, args)
+            loss = _find_loss(output)
+            self._losses.append(loss.detach())
+            if rank == self._block.start:
+                self._output = _detach(output)
+            backward(loss)
+            self._sums.set_aside(rank)
+            self._buffers.put_back()
+        output = self._run(step, *last, args)
+        self._losses.append(_find_loss(output).detach())
+        return output
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients of all logical ranks, after the backward pass of the last one here."""
+        self._sums.finish(self._block[-1])
+        self._end_micro_batches()
+
+    def finish_closure(self, closure: Any) -> None:
+        """Let ``on_train_batch_end`` get the output of the process's first logical rank.
+
+        On process 0 this is logical rank 0, whatever the number of processes.
+        """
+        if self._output is not None:
+            set_closure_output(closure, self._output)
+            self._output = None
+
+    def read_losses(self) -> list[float]:
+        """Return the losses of the last training step, one for each logical rank."""
+        return [float(loss) for loss in self._losses]
+
+    def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
+        """Run the micro-batches of an evaluation, and return their outputs.
+
+        Args:
+            stage: ``"validate"``, ``"test"`` or ``"predict"``.
+            epoch: The number of the evaluation.
+            step: Runs ``validation_step`` or the like for one micro-batch.
+            batches: The micro-batches.
+            args: The further arguments of the step.
+
+        Raises:
+            SettingError: If the evaluation changes a buffer.
+        """
+        self._place = (stage, epoch, self._count_batches(stage))
+        versions = self._read_versions()
+        outputs = MicroBatches(
+            self._run(step, rank, batch, args) for rank, batch in self._pair(batches)
+        )
+        if versions != self._read_versions():
+            self._refuse_changed_buffer(versions)
+        self._end()
+        return outputs
+
+    def discard(self) -> None:
+        """Forget the step after an exception."""
+        self.logical_rank = None
+        if self._gradients is not None:
+            self._gradients.discard()
+
+    @property
+    def _sums(self) -> LogicalGradients:
+        assert self._gradients is not None, "a fit is set up with gradients"
+        return self._gradients
+
+    def _pair(self, batches: Any) -> Iterator[tuple[int, Any]]:
+        if not isinstance(batches, MicroBatches):  # a collection of them
+            raise SettingError(
+                "A batch comes from several loaders at once, and logical ranks take one: combine "
+                "the datasets in one loader, for example with torch's StackDataset."
+            )
+        return zip(self._block, batches, strict=False)  # predictions may end earlier
+
+    def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
+        self.logical_rank = rank
+        self._seeds.start(*self._place, rank)
+        batch = self._before_transfer(batch, dataloader_idx=self._loader)
+        batch = self._to_device(batch, dataloader_idx=self._loader)
+        set_logged_batch(self._trainer, batch)
+        return step(batch, *args)
+
+    def _end_micro_batches(self) -> None:
+        tensors = self._buffers.finish()
+        if tensors and self._trainer.world_size > 1:
+            self._broadcast(tensors)
+        self._end()
+
+    def _end(self) -> None:
+        self.logical_rank = None
+        self._seeds.end(*self._place)
+
+    def _count_batches(self, stage: str) -> int:
+        """Return the number of this batch in its evaluation, over all loaders."""
+        trainer: Any = self._trainer
+        loops = {
+            "validate": trainer.validate_loop,
+            "test": trainer.test_loop,
+            "predict": trainer.predict_loop,
+        }
+        fitting = trainer.state.fn == "fit"
+        loop = trainer.fit_loop.epoch_loop.val_loop if fitting else loops[stage]
+        return int(loop.batch_progress.current.ready)
+
+    def _read_versions(self) -> list[tuple[str, int, int]]:
+        return [
+            (name, id(buffer), buffer._version)  # noqa: SLF001 - torch has no public counter
+            for name, buffer in self._module.named_buffers()
+            if not buffer.is_inference()
+        ]
+
+    def _refuse_changed_buffer(self, versions: list[tuple[str, int, int]]) -> None:
+        changed = sorted({entry[0] for entry in {*versions} ^ {*self._read_versions()}})
+        raise SettingError(
+            f"The evaluation changes the buffer {changed[0]!r}, so it would depend on which "
+            "logical ranks a process has. Change buffers in training only, where logical ranks "
+            "start each step from the same ones, or keep the value in a metric."
+        )
+
+
+def _find_loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise SettingError(
+            f"training_step returned {type(output).__name__} without a loss, and every logical "
+            "rank needs one: return a loss for each batch, for example one multiplied by zero."
+        )
+    return loss
+
+
+def _detach(output: Any) -> Any:
+    """Return the output without the graph of its loss."""
+    if isinstance(output, Mapping):
+        return {**output, "loss": output["loss"].detach()}
+    return output.detach()

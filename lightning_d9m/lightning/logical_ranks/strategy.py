@@ -1,0 +1,290 @@
+"""The part of a strategy that trains with logical ranks, for any strategy of ours."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.control.micro_batches import MicroBatches
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
+from lightning_d9m.lightning.logical_ranks.loaders import group_loader
+from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
+from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
+from lightning_d9m.lightning.logical_ranks.refusals import check_trainer
+from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
+
+if TYPE_CHECKING:
+    # Any strategy that implements the abstract methods.
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+# Our names of Lightning's stages.
+_STAGES = {"sanity_check": "validate"}
+
+
+class LogicalRanksMixin(_Base):
+    """Runs every step for all logical ranks of a process, if ``logical_ranks`` is set.
+
+    A strategy derives from it and then from Lightning's strategy, calls ``set_logical_ranks`` in
+    its constructor and ``begin_logical_ranks`` at the end of ``setup``, and implements
+    ``make_logical_gradients`` and ``broadcast_tensors``.
+
+    Attributes:
+        logical_ranks: Their number; None trains as Lightning does.
+    """
+
+    logical_ranks: int | None = None
+    _steps: LogicalSteps | None = None
+    _logged: LoggedValues | None = None
+    _session: Any = None
+
+    def set_logical_ranks(self, logical_ranks: int | None) -> None:
+        """Set the number of logical ranks.
+
+        Raises:
+            SettingError: If it is not a whole number from 1.
+        """
+        if logical_ranks is not None:
+            Blocks(logical_ranks, 1)
+        self.logical_ranks = logical_ranks
+        # Lightning's launcher sets the number of threads by the number of processes; torchrun sets
+        # the variable by it.
+        text = os.environ.get("OMP_NUM_THREADS", "")
+        self._threads = int(text) if text.isdecimal() and int(text) else 1
+        self._patches = AttributePatches()
+
+    def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
+        """Return the sums of the gradients."""
+        raise NotImplementedError
+
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with those of process 0."""
+        raise NotImplementedError
+
+    def gather_values(self, values: Any) -> list[Any]:
+        """Return what each process passes: numbers, strings, lists and dicts."""
+        return [json.loads(part) for part in self.gather_bytes(json.dumps(values).encode())]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every process."""
+        return gather_bytes(data)
+
+    def connect_session(self, session: Any) -> None:
+        """Take the seeds of a run from its ``TrainerSession``; None when it ends."""
+        self._session = session
+        if session is None:
+            self._end_logical_ranks()
+
+    @property
+    def logical_threads(self) -> int | None:
+        """The number of CPU threads of each process, if it is not set; None decides nothing."""
+        return None if self.logical_ranks is None else self._threads
+
+    @property
+    def blocks(self) -> Blocks:
+        """The logical ranks of all processes.
+
+        Raises:
+            SettingError: If there are more processes than logical ranks.
+        """
+        assert self.logical_ranks is not None, "it is read only with logical ranks"
+        return Blocks(self.logical_ranks, self.world_size)
+
+    @property
+    def block(self) -> range:
+        """The logical ranks of this process."""
+        return self.blocks.of(self.global_rank)
+
+    def begin_logical_ranks(self, trainer: Any) -> None:
+        """Begin a run, when the model is on its device.
+
+        Raises:
+            SettingError: If logical ranks do not support a setting of the program.
+        """
+        if self.logical_ranks is None:
+            return
+        self._end_logical_ranks()
+        blocks = self.blocks
+        check_trainer(trainer, self, session=self._session)
+        seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
+        seeds.find_generators(trainer)
+        module: Any = self.lightning_module
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            with torch.no_grad():
+                self.broadcast_tensors([*module.parameters(), *module.buffers()])
+        self._steps = LogicalSteps(
+            trainer,
+            self.block,
+            seeds,
+            to_device=super().batch_to_device,
+            broadcast=self.broadcast_tensors,
+            gradients=self.make_logical_gradients(blocks) if fitting else None,
+        )
+        self._patches.replace(module, BEFORE_BATCH_TRANSFER, self._steps.before_transfer)
+        steps = self._steps
+        logged = self._logged = LoggedValues(
+            trainer, self.block, lambda: steps.logical_rank, self.gather_values
+        )
+        logged.attach(self._patches)
+
+    def _end_logical_ranks(self) -> None:
+        self._patches.undo()
+        self._steps = self._logged = None
+
+    # Loaders
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The arguments of the sampler: with logical ranks that of all samples, split later."""
+        if self.logical_ranks is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Load the micro-batches of all logical ranks of this process together."""
+        dataloader = super().process_dataloader(dataloader)
+        if self.logical_ranks is None:
+            return dataloader
+        padded = self._stage != "predict"
+        return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a batch; micro-batches are moved later, each when it is seeded."""
+        if isinstance(batch, MicroBatches):
+            return batch
+        return super().batch_to_device(batch, *args, **kwargs)
+
+    # Training
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Prepare for the closure of the next batch."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._steps is not None:
+            self._steps.start_batch()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` of the module for each logical rank of this process."""
+        if self._steps is None:
+            return super().training_step(*args, **kwargs)
+        return self._steps.train(super().training_step, self._run_backward, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
+        if self._steps is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = self._run_backward(closure_loss, optimizer, *args, **kwargs)
+        self._steps.finish_gradients()
+        module: Any = self.lightning_module
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def _run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
+        module: Any = self.lightning_module
+        self.pre_backward(loss)
+        loss = self.precision_plugin.pre_backward(loss, module)
+        self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
+        return loss
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run Lightning's step."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._steps is not None:
+            self._steps.finish_closure(closure)
+            self._finish_logged_step()
+        return result
+
+    # Evaluation
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` of the module for each logical rank of this process."""
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` of the module for each logical rank of this process."""
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` of the module for each logical rank of this process."""
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._steps is None:
+            return step(*args, **kwargs)
+        number = self._session.evaluation
+        outputs = self._steps.evaluate(self._stage, number, step, *args, **kwargs)
+        self._finish_logged_step()
+        return outputs
+
+    def _finish_logged_step(self) -> None:
+        if self._logged is not None:
+            self._logged.finish_step()
+
+    # Records
+
+    def reduce_loss(self) -> float | None:
+        """Return the mean of the losses of the last step, over all logical ranks."""
+        if self._steps is None:
+            return None
+        losses = [loss for part in self.gather_values(self._steps.read_losses()) for loss in part]
+        return sum_exactly(losses) / len(losses) if losses else None
+
+    @property
+    def _stage(self) -> str:
+        trainer: Any = self.lightning_module
+        name = str(trainer.trainer.state.stage.value)
+        return _STAGES.get(name, name)
+
+    # Collectives
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce over all processes, which a logical rank cannot wait for."""
+        self._refuse_collective("reduce")
+        return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather from all processes, which a logical rank cannot wait for."""
+        self._refuse_collective("all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast to all processes, which a logical rank cannot wait for."""
+        self._refuse_collective("broadcast")
+        return super().broadcast(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes, which a logical rank cannot do."""
+        self._refuse_collective("barrier")
+        super().barrier(*args, **kwargs)
+
+    def _refuse_collective(self, name: str) -> None:
+        steps = self._steps
+        if steps is not None and steps.logical_rank is not None:
+            raise SettingError(
+                f"{name} is called in the step of logical rank {steps.logical_rank}: the logical "
+                "ranks of a process run one after the other, so they cannot wait for each other. "
+                "Log values with self.log, and call collectives in hooks between steps."
+            )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Forget the step."""
+        if self._steps is not None:
+            self._steps.discard()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """End the run."""
+        self._end_logical_ranks()
+        super().teardown()

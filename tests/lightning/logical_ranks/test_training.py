@@ -1,0 +1,90 @@
+"""Trainings on 1, 2, 3 and 4 processes have the same ledgers with logical ranks."""
+
+from pathlib import Path
+
+import pytest
+from rank_processes import run_ranks
+
+from lightning_d9m import compare, read_ledger
+from lightning_d9m.ledger.records import Digests
+
+SCRIPT = Path(__file__).parents[2] / "logical_trainings.py"
+COUNTS = (1, 2, 3, 4)
+VARIANTS = ("workers", "drop_last", "branches", "scaler")
+MATRIX = [(net, ranks) for net in ("mlp", "cnn", "transformer") for ranks in (2, 4, 6, 8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return the folder with the ledgers of all trainings, by name and number of processes."""
+    path = tmp_path_factory.mktemp("trainings")
+    for count in COUNTS:
+        run_ranks(SCRIPT, count, path)
+    return path
+
+
+def read_records(path):
+    """Return the records of digests, and the evaluations, of each rank."""
+    ledger = read_ledger(path)
+    records = {}
+    for rank in ledger.files:
+        with ledger.open(rank) as reader:
+            records[rank] = [
+                record if isinstance(record, Digests) else (record.kind, record.fields)
+                for record in reader.records()
+                if isinstance(record, Digests) or getattr(record, "kind", "") == "evaluation"
+            ]
+    return records
+
+
+def final_totals(folder, name):
+    """Return the last digests of rank 0, by the number of processes."""
+    totals = {}
+    for count in (1, 2, 4):
+        records = read_records(folder / name / str(count))[0]
+        totals[count] = [record for record in records if isinstance(record, Digests)][-1]
+    return totals
+
+
+def check_equal(folder, name):
+    runs = {int(run.name): run for run in (folder / name).iterdir()}
+    assert {1, 2} <= runs.keys()
+    expected = read_records(runs[1])[0]
+    moments = [record.moment for record in expected if isinstance(record, Digests)]
+    assert moments == ["initial", "epoch", "epoch", "final"]
+    assert len(expected) == 6  # and two validations
+    for count, run in runs.items():
+        records = read_records(run)
+        assert sorted(records) == list(range(count))
+        for rank in records:
+            assert records[rank] == expected, f"rank {rank} of {count}"
+        assert compare(runs[1], run).equal
+
+
+@pytest.mark.parametrize(("net", "ranks"), MATRIX)
+def test_the_whole_ledger_is_the_same_on_every_number_of_processes(folder, net, ranks):
+    check_equal(folder, f"{net} {ranks}")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loaders_branches_and_scalers_do_not_bring_the_number_of_processes_in(folder, name):
+    check_equal(folder, name)
+
+
+def test_the_controls_start_from_a_training_that_agrees(folder):
+    assert len({str(record) for record in final_totals(folder, "control").values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["left to right", "one batch", "ddp", "process rng", "sampler", "threads"]
+)
+def test_without_one_part_of_it_the_weights_differ(folder, name):
+    totals = final_totals(folder, name)
+    assert len({record.totals["weights"] for record in totals.values()}) > 1
+
+
+def test_buffers_that_are_not_put_back_differ_and_no_weight_does(folder):
+    totals = final_totals(folder, "buffers").values()
+    assert len({record.totals["weights"] for record in totals}) == 1
+    assert len({record.totals["buffers"] for record in totals}) > 1
+    assert len({record.scalars["val_loss"] for record in totals}) > 1

@@ -1,0 +1,204 @@
+"""One rank of trainings with logical ranks; see lightning/logical_ranks/test_training.py."""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from trainings import QUIET, NoisyDigits, read_digits
+
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
+from lightning_d9m.control import micro_batches, session
+from lightning_d9m.lightning.logical_ranks import buffers, random_draws
+from lightning_d9m.logical_ranks import gradients
+from lightning_d9m.logical_ranks.tree import Fold, Node
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+BATCH_SIZE = 3
+
+
+class Classifier(L.LightningModule):
+    """A classifier of digits, with a schedule by steps, and logged values."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def compute_loss(self, batch):
+        images, classes = batch
+        return nn.functional.cross_entropy(self.net(images), classes)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.compute_loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("least", loss, reduce_fx="min")
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.compute_loss(batch), sync_dist=True)
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Transformer(nn.Module):
+    """One encoder layer over the rows of an image, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        self.encode = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images):
+        return self.head(self.encode(self.embed(images.view(-1, 8, 8))).mean(1))
+
+
+class Branches(nn.Module):
+    """A head that only some micro-batches use, and one that none uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 10) for _ in range(3))
+
+    def forward(self, images):
+        second = images.sum() % 2 > 1
+        return self.heads[0](images) + (self.heads[1](images) if second else 0)
+
+
+def make_net(kind):
+    """Return a new network, the same in every process."""
+    torch.manual_seed(7)
+    nets = {
+        "mlp": lambda: nn.Sequential(
+            nn.Linear(64, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 10)
+        ),
+        "plain": lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)),
+        "cnn": lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 6, 3),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(216, 10),
+        ),
+        "wide": lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 64, 3), nn.Flatten(), nn.Linear(2304, 10)
+        ),
+        "transformer": Transformer,
+        "branches": Branches,
+    }
+    return nets[kind]()
+
+
+def make_data(size, *, noisy=True):
+    """Return digits, which draw noise unless they are not to."""
+    if noisy:
+        return NoisyDigits(size)
+    digits = read_digits()
+    images = torch.tensor(digits.data[:size], dtype=torch.float32) / 16
+    return TensorDataset(images, torch.tensor(digits.target[:size]))
+
+
+def fit(folder, net, ranks, **words):
+    """Train as a run of its own would, and return the Trainer."""
+    session._fits = 0
+    loader = {"batch_size": BATCH_SIZE, "shuffle": True} | words.pop("loader", {})
+    noisy = words.pop("noisy", True)
+    size = words.pop("size", 6 * ranks + 4)
+    callback = DeterminismCallback(
+        seed=5, ledger_dir=folder / str(PROCESSES), threads=words.pop("threads", None)
+    )
+    trainer = L.Trainer(
+        max_epochs=words.pop("max_epochs", 2),
+        strategy=words.pop("strategy", None) or DDPDeterministicStrategy(logical_ranks=ranks),
+        devices=PROCESSES,
+        callbacks=[callback, *words.pop("callbacks", [])],
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        **QUIET | words,
+    )
+    trainer.fit(
+        Classifier(make_net(net)),
+        DataLoader(make_data(size, noisy=noisy), **loader),
+        DataLoader(make_data(2 * ranks + 3, noisy=noisy), batch_size=2),
+    )
+    return trainer
+
+
+def fit_variants(folder):
+    """Train in ways in which users train."""
+    workers = {"num_workers": 1, "persistent_workers": True}
+    fit(folder / "workers", "mlp", 4, loader=workers)
+    fit(folder / "drop_last", "cnn", 5, loader={"drop_last": True})
+    fit(folder / "branches", "branches", 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
+    fit(folder / "scaler", "plain", 4, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+
+
+class LeftToRight(Fold):
+    """Adds the gradients of a process from left to right."""
+
+    def push(self, node, value):
+        if self.held:
+            before, total = self.held.pop()
+            node, value = Node(before.start, node.stop), self._add(total, value)
+        self.held.append((node, value))
+
+
+def split_by_process(self):
+    """Give each process its own part of the order, and split that among its logical ranks."""
+    order = list(self.sampler)
+    ranks = self._logical_ranks
+    process = self.block.start * PROCESSES // ranks
+    part = order[process::PROCESSES]
+    parts = [iter(self._batch(part[i :: len(self.block)])) for i in range(len(self.block))]
+    for batches in zip(*parts, strict=False):
+        yield micro_batches.MicroBatchIndices(batches, self.block.start)
+
+
+def fit_controls(folder):
+    """Train with one part of the strategy switched off in each; the bits then depend on P."""
+    fit(folder / "control", "plain", 4, noisy=False)
+    with mock.patch.object(gradients, "Fold", LeftToRight):
+        fit(folder / "left to right", "plain", 4, noisy=False)
+    large = {"batch_size": BATCH_SIZE * 4 // PROCESSES}
+    fit(folder / "one batch", "plain", PROCESSES, noisy=False, loader=large, size=48)
+    fit(folder / "ddp", "plain", PROCESSES, noisy=False, loader=large, size=48, strategy="ddp")
+    with mock.patch.object(random_draws.MicroBatchSeeds, "start"):
+        fit(folder / "process rng", "mlp", 4, noisy=False)
+    with mock.patch.object(buffers.StepBuffers, "put_back"):
+        fit(folder / "buffers", "cnn", 4)
+    with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
+        fit(folder / "sampler", "plain", 4, noisy=False, size=48)
+    threads = 2 if PROCESSES == 1 else 1
+    fit(folder / "threads", "wide", 4, threads=threads, loader={"batch_size": 16}, size=128)
+
+
+def main():
+    """Train with all numbers of logical ranks."""
+    folder = Path(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for ranks in (2, 4, 6, 8):
+        for net in ("mlp", "cnn", "transformer"):
+            if ranks >= PROCESSES:
+                fit(folder / f"{net} {ranks}", net, ranks)
+    fit_variants(folder)
+    if PROCESSES != 3:
+        fit_controls(folder)
+
+
+if __name__ == "__main__":
+    main()

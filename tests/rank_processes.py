@@ -1,0 +1,35 @@
+"""Several processes that train together, as torchrun would start them."""
+
+import os
+import subprocess
+import sys
+
+from lightning_d9m.launch.rank_variables import make_rank_variables
+
+
+def run_ranks(script, count, *arguments, **variables):
+    """Run a script on ranks, which must succeed; return the outputs."""
+    statuses, outputs = start_ranks(script, count, *arguments, **variables)
+    assert statuses == [0] * count, "\n".join(outputs)
+    return outputs
+
+
+def start_ranks(script, count, *arguments, **variables):
+    """Run a script on ranks; return their statuses and outputs."""
+    common = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)],
+            env=common | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for own in make_rank_variables(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
