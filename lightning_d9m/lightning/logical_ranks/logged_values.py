@@ -19,7 +19,7 @@ GatherValues = Callable[[Any], list[Any]]
 
 
 class LoggedValue:
-    """What the logical ranks of this process have logged under one name.
+    """The values that the logical ranks of this process have logged under one name.
 
     Args:
         result: Lightning's result, which receives the reduced values.

@@ -169,7 +169,9 @@ class OwnSampler(DistributedSampler):
 
 LOADERS = {
     "A Batches loads the data": Batches(),
-    "Numbers is an IterableDataset": DataLoader(Numbers(), batch_size=2),
+    "Numbers is an IterableDataset, whose samples have no indices": DataLoader(
+        Numbers(), batch_size=2
+    ),
     "has batch_size=None": DataLoader(DATA, batch_size=None),
     r"draws from its own generators \(dataset.noise\)": DataLoader(Keeper(), batch_size=2),
     "The sampler OwnSampler splits the samples among 2 processes": DataLoader(
@@ -206,3 +208,18 @@ def test_an_evaluation_that_changes_a_buffer_is_refused(fit):
     model.validation_step = lambda batch, batch_idx: model.count.add_(1)
     with pytest.raises(SettingError, match="changes the buffer 'count'"):
         fit(model)
+
+
+def test_sparse_gradients_are_summed_as_dense_ones_on_request(fit):
+    model = make_model(
+        lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        table=nn.Embedding(4, 2, sparse=True),
+    )
+    with pytest.raises(SettingError, match="and sums over logical ranks are dense"):
+        fit(model)
+    before = model.table.weight.detach().clone()
+    fit(model, options={"sparse_as_dense": True})
+    # Each of two steps adds the gradient of all logical ranks, divided by their number.
+    expected = before - 0.2 * torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None]
+    assert torch.allclose(model.table.weight, expected)
