@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
+from lightning_d9m.horovod.nccl_transport import NcclTransport, StreamPending
 from lightning_d9m.horovod.plain_data import decode_plain, encode_plain
 from lightning_d9m.horovod.transports import (
     HorovodTransport,
@@ -86,6 +87,7 @@ class Communicator:
         self._transport: Transport = HorovodTransport(hvd)
         self._limit = math.inf  # of an agreement, in seconds; Horovod has its own
         self._finished = 0  # the number of finished reductions
+        self._enqueued: list[Pending] = []  # reductions for which streams wait, but not the host
         self._poll: Pending | None = None
 
     @property
@@ -93,20 +95,27 @@ class Communicator:
         """Whether a rank that waits for a reduction finds out what its peers do."""
         return self._transport.supports_unbounded_wait
 
-    def connect(self, *, limit_seconds: float) -> None:
-        """Use torch's Gloo from now on; every rank must call this.
+    def connect(self, *, limit_seconds: float, device: str = "cpu") -> None:
+        """Use torch's Gloo from now on, and its NCCL on CUDA; every rank must call this.
 
         Args:
             limit_seconds: A collective that takes longer fails.
+            device: The type of the device on which the ranks train.
         """
         if self.size > 1:
-            self._transport = TorchTransport(
+            make = NcclTransport if device == "cuda" else TorchTransport
+            self._transport = make(
                 self.rank, self.size, self.gather_objects, limit_seconds=limit_seconds
             )
             self._limit = limit_seconds
 
     def disconnect(self) -> None:
         """Use Horovod again, and abandon collectives that other ranks never joined."""
+        if self.broken is None:  # the last ones may still run on the device
+            until = time.monotonic() + self._grace
+            for pending in self._enqueued:
+                pending.is_done_within(max(0.0, until - time.monotonic()))
+        self._enqueued = []
         self._transport.close()
         self._transport, self._limit = HorovodTransport(self._hvd), math.inf
         self._poll = self.liveness = None
@@ -118,16 +127,35 @@ class Communicator:
     def finish(self, pending: Pending, activity: str, agree: Callable[[], None]) -> None:
         """Wait for the first reduction that was started and is not finished.
 
+        On CUDA with torch's transport, the current stream waits, and the host does not: `confirm`
+        waits in the next backward pass.
+
         Args:
             pending: The result of `start`.
             activity: A description, for the error.
             agree: Announces this rank's intent; called when a peer is about to do something else.
         """
+        if isinstance(pending, StreamPending):
+            self._enqueued.append(pending)
+        else:
+            self._wait_or_agree(pending, activity, agree)
+            self._finished += 1
+        self._take(pending, activity)
+
+    def confirm(self, activity: str, agree: Callable[[], None]) -> None:
+        """Wait for the reductions of the pass before that a device may not have finished.
+
+        It has, unless a rank is late or lost: the device has computed a whole pass since.
+        """
+        while self._enqueued:
+            self._wait_or_agree(self._enqueued[0], activity, agree)
+            del self._enqueued[0]
+            self._finished += 1
+
+    def _wait_or_agree(self, pending: Pending, activity: str, agree: Callable[[], None]) -> None:
         while not pending.is_done_within(_SLICE_SECONDS):
             if self.polls_peers and self._peer_is_waiting(activity):
                 agree()
-        self._take(pending, activity)
-        self._finished += 1
 
     def wait(self, pending: Pending, activity: str, *, until: float = math.inf) -> Tensor:
         """Wait for a collective and return its result.
@@ -255,7 +283,11 @@ class Communicator:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for index, group in enumerate(by_device.values()):
             flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            self.wait(self._start(self._transport.broadcast, flat, f"{name}.{index}"), name)
+            pending = self._start(self._transport.broadcast, flat, f"{name}.{index}")
+            if isinstance(pending, StreamPending):
+                self._take(pending, name)  # the host need not wait
+            else:
+                self.wait(pending, name)
             if self.rank == 0:
                 continue
             parts = flat.split([tensor.numel() * tensor.element_size() for tensor in group])

@@ -98,7 +98,7 @@ def set_variables(
         _started_with = wanted
     # Horovod waits indefinitely for a rank that hangs unless this is set.
     bounds = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, round(stall_seconds)))}
-    if not torch.cuda.is_available():
+    if transport == "torch" or not torch.cuda.is_available():
         bounds["HOROVOD_CYCLE_TIME"] = CYCLE_MS[transport]
     missing = {n: v for n, v in {**wanted, **bounds}.items() if n not in os.environ}
     os.environ.update(missing)

@@ -47,6 +47,10 @@ class Reducer(Protocol):
         """Wait for the oldest sum; call ``agree`` if a peer is about to do something else."""
         ...
 
+    def confirm(self, activity: str, agree: Callable[[], None]) -> None:
+        """Wait for the sums of the pass before, if `finish` has not waited on the host."""
+        ...
+
     def agree_on(
         self, fingerprint: int, activity: str, items: Callable[[], tuple[str, ...]]
     ) -> None:
@@ -119,7 +123,8 @@ class GradientBuckets:
         self._pending: list[_PendingReduction] = []
         self._fingerprints: dict[tuple[frozenset[int], ...], int] = {}
         self._buckets: list[Bucket] = []
-        self._is_common = False  # whether all ranks are known to have the same buckets
+        # The gradients of each bucket on which the ranks agreed last; None if they have not yet.
+        self._agreed: tuple[frozenset[int], ...] | None = None
         self._next = 0  # the first bucket whose reduction has not started
         self._frozen: list[Parameter] = []
         self._build()
@@ -193,7 +198,7 @@ class GradientBuckets:
         ]
         self._layout = "\n".join([self._options, *layout])
         self._fingerprints = {}
-        self._is_common = False
+        self._agreed = None
         self._slots = {
             id(slot.parameter): (bucket, position)
             for bucket in self._buckets
@@ -217,8 +222,8 @@ class GradientBuckets:
             bucket.fired.add(position)
             if position < bucket.large:
                 self._pack_large(bucket, position)
-            if self._is_common and bucket.is_complete:
-                self._launch_complete()
+            if self._agreed is not None and bucket.is_complete:
+                self._launch_complete(self._agreed)
 
     @staticmethod
     def _refuse_second_gradient(bucket: Bucket, position: int) -> None:
@@ -230,10 +235,16 @@ class GradientBuckets:
                 "use_reentrant=False to torch.utils.checkpoint."
             )
 
-    def _launch_complete(self) -> None:
-        """Start the complete buckets, in order; every rank starts these in any case."""
-        while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
-            self._launch(self._buckets[self._next])
+    def _launch_complete(self, agreed: Sequence[frozenset[int]]) -> None:
+        """Start the complete buckets, in order, that were complete on all ranks in the last pass.
+
+        Of a bucket that was not, another rank may start a part without asking.
+        """
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not bucket.is_complete or len(agreed[self._next]) < len(bucket.slots):
+                return
+            self._launch(bucket)
             self._next += 1
 
     @torch.no_grad()
@@ -320,12 +331,15 @@ class GradientBuckets:
         """Agree on the gradients that exist, reduce the remaining buckets, and wait for all."""
         if self._reducer.size == 1:
             return
-        # If every rank has started every bucket, no rank lacks a gradient.
-        if self._next < len(self._buckets) or not self._reducer.polls_peers:
+        # What was started without an agreement is what all ranks agreed on before. A rank whose
+        # gradients are others announces them, and its peers find out when they wait for the sums.
+        fired = tuple(frozenset(bucket.fired) for bucket in self._buckets)
+        if fired != self._agreed or not self._reducer.polls_peers:
             self._agree()
-        self._is_common = True
+        self._agreed = fired
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
+        self._reducer.confirm("the backward pass", self._agree)
         for pending in self._pending:
             self._reducer.finish(pending.handle, "the backward pass", self._agree)
             if pending.send_buffer.data_ptr() != pending.target.data_ptr():

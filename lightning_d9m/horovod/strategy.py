@@ -48,9 +48,9 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
             ``"off"`` reduces each gradient alone. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
-        transport: ``"torch"`` uses torch's Gloo for every collective, ``"horovod"`` uses Horovod.
-            Gloo is faster if ranks compute on the cores that a collective needs, and therefore the
-            default on a CPU.
+        transport: ``"torch"``, the default, uses torch's Gloo for every collective, and its NCCL
+            for tensors on CUDA; ``"horovod"`` uses Horovod. Gloo is faster if ranks compute on the
+            cores that a collective needs. With torch's NCCL streams wait, and not the host.
         bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB, to start
             early.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they are sent.
@@ -156,13 +156,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
     @property
     def transport(self) -> Literal["horovod", "torch"]:
         """The transport of every collective."""
-        on_cpu = self.root_device.type == "cpu"
-        if self._transport == "torch" and not on_cpu:
-            raise SettingError(
-                f"transport='torch' sums on the CPU, but this rank trains on {self.root_device}: "
-                "omit transport, so that Horovod's NCCL sums there."
-            )
-        return self._transport or ("torch" if on_cpu else "horovod")
+        return self._transport or "torch"
 
     @property
     def communicator(self) -> Communicator:
@@ -204,7 +198,7 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         communicator.agree(CollectiveIntent("the start of the run"))
         check_ranks(communicator.gather_objects(described))
         if self.transport == "torch":
-            communicator.connect(limit_seconds=stall)
+            communicator.connect(limit_seconds=stall, device=self.root_device.type)
         communicator.liveness = connect_liveness(communicator)
 
     def setup(self, trainer: Any) -> None:

@@ -1,6 +1,7 @@
 """Polls of a rank that waits for a sum while its peers do something else, in threads."""
 
 import pickle
+import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 from lightning_d9m.horovod import communicator as communicator_module
 from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
+from lightning_d9m.horovod.nccl_transport import StreamPending
 
 BACKWARD, BARRIER = CollectiveIntent("the backward pass"), CollectiveIntent("the barrier 'x'")
 
@@ -217,3 +219,56 @@ def test_a_pickle_from_another_rank_is_refused(ranks):
     error, _ = ranks(attacked, attacking)
     assert isinstance(error, RanksDisagreeError)
     assert "bytes that are not plain data" in str(error)
+
+
+class DeviceTransport(Transport):
+    """Sums that a device finishes, some time after all ranks have started them."""
+
+    def sum(self, tensor, name):
+        pending = super().sum(tensor, name)
+        work = types.SimpleNamespace(
+            is_completed=lambda: pending.is_done_within(0), wait=lambda: None
+        )
+        return StreamPending(work, tensor)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch, ranks):
+    """Let the ranks' sums be those of a device."""
+    monkeypatch.setattr(sys.modules[__name__], "Transport", DeviceTransport)
+    return ranks
+
+
+def confirm(communicator):
+    communicator.confirm(BACKWARD.activity, lambda: communicator.agree(BACKWARD))
+
+
+def test_a_sum_on_a_device_is_waited_for_in_the_next_pass(on_a_device):
+    """`finish` returns before the other rank has started the sum; `confirm` does not."""
+
+    def ahead(communicator, network):
+        backward(communicator, pytest.fail)
+        started_alone = network.everyone("sum", 0) is None
+        network.post("go", 0, 0, None)
+        confirm(communicator)
+        return started_alone, network.everyone("sum", 0) is not None
+
+    def behind(communicator, network):
+        network.wait_for(lambda: ("go", 0) in network.calls)
+        backward(communicator, pytest.fail)
+        confirm(communicator)
+
+    assert on_a_device(ahead, behind)[0] == (True, True)
+
+
+def test_ranks_that_confirm_a_sum_find_one_that_is_elsewhere(on_a_device):
+    def waiting(communicator, network):
+        backward(communicator)
+        confirm(communicator)
+
+    def elsewhere(communicator, network):
+        communicator.agree(BARRIER)
+
+    found = on_a_device(waiting, elsewhere)
+    assert [type(error) for error in found] == [RanksDisagreeError] * 2
+    assert found[0].intents == (BACKWARD.activity, BARRIER.activity)

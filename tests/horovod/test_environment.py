@@ -35,15 +35,16 @@ def test_variables_are_set_and_restored():
 
 @pytest.mark.parametrize(("transport", "expected"), [("horovod", "3"), ("torch", "50")])
 def test_the_cycle_is_longer_with_torchs_transport(monkeypatch, transport, expected):
-    """The cycle time stays as it is with CUDA, or if the user sets it."""
+    """Horovod is idle then. With Horovod's NCCL, or if the user sets it, it stays as it is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with_transport = {"initialized": False, "stall_seconds": 60, "transport": transport}
     saved = set_variables(**with_transport)
     assert os.environ["HOROVOD_CYCLE_TIME"] == expected
     saved.restore()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    set_variables(**with_transport).restore()
-    assert "HOROVOD_CYCLE_TIME" not in os.environ
+    saved = set_variables(**with_transport)
+    assert os.environ.get("HOROVOD_CYCLE_TIME") == ("50" if transport == "torch" else None)
+    saved.restore()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
     saved = set_variables(**with_transport)
@@ -185,15 +186,12 @@ def test_root_device_is_that_of_the_local_rank(monkeypatch, visible, devices, lo
     assert str(strategy.root_device) == expected
 
 
-def test_gradients_on_a_cpu_are_summed_by_torch_and_on_cuda_by_horovod(monkeypatch):
-    """Unless the user chooses; torch's transport supports the CPU only."""
+def test_collectives_use_torch_unless_the_user_chooses(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    cuda = {"parallel_devices": [torch.device("cuda", 0)]}
-    assert HorovodDeterministicStrategy().transport == "torch"
-    assert HorovodDeterministicStrategy(transport="horovod").transport == "horovod"
-    assert HorovodDeterministicStrategy(**cuda).transport == "horovod"
-    with pytest.raises(SettingError, match=r"transport='torch' sums on the CPU.*cuda:0"):
-        _ = HorovodDeterministicStrategy(transport="torch", **cuda).transport
+    for devices in (None, [torch.device("cuda", 0)]):
+        assert HorovodDeterministicStrategy(parallel_devices=devices).transport == "torch"
+        chosen = HorovodDeterministicStrategy(transport="horovod", parallel_devices=devices)
+        assert chosen.transport == "horovod"
 
 
 @pytest.mark.parametrize(

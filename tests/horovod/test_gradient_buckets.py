@@ -32,6 +32,9 @@ class Twins:
     def finish(self, pending, activity, agree):
         self.events.append(f"wait {pending}")
 
+    def confirm(self, activity, agree):
+        self.events.append("confirm")
+
     def agree_on(self, fingerprint, activity, items):
         self.events.append("agree")
         self.fingerprint = fingerprint
@@ -92,17 +95,33 @@ def test_reduction_starts_while_the_backward_pass_runs():
     assert reducer.events.count("agree") == 1
 
 
-def test_complete_buckets_need_no_agreement():
-    """With polls, the ranks agree only once, and when a gradient is missing."""
+def test_the_same_gradients_need_no_agreement():
+    """With polls, the ranks agree when the gradients are not those of the last pass."""
     module, reducer = model(), Twins()
     reducer.polls_peers = True
     buckets = GradientBuckets(module.named_parameters(), reducer, bucket_bytes=1)
     counts = []
-    for part in (module, module, module[:3], module):
+    for part in (module, module, module[:3], module[:3], module, module):
         with buckets.backward():
             part(torch.randn(2, 3)).sum().backward()
         counts.append(reducer.events.count("agree"))
-    assert counts == [1, 1, 2, 2]
+    assert counts == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_bucket_that_lacked_a_gradient_starts_only_after_an_agreement():
+    """Another rank may still lack the gradient, and would sum a part of the bucket."""
+    module, reducer = model(), Twins()
+    reducer.polls_peers = True
+    buckets = GradientBuckets(module.named_parameters(), reducer)
+    for part in (module[:3], module):
+        reducer.events.clear()
+        with buckets.backward():
+            part(torch.randn(2, 3)).sum().backward()
+        assert reducer.events[0] == "agree"
+    reducer.events.clear()
+    with buckets.backward():
+        module(torch.randn(2, 3)).sum().backward()
+    assert reducer.events == ["d9m.bucket.0.0-5", "confirm", "wait 1"]
 
 
 def test_gradients_are_views_and_are_not_copied_again():
