@@ -1,179 +1,260 @@
-"""The benchmark of the patches: a failure is a row, and what was measured is written."""
+"""The suite for a CUDA machine: a failure is a row, and nothing that was measured is lost."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
-from argparse import Namespace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MARK = "pytest.mark." + "cuda"
 LONG = 300.0  # seconds, of which none is waited for
-
-
-def load_benchmark():
-    """Import the script."""
-    spec = spec_from_file_location("patches_benchmark", FOLDER / "patches.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark = load_benchmark()
 FAKE = """
-import json, sys, time
+import json, os, sys, time
 def say(answer): print(json.dumps(answer), flush=True)
 say({"device": "A device", "torch": "2.13"})
-op = {"offered": False, "original_us": 2.0, "original_outputs": 5, "patched_us": 3.0,
-      "patched_outputs": 1, "ratio": 1.5, "difference": 0.0}
+time_of = lambda us: {"device_us": us, "host_us": 1.0, "peak_mb": 2.0}
 for line in sys.stdin:
-    task = line.strip()
-    if task == "list":
-        names = ["good", "refused", "ended", "unreadable", "lost", "again"]
-        say({"ops": [{"task": name, "op": name, "shape": "-"} for name in names], "models": []})
+    word, _, task = line.strip().partition(" ")
+    if word == "list" and task == "speed":
+        say({"tasks": ["good", "refused", "ended", "unreadable", "lost", "again"]})
+    elif word == "list": say({"tasks": []} if task != "models" else {"error": "no list"})
     elif task == "refused": say({"error": "ValueError: no"})
     elif task == "lost": say({"error": "RuntimeError: CUDA error", "fatal": True})
     elif task == "ended": sys.exit(7)
     elif task == "unreadable": print("}", flush=True)
     elif task == "silent": time.sleep(600)
-    else: say(op)
+    else: say({"op": task, "offered": False, "original": time_of(2.0), "patched": time_of(3.0),
+               "patched_fill_off": time_of(2.5), "ratio": 1.5, "pid": os.getpid()})
 """
 
 
 @pytest.fixture
-def worker():
-    """Answer as the real one does, and fail in each way."""
-    fake = benchmark.Worker([sys.executable, "-c", FAKE])
-    yield fake
-    fake.close()
+def modules(monkeypatch):
+    """Return the scripts of the suite, which import each other by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("suite_client", "suite_report", "gpu_suite")
+    yield [importlib.import_module(name) for name in names]
+    for name in names:
+        del sys.modules[name]
 
 
-def test_every_failure_is_a_row(worker) -> None:
-    """And the rows after it are measured by a new process; each row is written as it comes."""
-    written = []
-    words = Namespace(rounds=1, calls=2, seconds=LONG, limit=LONG)
-    result = benchmark.measure_all(worker, words, lambda so_far: written.append(len(so_far["ops"])))
-    errors = [row.get("error") for row in result["ops"]]
+@pytest.fixture
+def suite(modules, tmp_path):
+    """Return a function that makes a call of the suite with a worker that fails in each way."""
+    client, _, script = modules
+    workers = []
+
+    def make(commands=None, *, seconds=LONG):
+        workers.append(client.Worker([sys.executable, "-c", FAKE]))
+        folder = tmp_path / "out"
+        folder.mkdir(exist_ok=True)
+        return script.Suite(folder, workers[-1], commands or {}, seconds=seconds)
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def read_archive(folder):
+    with tarfile.open(folder / "results.tgz") as archive:
+        return {member.name: archive.extractfile(member).read().decode() for member in archive}
+
+
+def test_every_failure_is_a_row(suite, tmp_path, capsys):
+    """And the rows after it are measured by a new process; the report and the archive have all."""
+    made = suite()
+    assert made.run(["speed", "models"]) == 1
+    rows = {row["task"]: row for row in made.journal.of_part("speed")}
+    errors = [row.get("error") for row in rows.values()]
     assert errors[:3] == [None, "ValueError: no", "the worker ended with status 7"]
     assert "Expecting value" in errors[3]
-    assert errors[4:] == ["RuntimeError: CUDA error", None]
-    assert written == [1, 2, 3, 4, 5, 6]
-    page = benchmark.render(result)
-    assert "| refused | - | failed: ValueError: no |" in page
+    assert errors[4:] == ["RuntimeError: CUDA error", None, None]
+    assert rows["good"]["pid"] != rows["again"]["pid"]
+    assert rows["part"]["state"] == "4 of 6 rows failed"
+    assert made.journal.of_part("models")[0]["state"] == "failed: no list"
+    files = read_archive(tmp_path / "out")
+    assert [json.loads(line) for line in files["rows.jsonl"].splitlines()] == made.journal.rows
+    page = files["report.md"]
+    assert "# Measurements on A device" in page
     assert "geometric mean 1.50" in page
-    assert "not reached: 4." in page
+    assert "| good | 2 / 1 / 2.0 |  | 3 / 1 / 2.0 | 2 / 1 / 2.0 | 1.50 |" in page
+    assert "- speed, refused: ValueError: no" in page
+    assert "models: failed: no list" in capsys.readouterr().out
 
 
-def test_silence_ends_the_worker_and_not_the_run(worker) -> None:
+def test_silence_ends_the_worker_and_not_the_run(modules):
     """The process is replaced."""
-    assert worker.ask("good", LONG)["ratio"] == 1.5
-    assert worker.ask("silent", 0.01) == {"error": "no answer within 0.01 seconds"}
-    assert worker.ask("good", LONG)["ratio"] == 1.5
+    worker = modules[0].Worker([sys.executable, "-c", FAKE])
+    assert worker.ask("speed good", LONG)["ratio"] == 1.5
+    assert worker.ask("speed silent", 0.01) == {"error": "no answer within 0.01 seconds"}
+    assert worker.ask("speed good", LONG)["ratio"] == 1.5
+    worker.close()
 
 
-def test_what_no_time_is_left_for_says_so(worker) -> None:
-    """With no time left every row has an error."""
-    words = Namespace(rounds=1, calls=2, seconds=0.0, limit=LONG)
-    result = benchmark.measure_all(worker, words, lambda _: None)
-    assert {row["error"] for row in result["ops"]} == {"out of time"}
+def test_a_second_call_continues_the_first(suite, monkeypatch):
+    """Rows that are there are not measured again; a part that has ended is not begun again."""
+    first = suite()
+    monkeypatch.setattr(first, "left", lambda: 100.0 if len(first.journal.rows) < 3 else 0.0)
+    assert first.run(["speed", "facts"]) == 3
+    assert first.journal.of_part("speed")[-1]["state"] == "unfinished"
+    second = suite()
+    assert second.run(["speed", "facts"]) == 1
+    rows = [row["task"] for row in second.journal.rows if row["part"] == "speed"]
+    assert rows == ["good", "refused", "part", "ended", "unreadable", "lost", "again", "part"]
+    before = len(second.journal.rows)
+    assert suite().run(["speed", "facts"]) == 1
+    assert len(second.journal.rows) == before
 
 
-def test_a_worker_that_cannot_start_is_said() -> None:
-    """At once, and not as a row for each op."""
-    absent = benchmark.Worker([sys.executable, "-c", "raise SystemExit(5)"])
-    words = Namespace(rounds=1, calls=2, seconds=LONG, limit=LONG)
-    with pytest.raises(SystemExit, match="does not start: the worker ended with status 5"):
-        benchmark.measure_all(absent, words, lambda _: None)
+def test_a_line_that_was_cut_loses_no_other(modules, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    journal = modules[0].Journal(path)
+    journal.append({"part": "speed", "task": "a"})
+    with path.open("a") as file:
+        file.write('{"part": "speed", "ta')
+    cut = modules[0].Journal(path)
+    assert [row["task"] for row in cut.rows] == ["a"]
+    cut.append({"part": "speed", "task": "b"})
+    assert [row["task"] for row in modules[0].Journal(path).rows] == ["a", "b"]
 
 
-def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
-    """One op, through the real worker: a row, a page, and no other file."""
-    arguments = [
-        "--device",
-        "cpu",
-        "--calls",
-        "2",
-        "--rounds",
-        "1",
-        "--only",
-        "adaptive_max_pool3d",
-    ]
-    subprocess.run(
-        [sys.executable, FOLDER / "patches.py", *arguments, "--output", tmp_path],
-        check=True,
-        capture_output=True,
-        timeout=240,
+def command(modules, code, **words):
+    return modules[2].Command([sys.executable, "-c", code], **{"needs": 50.0, **words})
+
+
+def test_a_command_that_fails_keeps_no_other_from_running(suite, modules, tmp_path):
+    commands = {
+        "bad": command(modules, "print('tried'); raise SystemExit(3)"),
+        "good": command(modules, "import os; print('rows in', os.environ['SUITE_ROWS'])"),
+    }
+    made = suite(commands)
+    assert made.run(["bad", "good"]) == 1
+    states = [made.journal.of_part(part)[0]["state"] for part in ("bad", "good")]
+    assert states == ["failed with status 3", "complete"]
+    files = read_archive(tmp_path / "out")
+    assert files["bad.log"] == "tried\n"
+    assert files["good.log"].endswith("good.jsonl\n")
+
+
+def test_a_command_that_takes_too_long_is_interrupted_and_may_continue(suite, modules, tmp_path):
+    """Nothing of it survives, and a later call goes on if the command can."""
+    code = "import time; print('begun', flush=True); time.sleep(600)"
+    commands = {
+        "tests": command(modules, code, continues=True),
+        "paper": command(modules, code),
+    }
+    seconds = modules[2].NO_TIME + 3
+    made = suite(commands, seconds=seconds)
+    assert made.run(["tests"]) == 3
+    assert made.journal.of_part("tests")[0]["state"] == "unfinished"
+    alone = suite(commands, seconds=seconds)
+    assert alone.run(["paper"]) == 1
+    assert alone.journal.of_part("paper")[0]["state"].startswith("ended after ")
+    late = suite(commands, seconds=seconds)
+    assert late.run(["speed", "tests"]) == 3  # as the second part it needs more time
+    assert read_archive(tmp_path / "out")["tests.log"].startswith("begun\n")
+
+
+def test_tests_are_rows_and_run_once(tmp_path):
+    """The plugin writes each result at once, and leaves out what has one."""
+    script = tmp_path / "test_some.py"
+    script.write_text(
+        "import pytest\n"
+        "def test_one(record_property): record_property('distinct_outputs', 4)\n"
+        "def test_two(): assert False, 'no'\n"
+        "@pytest.mark.skip(reason='no device')\n"
+        "def test_three(): pass\n"
     )
-    files = {path.suffix: path for path in tmp_path.iterdir()}
-    assert set(files) == {".json", ".md"}
-    [row] = json.loads(files[".json"].read_text())["ops"]
-    assert row["patched_outputs"] == 1
-    assert row["difference"] < 1e-5
-    assert "| adaptive_max_pool3d_backward | 9 to 29 |" in files[".md"].read_text()
+    rows = tmp_path / "rows.jsonl"
+
+    def run():
+        return subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "pytest_rows"),
+                *(
+                    "-p",
+                    "no:randomly",
+                    "-p",
+                    "no:cacheprovider",
+                    "-c",
+                    os.devnull,
+                    "--rootdir",
+                    tmp_path,
+                    script,
+                ),
+            ],
+            env={**os.environ, "PYTHONPATH": str(FOLDER), "SUITE_ROWS": str(rows)},
+            capture_output=True,
+            check=False,
+            timeout=240,
+        ).returncode
+
+    assert run() == 1
+    one, two, three = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (one["outcome"], one["distinct_outputs"]) == ("passed", 4)
+    assert "assert False" in two["error"]
+    assert three["outcome"] == "skipped"
+    assert run() == 0
+    assert len(rows.read_text().splitlines()) == 3
 
 
-FAKE_PYTHON = """\
-#!/usr/bin/env bash
-case "$*" in
-  -c*) exit ${NO_DEVICE:-0} ;;
-  *digest.py*) exit 3 ;;
-  *) echo "called: $*" ;;
-esac
-"""
-
-
-def run_suite(folder: Path, *parts: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the suite with an interpreter that says what it is asked, and fails at one part."""
-    python = folder / "python"
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
+def run_suite(folder, *arguments, python=sys.executable):
     return subprocess.run(
-        ["bash", FOLDER / "gpu_suite.sh", folder / "out", *parts],
-        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **variables},
+        ["bash", FOLDER / "gpu_suite.sh", folder, *arguments],
+        env={**os.environ, "PYTHON": str(python), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
     )
 
 
-def test_the_suite_needs_a_device(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_the_suite_needs_a_device(tmp_path):
     """It says so, and runs nothing."""
-    done = run_suite(tmp_path, NO_DEVICE="1")
+    done = run_suite(tmp_path / "out")
     assert done.returncode == 2
-    assert "finds no torch with a CUDA device (set PYTHON to another)" in done.stderr
+    assert "finds no torch with a CUDA device (set PYTHON to another one" in done.stderr
     assert done.stdout == ""
 
 
-def test_the_suite_runs_every_part_whatever_the_others_say(tmp_path: Path) -> None:
-    """Each has a log; one that fails is named, and the status tells."""
-    done = run_suite(tmp_path)
-    parts = ["patches", "tests", "example", "digest", "probes", "audit", "paper", "graphsage"]
-    assert [line[3:] for line in done.stdout.splitlines() if line.startswith("== ")] == parts
-    assert {path.stem for path in (tmp_path / "out").glob("*.log")} == set(parts)
-    assert done.stderr == "gpu_suite.sh: digest ended with status 3\n"
-    with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
-        assert {Path(name).stem for name in archive.getnames() if name.endswith(".log")} == set(
-            parts
-        )
-    assert done.returncode == 1
-    alone = run_suite(tmp_path, "patches")
-    assert (alone.returncode, alone.stdout.count("== ")) == (0, 1)
-    assert run_suite(tmp_path, "pathces").returncode == 2
+def test_rows_are_measured_on_a_cpu(tmp_path):
+    """One op through the real worker, with graphs built under the flag."""
+    parts = ["facts", "smoke", "determinism", "speed", "digest"]
+    done = run_suite(tmp_path / "out", *parts, "--dry-run", "--only", "adaptive_max_pool3d")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    journal = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+    rows = {(row["part"], row["task"]): row for row in map(json.loads, journal)}
+    name = "adaptive_max_pool3d_backward, 9 to 29"
+    assert rows["smoke", name]["difference"] < 1e-5
+    assert rows["smoke", "forward"]["nodes"]["bilinear"] == "UpsampleBilinear2DBackward0"
+    for dtype in ("float32", "bfloat16"):
+        assert rows["determinism", f"{name} | {dtype}"]["patched_outputs"] == 1
+        assert rows["speed", f"{name} | {dtype}"]["ratio"] > 0
+    assert rows["facts", "stack"]["stack"]["device.kind"] == "cpu"
+    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 5
 
 
-def test_every_file_that_the_suite_runs_is_there() -> None:
+def test_an_unknown_part_is_refused(tmp_path):
+    done = run_suite(tmp_path / "out", "pathces", "--dry-run")
+    assert done.returncode == 2
+    assert "no such part: pathces; the parts are facts, smoke, " in done.stderr
+
+
+def test_every_file_that_the_suite_runs_is_there(modules):
     """No part can fail on a CUDA machine for a name that nobody tried."""
-    script = (FOLDER / "gpu_suite.sh").read_text()
+    script = (FOLDER / "gpu_suite.py").read_text()
     files = set(re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.py", script))
-    assert len(files) == 9
+    assert len(files) == 7
     for file in files:
         assert (FOLDER.parent / file).is_file(), file
     marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}
-    assert {str(path.relative_to(FOLDER.parent)) for path in marked} <= files
+    built = {path for path in marked if f"{MARK}_build" in path.read_text()}
+    assert {str(path.relative_to(FOLDER.parent)) for path in marked - built} <= files

@@ -1,0 +1,103 @@
+"""The side of `gpu_suite.py`: a process that measures rows, and the journal of rows."""
+
+import json
+import os
+import select
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+START_SECONDS = 120.0  # for a worker to load torch and to find the device
+
+Row = dict[str, object]
+
+
+class Worker:
+    """A process that answers each line, the name of a task, with a line of JSON.
+
+    Args:
+        command: The command; the first line that it prints is its greeting.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._process: subprocess.Popen[str] | None = None
+        self.greeting: Row = {}
+
+    def ask(self, task: str, seconds: float) -> Row:
+        """Return the answer, or ``{"error": ...}``; then the next call starts a new process."""
+        try:
+            process = self._start()
+            process.stdin.write(f"{task}\n")
+            process.stdin.flush()
+            answer = self._read(process, seconds)
+        except (OSError, ValueError, TimeoutError) as error:
+            self.close()
+            return {"error": str(error) or type(error).__name__}
+        if answer.get("fatal"):
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+            self.greeting = self._read(self._process, START_SECONDS)
+        return self._process
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], seconds: float) -> Row:
+        if not select.select([process.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"no answer within {seconds:g} seconds")
+        line = process.stdout.readline()
+        if not line:
+            raise ValueError(f"the worker ended with status {process.wait()}")
+        return json.loads(line)
+
+
+class Journal:
+    """Rows of a file of JSON lines; each is on the disk before the next one is measured.
+
+    Args:
+        path: The file; a line that an interruption has cut is left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows = list(_read_rows(path))
+
+    def append(self, row: Row) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        with self._path.open("ab+") as file:
+            if file.tell():  # a line that was cut must not take this one along
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def of_part(self, part: str) -> list[Row]:
+        """Return the rows of a part, the last one of each task."""
+        found = {row["task"]: row for row in self.rows if row["part"] == part}
+        return list(found.values())
+
+
+def _read_rows(path: Path) -> Iterator[Row]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and {"part", "task"} <= row.keys():
+            yield row
