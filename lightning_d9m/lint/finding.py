@@ -48,7 +48,7 @@ class Finding:
         return "warning" if uncertain else severity
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """``file:line:column``, with the cell of a notebook before the line."""
         cell = f"cell {self.cell}:" if self.cell else ""
         return f"{self.file}:{cell}{self.line}:{self.column}"

@@ -129,7 +129,7 @@ def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) 
 
     for finding in findings:
         if finding.op:
-            row(finding.op).lines.append(finding.place)
+            row(finding.op).lines.append(finding.location)
     measured: dict[str, list[MeasuredOp]] = defaultdict(list)
     for record in records:
         if alert := _ALERT.search(str(record.get("error", ""))):

@@ -197,27 +197,27 @@ class Arguments:
         self.named = {word.arg: word.value for word in call.keywords if word.arg is not None}
         self.unpacked = any(word.arg is None for word in call.keywords)
 
-    def get(self, place: int | None, *names: str) -> ast.AST | None:
+    def get(self, position: int | None, *names: str) -> ast.AST | None:
         """Return an argument's expression; None if it is not given, or hidden by unpacking."""
         for name in names:
             if name in self.named:
                 return self.named[name]
-        index = -1 if place is None else place - self._before
+        index = -1 if position is None else position - self._before
         if 0 <= index < len(self.positional) and not self.starred:
             return self.positional[index]
         return None
 
-    def read(self, place: int | None, *names: str, default: object = None) -> object:
+    def read(self, position: int | None, *names: str, default: object = None) -> object:
         """Return an argument's constant, its default if it is not given, or UNKNOWN."""
-        given = self.get(place, *names)
+        given = self.get(position, *names)
         if given is not None:
             return read_constant(given, self.scope)
-        hidden = self.unpacked or (self.starred and place is not None)
+        hidden = self.unpacked or (self.starred and position is not None)
         return UNKNOWN if hidden else default
 
-    def has(self, place: int | None, *names: str) -> bool | None:
+    def has(self, position: int | None, *names: str) -> bool | None:
         """Return whether an argument other than None is given; None if that is unknown."""
-        value = self.read(place, *names)
+        value = self.read(position, *names)
         if value is not UNKNOWN:
             return value is not None
-        return None if self.get(place, *names) is None else True
+        return None if self.get(position, *names) is None else True

@@ -68,40 +68,40 @@ def walk(
         checks: By the type of the node that they look at.
         package: The dotted name of the module's package.
     """
-    place = NodeContext()
-    place.scope = Scope(tree, None, package)
+    context = NodeContext()
+    context.scope = Scope(tree, None, package)
     found: list[ReportFinding] = []
-    _descend(tree, place, lines, checks, found)
+    _descend(tree, context, lines, checks, found)
     return found
 
 
 def _descend(
     node: ast.AST,
-    place: NodeContext,
+    context: NodeContext,
     lines: Sequence[int],
     checks: Mapping[type[ast.AST], Sequence[Check]],
     found: list[ReportFinding],
 ) -> None:
     for check in checks.get(type(node), ()):
-        found.extend(check(node, place))
-    outer = place.scope
+        found.extend(check(node, context))
+    outer = context.scope
     opens = isinstance(node, SCOPES) and not isinstance(node, ast.Module)
     inner = Scope(node, outer, outer.package) if opens else outer
-    place.parents.append(node)
+    context.parents.append(node)
     for name in node._fields:
         value = getattr(node, name, None)
         # Decorators, defaults and bases are evaluated in the outer scope.
-        place.scope = inner if name == "body" else outer
+        context.scope = inner if name == "body" else outer
         if isinstance(value, list):
             for child in value:
                 if isinstance(child, ast.AST) and _touches(child, lines):
-                    _descend(child, place, lines, checks, found)
+                    _descend(child, context, lines, checks, found)
         elif (
             isinstance(value, ast.AST) and not isinstance(value, _LEAVES) and _touches(value, lines)
         ):
-            _descend(value, place, lines, checks, found)
-    place.parents.pop()
-    place.scope = outer
+            _descend(value, context, lines, checks, found)
+    context.parents.pop()
+    context.scope = outer
 
 
 def _touches(node: ast.AST, lines: Sequence[int]) -> bool:

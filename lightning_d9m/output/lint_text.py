@@ -54,7 +54,7 @@ def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> s
 
 def _show_place(finding: Finding) -> list[str]:
     """Return the place of a finding, and its line with carets below the code."""
-    place = f"{_INDENT}{printable(finding.place)}: {finding.severity}, {finding.certainty}"
+    place = f"{_INDENT}{printable(finding.location)}: {finding.severity}, {finding.certainty}"
     source = "" if finding.cell else printable(getline(finding.file, finding.line).rstrip())
     margin = f"{_INDENT}{finding.line:>5} | "
     if not source:  # a notebook's cell, or the program's standard input

@@ -50,7 +50,7 @@ def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
     assert found.cause is not None, "something differs"
     yield from _describe_moment(found)
     for finding in found.lines:
-        yield from _label("line", f"{escape(finding.place, _LONGEST)}: {escape(finding.code)}")
+        yield from _label("line", f"{escape(finding.location, _LONGEST)}: {escape(finding.code)}")
         yield from _label("", f"{finding.rule}: {finding.reason}")
     if found.samples is not None:
         yield from _label("samples", _describe_samples(found.samples))

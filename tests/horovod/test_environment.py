@@ -93,8 +93,13 @@ def test_horovod_that_started_without_a_variable_is_too_late(monkeypatch, name):
 
 def test_a_second_run_uses_the_running_horovod():
     """The variables are restored after the first run, yet Horovod has read them."""
+    before = dict(os.environ)
     set_variables(initialized=False, stall_seconds=60).restore()
-    set_variables(initialized=True, stall_seconds=60).restore()
+    assert os.environ == before
+    second = set_variables(initialized=True, stall_seconds=60)
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == PINNED["HOROVOD_FUSION_THRESHOLD"]
+    second.restore()
+    assert os.environ == before
 
 
 def test_a_horovod_that_the_user_started_with_the_variables_is_accepted(monkeypatch):

@@ -23,7 +23,7 @@ def test_names_flow_from_cell_to_cell(scan):
     assert places(found) == [(3, 2, 5, "D9M101")]
     line = data.decode().splitlines()[found[0].file_line - 1]
     assert "F.grid_sample" in line
-    assert found[0].place.endswith("a.ipynb:cell 3:2:5")
+    assert found[0].location.endswith("a.ipynb:cell 3:2:5")
 
 
 def test_magics_are_left_out(scan):

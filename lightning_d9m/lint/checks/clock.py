@@ -20,30 +20,30 @@ _LAMBDA_SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.(LambdaLR|Multipli
 _DEPTH = 4
 
 
-def check_modification_time(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_modification_time(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find files that are sorted by time, and whose order is used.
 
     The newest file of a sorted list is a common way to find a checkpoint; it is not found.
     """
     assert isinstance(node, ast.Call)
     key = next((word.value for word in node.keywords if word.arg == "key"), None)
-    if key is None or not _reads_file_time(key, place):
+    if key is None or not _reads_file_time(key, context):
         return
-    if place.resolve(node.func) == "builtins.sorted":
-        parent = place.parents[-1]
+    if context.resolve(node.func) == "builtins.sorted":
+        parent = context.parents[-1]
         if isinstance(parent, ast.Assign):
-            used = is_list_order_used(parent.targets[0], place)
+            used = is_list_order_used(parent.targets[0], context)
         else:
-            used = not is_choice(parent) and is_order_used(node, place)
+            used = not is_choice(parent) and is_order_used(node, context)
     elif isinstance(node.func, ast.Attribute) and node.func.attr == "sort":
-        used = is_list_order_used(node.func.value, place)
+        used = is_list_order_used(node.func.value, context)
     else:
         return
     if used:
         yield ReportFinding("D9M306", node)
 
 
-def _reads_file_time(key: ast.AST, place: NodeContext) -> bool:
+def _reads_file_time(key: ast.AST, context: NodeContext) -> bool:
     if isinstance(key, ast.Lambda):
         return any(
             isinstance(part, (ast.Attribute, ast.Name))
@@ -51,10 +51,10 @@ def _reads_file_time(key: ast.AST, place: NodeContext) -> bool:
             in _FILE_TIMES | _STAT_TIMES
             for part in ast.walk(key.body)
         )
-    return (resolve(key, place.scope) or "") in {f"os.path.{name}" for name in _FILE_TIMES}
+    return (resolve(key, context.scope) or "") in {f"os.path.{name}" for name in _FILE_TIMES}
 
 
-def check_learning_rate(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_learning_rate(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find ``group["lr"] = ...`` with a value that depends on the clock."""
     assert isinstance(node, (ast.Assign, ast.AugAssign))
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -64,27 +64,27 @@ def check_learning_rate(node: ast.AST, place: NodeContext) -> Iterator[ReportFin
         and target.slice.value in _RATES
         for target in targets
     )
-    if is_rate and _reads_clock(node.value, place.scope):
+    if is_rate and _reads_clock(node.value, context.scope):
         yield ReportFinding("D9M212", node)
 
 
-def check_learning_rate_call(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_learning_rate_call(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find ``lr=...`` and functions of a scheduler that depend on the clock."""
     assert isinstance(node, ast.Call)
     for word in node.keywords:
-        if word.arg in _RATES and _reads_clock(word.value, place.scope):
+        if word.arg in _RATES and _reads_clock(word.value, context.scope):
             yield ReportFinding("D9M212", node)
-    if not _LAMBDA_SCHEDULERS.match(place.resolve(node.func) or ""):
+    if not _LAMBDA_SCHEDULERS.match(context.resolve(node.func) or ""):
         return
     named = [word.value for word in node.keywords if word.arg == "lr_lambda"]
     for function in (*named, *node.args[1:2]):
         if isinstance(function, ast.Lambda):
-            if _reads_clock(function.body, place.scope):
+            if _reads_clock(function.body, context.scope):
                 yield ReportFinding("D9M212", node)
         elif isinstance(function, ast.Name):
-            for binding in place.scope.find(function.id)[0]:
+            for binding in context.scope.find(function.id)[0]:
                 if isinstance(binding.node, ast.FunctionDef) and _returns_clock(
-                    binding.node, place.scope
+                    binding.node, context.scope
                 ):
                     yield ReportFinding("D9M212", node)
 

@@ -19,18 +19,18 @@ _ANY_ORDER = {f"triton.language.atomic_{kind}" for kind in ("max", "min", "and",
 _FLOATS = ("float", "bfloat", "fp", "half", "double")
 
 
-def check_atomic(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_atomic(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find atomics whose result depends on the order of the threads."""
     assert isinstance(node, ast.Call)
-    name = place.resolve(node.func)
+    name = context.resolve(node.func)
     if name is None or name not in _ORDERED | _LAST_WINS | _ANY_ORDER:
         return
-    used = not isinstance(place.parents[-1], ast.Expr)
+    used = not isinstance(context.parents[-1], ast.Expr)
     if name in _ORDERED:
-        arguments = Arguments(node, place.scope)
+        arguments = Arguments(node, context.scope)
         numba = name.startswith("numba")
         value = arguments.get(2 if numba else 1, "val", "value")
-        if not _is_integer(value, place):
+        if not _is_integer(value, context):
             certainty: Certainty = "certain" if _is_float(value) else "depends"
             yield ReportFinding("D9M105", node, certainty)
             return
@@ -47,12 +47,12 @@ def check_atomic(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
         )
 
 
-def check_autotuning(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_autotuning(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find ``triton.autotune`` over more than one configuration."""
     assert isinstance(node, ast.Call)
-    if place.resolve(node.func) != "triton.autotune":
+    if context.resolve(node.func) != "triton.autotune":
         return
-    configurations = Arguments(node, place.scope).get(0, "configs")
+    configurations = Arguments(node, context.scope).get(0, "configs")
     if (
         isinstance(configurations, ast.List)
         and len(configurations.elts) == 1
@@ -63,10 +63,10 @@ def check_autotuning(node: ast.AST, place: NodeContext) -> Iterator[ReportFindin
     yield ReportFinding("D9M106", node, "certain" if known else "depends")
 
 
-def _is_integer(node: ast.AST | None, place: NodeContext) -> bool:
+def _is_integer(node: ast.AST | None, context: NodeContext) -> bool:
     if node is None:
         return False
-    value = read_constant(node, place.scope)
+    value = read_constant(node, context.scope)
     if value is not UNKNOWN:
         return isinstance(value, int)
     return _cast(node).strip("u").startswith("int")

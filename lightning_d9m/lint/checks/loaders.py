@@ -12,16 +12,16 @@ _SEEDING = {"random.seed", "numpy.random.seed", "torch.manual_seed"}
 _LOADER = "torch.utils.data.DataLoader"
 
 
-def check_worker_seed(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_worker_seed(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find a ``worker_init_fn`` that gives every worker the same seed."""
     assert isinstance(node, ast.Call)
     for word in node.keywords:
         if word.arg != "worker_init_fn":
             continue
-        function = _find_function(word.value, place)
+        function = _find_function(word.value, context)
         if function is None:
             continue
-        inner = Scope(function, place.scope, place.scope.package)
+        inner = Scope(function, context.scope, context.scope.package)
         body = function.body if isinstance(function.body, list) else [function.body]
         for statement in body:
             for call in ast.walk(statement):
@@ -29,20 +29,20 @@ def check_worker_seed(node: ast.AST, place: NodeContext) -> Iterator[ReportFindi
                     yield ReportFinding("D9M207", call)
 
 
-def check_ranks(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_ranks(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find ``seed_everything`` without ``workers=True`` in a file whose loaders have workers."""
     assert isinstance(node, ast.Call)
-    if place.resolve(node.func) != "lightning.seed_everything":
+    if context.resolve(node.func) != "lightning.seed_everything":
         return
-    if Arguments(node, place.scope).read(1, "workers", default=False) is not False:
+    if Arguments(node, context.scope).read(1, "workers", default=False) is not False:
         return
-    calls = [node for node in ast.walk(place.parents[0]) if isinstance(node, ast.Call)]
-    if any((place.resolve(call.func) or "").startswith("lightning_d9m.") for call in calls):
+    calls = [node for node in ast.walk(context.parents[0]) if isinstance(node, ast.Call)]
+    if any((context.resolve(call.func) or "").startswith("lightning_d9m.") for call in calls):
         return  # the callback seeds the workers of every rank
     for other in calls:
-        if place.resolve(other.func) != _LOADER:
+        if context.resolve(other.func) != _LOADER:
             continue
-        arguments = Arguments(other, place.scope)
+        arguments = Arguments(other, context.scope)
         if (
             arguments.read(5, "num_workers", default=0) != 0
             and "worker_init_fn" not in arguments.named
@@ -51,17 +51,17 @@ def check_ranks(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
             return
 
 
-def check_dataset(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_dataset(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find a dataset that keeps a generator and draws from it for each sample."""
     assert isinstance(node, ast.Call)
-    if place.resolve(node.func) not in GENERATORS or not node.args:
+    if context.resolve(node.func) not in GENERATORS or not node.args:
         return
-    parent = place.parents[-1]
-    enclosing = place.scope.enclosing_class
+    parent = context.parents[-1]
+    enclosing = context.scope.enclosing_class
     if not isinstance(parent, ast.Assign) or enclosing is None:
         return
     target = parent.targets[0]
-    method = place.scope.node
+    method = context.scope.node
     if not isinstance(target, ast.Attribute) or getattr(method, "name", "") != "__init__":
         return
     if not _is_dataset(enclosing):
@@ -82,11 +82,11 @@ def _is_dataset(scope: Scope) -> bool:
     return any(name.endswith("Dataset") for name in names)
 
 
-def _find_function(node: ast.AST, place: NodeContext) -> ast.FunctionDef | ast.Lambda | None:
+def _find_function(node: ast.AST, context: NodeContext) -> ast.FunctionDef | ast.Lambda | None:
     if isinstance(node, ast.Lambda):
         return node
     if isinstance(node, ast.Name):
-        found, _ = place.scope.find(node.id)
+        found, _ = context.scope.find(node.id)
         for binding in found:
             if isinstance(binding.node, (ast.FunctionDef, ast.Lambda)):
                 return binding.node
@@ -94,8 +94,8 @@ def _find_function(node: ast.AST, place: NodeContext) -> ast.FunctionDef | ast.L
 
 
 def _seeds_alike(call: ast.Call, scope: Scope) -> bool:
-    place = NodeContext(scope=scope)
+    context = NodeContext(scope=scope)
     seed = Arguments(call, scope).get(0, "seed", "a")
-    if place.resolve(call.func) not in _SEEDING or seed is None:
+    if context.resolve(call.func) not in _SEEDING or seed is None:
         return False
     return read_constant(seed, scope) not in (None, UNKNOWN)

@@ -27,37 +27,37 @@ _SAME_MEMORY = {
 _ARITHMETIC = (ast.BinOp, ast.Compare, ast.UnaryOp)
 
 
-def check_empty(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_empty(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find uninitialized tensors whose values are read."""
     assert isinstance(node, ast.Call)
-    if not _is_uninitialized(node, place):
+    if not _is_uninitialized(node, context):
         return
-    parent = place.parents[-1]
-    if isinstance(parent, _ARITHMETIC) or _reads(parent, place.parents):
+    parent = context.parents[-1]
+    if isinstance(parent, _ARITHMETIC) or _reads(parent, context.parents):
         yield ReportFinding("D9M107", node)
     elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
-        area = place.scope.node
+        area = context.scope.node
         if len(parent.targets) != 1 or isinstance(area, (ast.Module, ast.ClassDef)):
             return
         if _is_only_read(area, parent.targets[0].id):
             yield ReportFinding("D9M107", node)
-        elif certainty := _is_partly_written(area, parent.targets[0].id, place):
+        elif certainty := _is_partly_written(area, parent.targets[0].id, context):
             reason = "Only a part of the memory is written; the rest is whatever was in memory."
             yield ReportFinding("D9M107", node, certainty, reason)
 
 
-def _is_uninitialized(node: ast.Call, place: NodeContext) -> bool:
-    name = place.resolve(node.func)
+def _is_uninitialized(node: ast.Call, context: NodeContext) -> bool:
+    name = context.resolve(node.func)
     if name is None:
         return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS
     if name in {"torch.empty", "torch.empty_like", "torch.empty_strided"}:
-        if Arguments(node, place.scope).read(None, "device") == "meta":
+        if Arguments(node, context.scope).read(None, "device") == "meta":
             return False
-        sizes = [read_constant(size, place.scope) for size in node.args]
+        sizes = [read_constant(size, context.scope) for size in node.args]
         return 0 not in sizes and (0,) not in sizes
     if name in _MAKERS | _SHAPED_TYPES:
         # With sizes they return uninitialized memory; with a list or an array they do not.
-        sizes = [read_constant(size, place.scope) for size in node.args]
+        sizes = [read_constant(size, context.scope) for size in node.args]
         return bool(sizes) and all(type(size) is int and size > 0 for size in sizes)
     return False
 
@@ -74,7 +74,7 @@ def _reads(parent: ast.AST, parents: list[ast.AST]) -> bool:
     )
 
 
-def _is_partly_written(area: ast.AST, name: str, place: NodeContext) -> Certainty | None:
+def _is_partly_written(area: ast.AST, name: str, context: NodeContext) -> Certainty | None:
     """Return whether a local tensor is read as a whole after one assignment to a part of it.
 
     Returns:
@@ -95,7 +95,7 @@ def _is_partly_written(area: ast.AST, name: str, place: NodeContext) -> Certaint
             elif (
                 isinstance(parent, _ARITHMETIC)
                 or _reads(parent, parents)
-                or (isinstance(parent, ast.Call) and _reads_argument(parent, node, place))
+                or (isinstance(parent, ast.Call) and _reads_argument(parent, node, context))
             ):
                 certainty = "certain"
             elif isinstance(parent, ast.Return):
@@ -111,9 +111,9 @@ def _makes_memory(value: ast.AST) -> bool:
     return isinstance(value, ast.Call) and "empty" in ast.unparse(value.func)
 
 
-def _reads_argument(call: ast.Call, node: ast.AST, place: NodeContext) -> bool:
+def _reads_argument(call: ast.Call, node: ast.AST, context: NodeContext) -> bool:
     """Return whether a function of torch reads an argument and returns something else."""
-    name = place.resolve(call.func) or ""
+    name = context.resolve(call.func) or ""
     writes = name.endswith("_") or any(word.arg == "out" for word in call.keywords)
     return name.startswith("torch.") and node in call.args and not writes
 

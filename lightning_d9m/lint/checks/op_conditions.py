@@ -45,32 +45,32 @@ def always(op: str, certainty: Certainty = "certain") -> Condition:
 
 
 def unless(
-    op: str, default: object, place: int | None, *names: str, fine: set[object]
+    op: str, default: object, context: int | None, *names: str, fine: set[object]
 ) -> Condition:
     """Accept a call unless an argument, or its default, has one of the ``fine`` values."""
 
     def check(spelled: CallSite) -> Verdict:
-        value = spelled.arguments.read(place, *names, default=default)
+        value = spelled.arguments.read(context, *names, default=default)
         return None if value in fine else (op, "depends" if value is UNKNOWN else "certain")
 
     return check
 
 
-def given(op: str, place: int | None, *names: str) -> Condition:
+def given(op: str, context: int | None, *names: str) -> Condition:
     """Accept a call if an argument is given."""
 
     def check(spelled: CallSite) -> Verdict:
-        has = spelled.arguments.has(place, *names)
+        has = spelled.arguments.has(context, *names)
         return None if has is False else (op, "certain" if has else "depends")
 
     return check
 
 
-def interpolated(place: int) -> Condition:
+def interpolated(context: int) -> Condition:
     """Choose the op by the mode of an interpolation."""
 
     def check(spelled: CallSite) -> Verdict:
-        mode = spelled.arguments.read(place, "mode", default="nearest")
+        mode = spelled.arguments.read(context, "mode", default="nearest")
         if mode is UNKNOWN:
             return "upsample_bilinear2d_backward", "depends"
         if mode == "area":
@@ -93,8 +93,8 @@ def convolved(dims: int) -> Condition:
     return lambda spelled: _pad(spelled, "zeros", 8, "padding_mode", dims)
 
 
-def _pad(spelled: CallSite, default: str, place: int, name: str, dims: int) -> Verdict:
-    mode = spelled.arguments.read(place, name, default=default)
+def _pad(spelled: CallSite, default: str, context: int, name: str, dims: int) -> Verdict:
+    mode = spelled.arguments.read(context, name, default=default)
     if mode is UNKNOWN:
         return f"reflection_pad{dims}d_backward", "depends"
     kind = {"reflect": "reflection", "replicate": "replication"}.get(str(mode))
@@ -106,11 +106,11 @@ def _count_dims(pad: object) -> int:
     return len(pad) // 2 if known else 2  # type: ignore[arg-type] # a tuple, as known says
 
 
-def pooled(op: str, place: int) -> Condition:
+def pooled(op: str, context: int) -> Condition:
     """Accept a pooling unless its output has one element, for which torch takes the mean."""
 
     def check(spelled: CallSite) -> Verdict:
-        size = spelled.arguments.read(place, "output_size", default=UNKNOWN)
+        size = spelled.arguments.read(context, "output_size", default=UNKNOWN)
         if size == 1 or (isinstance(size, tuple) and set(size) == {1}):
             return None
         return op, "depends" if size is UNKNOWN else "certain"

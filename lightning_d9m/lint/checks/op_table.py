@@ -70,12 +70,12 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:  # noqa: C901 - a table,
         planes = max(dims, 2)
         for kind in ("avg", "max"):
             op = f"adaptive_{kind}_pool{planes}d_backward"
-            for module, function, place in (
+            for module, function, context in (
                 (f"Adaptive{kind.title()}Pool{dims}d", "", 0),
                 ("", f"adaptive_{kind}_pool{dims}d", 1),
             ):
                 name = f"torch.nn.{module}" if module else _FUNCTIONAL + function
-                table[name] = (pooled(op, place) if kind == "avg" else always(op),)
+                table[name] = (pooled(op, context) if kind == "avg" else always(op),)
         table[f"{_FUNCTIONAL}adaptive_max_pool{dims}d_with_indices"] = (always(op),)
         add(f"MaxUnpool{dims}d", f"max_unpool{dims}d", always(f"max_unpool{planes}d"))
         for kind in ("Reflection", "Replication"):
@@ -96,13 +96,13 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:  # noqa: C901 - a table,
         table[_FUNCTIONAL + function] = (interpolated(3),)
     table[_FUNCTIONAL + "pad"] = (padded,)
     table[_FUNCTIONAL + "grid_sample"] = (always("grid_sampler_2d_backward"),)
-    for name, place in (("torch.nn.NLLLoss", 4), (_FUNCTIONAL + "nll_loss", 6)):
-        table[name] = (_of_unknown_shape(place),)
+    for name, context in (("torch.nn.NLLLoss", 4), (_FUNCTIONAL + "nll_loss", 6)):
+        table[name] = (_of_unknown_shape(context),)
     add("NLLLoss2d", "", unless("nll_loss2d", "mean", 4, "reduction", fine={"none"}))
     add("CTCLoss", "ctc_loss", always("ctc_loss_backward", "depends"))
-    for name, place in (("torch.nn.EmbeddingBag", 5), (_FUNCTIONAL + "embedding_bag", 6)):
+    for name, context in (("torch.nn.EmbeddingBag", 5), (_FUNCTIONAL + "embedding_bag", 6)):
         fine: set[object] = {"mean", "sum"}
-        table[name] = (unless("embedding_bag_max_backward", "mean", place, "mode", fine=fine),)
+        table[name] = (unless("embedding_bag_max_backward", "mean", context, "mode", fine=fine),)
     for module in ("RNN", "LSTM", "GRU"):
         add(module, "", always("rnn_cudnn", "depends"))
     attention = always("scaled_dot_product_attention_backward")
@@ -110,9 +110,9 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:  # noqa: C901 - a table,
     return table
 
 
-def _of_unknown_shape(place: int) -> Condition:
+def _of_unknown_shape(context: int) -> Condition:
     """Accept an NLL loss, which varies if its input has two spatial dimensions (unknown here)."""
-    check = unless("nll_loss2d", "mean", place, "reduction", fine={"none"})
+    check = unless("nll_loss2d", "mean", context, "reduction", fine={"none"})
     return lambda spelled: ("nll_loss2d", "depends") if check(spelled) else None
 
 

@@ -19,12 +19,12 @@ _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_gra
 _OWN = {"self", "cls", "super"}
 
 
-def check_op(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_op(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find a call of an op of the catalog."""
     assert isinstance(node, ast.Call)
-    name, skipped = place.resolve(node.func), 0
+    name, skipped = context.resolve(node.func), 0
     if name == "functools.partial" and node.args:
-        name, skipped = place.resolve(node.args[0]), 1
+        name, skipped = context.resolve(node.args[0]), 1
     conditions: tuple[Condition, ...] = ()
     owned = True
     if name is not None:
@@ -35,27 +35,27 @@ def check_op(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
         conditions = _as_tuple(METHODS.get(node.func.attr))
         if not conditions:
             return
-        kind = read_kind(node.func.value, place.scope)
+        kind = read_kind(node.func.value, context.scope)
         if kind == "other" or _is_own(node.func.value):
             return
         owned, skipped = kind != "unknown", -1
     if not conditions:
         return
-    arguments = Arguments(node, place.scope, skipped)
-    spelled = CallSite(arguments, place.parents, owned)
+    arguments = Arguments(node, context.scope, skipped)
+    spelled = CallSite(arguments, context.parents, owned)
     for condition in conditions:
         verdict = condition(spelled)
-        if verdict is None or _is_spared(verdict[0], node, place, name):
+        if verdict is None or _is_spared(verdict[0], node, context, name):
             continue
         op, reason, fix = explain(verdict[0])
         yield ReportFinding(rule_of(op), node, verdict[1], reason, fix, op.name)
 
 
-def check_function_choice(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_function_choice(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find ``torch.compile`` with a mode that chooses kernels by time."""
     assert isinstance(node, ast.Call)
-    if place.resolve(node.func) == "torch.compile":
-        arguments = Arguments(node, place.scope)
+    if context.resolve(node.func) == "torch.compile":
+        arguments = Arguments(node, context.scope)
         mode = arguments.read(None, "mode")
         if isinstance(mode, str) and mode.startswith("max-autotune"):
             yield ReportFinding("D9M106", node, "depends")
@@ -72,33 +72,33 @@ def _is_own(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in _OWN
 
 
-def _is_spared(op: str, node: ast.Call, place: NodeContext, name: str | None) -> bool:
+def _is_spared(op: str, node: ast.Call, context: NodeContext, name: str | None) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
     if op not in ON_CPU_TOO:
         receiver = (
             node.func.value if name is None and isinstance(node.func, ast.Attribute) else None
         )
         first = receiver or (node.args[0] if node.args else None)
-        if read_kind(first, place.scope) == "cpu tensor":
+        if read_kind(first, context.scope) == "cpu tensor":
             return True
     makes_module = name is not None and name.rpartition(".")[2][:1].isupper()
-    return is_backward(op) and not makes_module and _is_without_gradient(place)
+    return is_backward(op) and not makes_module and _is_without_gradient(context)
 
 
-def _is_without_gradient(place: NodeContext) -> bool:
-    for parent in reversed(place.parents):
+def _is_without_gradient(context: NodeContext) -> bool:
+    for parent in reversed(context.parents):
         if isinstance(parent, (ast.With, ast.AsyncWith)):
-            if any(_turns_off(item.context_expr, place) for item in parent.items):
+            if any(_turns_off(item.context_expr, context) for item in parent.items):
                 return True
         elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return any(_turns_off(decorator, place) for decorator in parent.decorator_list)
+            return any(_turns_off(decorator, context) for decorator in parent.decorator_list)
     return False
 
 
-def _turns_off(node: ast.AST, place: NodeContext) -> bool:
+def _turns_off(node: ast.AST, context: NodeContext) -> bool:
     if isinstance(node, ast.Call):
-        name = place.resolve(node.func)
+        name = context.resolve(node.func)
         if name == "torch.set_grad_enabled":
-            return bool(node.args) and read_constant(node.args[0], place.scope) is False
+            return bool(node.args) and read_constant(node.args[0], context.scope) is False
         return name in _NO_GRADIENTS
-    return place.resolve(node) in _NO_GRADIENTS
+    return context.resolve(node) in _NO_GRADIENTS

@@ -25,38 +25,38 @@ _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_"
 _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 
-def is_order_used(node: ast.AST, place: NodeContext) -> bool:
+def is_order_used(node: ast.AST, context: NodeContext) -> bool:
     """Return whether the order of an iterable affects the code that uses it.
 
     Args:
         node: The iterable.
-        place: The context of ``node``.
+        context: The context of ``node``.
     """
-    return _is_used(node, list(place.parents), place, numbered=False)
+    return _is_used(node, list(context.parents), context, numbered=False)
 
 
-def is_list_order_used(target: ast.AST, place: NodeContext) -> bool:
+def is_list_order_used(target: ast.AST, context: NodeContext) -> bool:
     """Return whether the order of a list affects more than a choice of single items.
 
     Args:
         target: ``name`` or ``self.name``.
-        place: The context of the call that sorts the list.
+        context: The context of the call that sorts the list.
     """
-    area, key = _find_area(target, place)
+    area, key = _find_area(target, context)
     return area is not None and any(
         not isinstance(parents[-1], ast.Attribute)
         and not is_choice(parents[-1])
-        and (isinstance(parents[-1], ast.Assign) or _is_used(use, parents, place, numbered=False))
-        for parents, use in _find_uses(area, key, place.parents[-1])
+        and (isinstance(parents[-1], ast.Assign) or _is_used(use, parents, context, numbered=False))
+        for parents, use in _find_uses(area, key, context.parents[-1])
     )
 
 
-def _find_area(target: ast.AST, place: NodeContext) -> tuple[ast.AST | None, str]:
+def _find_area(target: ast.AST, context: NodeContext) -> tuple[ast.AST | None, str]:
     """Return where a name or attribute is followed, and its name; None if it is not followed."""
     if isinstance(target, ast.Name):
-        return place.scope.node, target.id
-    if isinstance(target, ast.Attribute) and place.scope.enclosing_class:
-        return place.scope.enclosing_class.node, target.attr
+        return context.scope.node, target.id
+    if isinstance(target, ast.Attribute) and context.scope.enclosing_class:
+        return context.scope.enclosing_class.node, target.attr
     return None, ""
 
 
@@ -68,13 +68,13 @@ def is_choice(node: ast.AST) -> bool:
 
 
 def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
-    node: ast.AST, parents: Sequence[ast.AST], place: NodeContext, *, numbered: bool
+    node: ast.AST, parents: Sequence[ast.AST], context: NodeContext, *, numbered: bool
 ) -> bool:
     if not parents:
         return False
     parent, around = parents[-1], parents[:-1]
     if isinstance(parent, ast.Call):
-        return _is_used_by_call(node, parent, around, place, numbered=numbered)
+        return _is_used_by_call(node, parent, around, context, numbered=numbered)
     if isinstance(parent, ast.comprehension):
         if parent.iter is not node:
             return False
@@ -82,11 +82,11 @@ def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
         if isinstance(made, (ast.SetComp, ast.DictComp)):
             # The order decides only the numbers; otherwise keys find the values.
             return numbered and isinstance(made, ast.DictComp)
-        return _is_used(made, around[:-1], place, numbered=False)
+        return _is_used(made, around[:-1], context, numbered=False)
     if isinstance(parent, (ast.For, ast.AsyncFor)):
         return parent.iter is node and _collects(parent, numbered=numbered)
     if isinstance(parent, (ast.Assign, ast.AnnAssign)):
-        return _is_name_used(parent, place)
+        return _is_name_used(parent, context)
     if isinstance(parent, ast.Subscript):
         return parent.value is node
     if isinstance(
@@ -94,9 +94,9 @@ def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
     ):
         if isinstance(parent, ast.BoolOp) and _is_test(parent, around):
             return False
-        return _is_used(parent, around, place, numbered=numbered)
+        return _is_used(parent, around, context, numbered=numbered)
     if isinstance(parent, (ast.List, ast.Tuple, ast.keyword, ast.withitem)):
-        return _is_used(parent, around, place, numbered=numbered)
+        return _is_used(parent, around, context, numbered=numbered)
     if isinstance(parent, (ast.With, ast.AsyncWith)):
         return any(
             isinstance(each, ast.For) and _collects(each, numbered=False) for each in parent.body
@@ -105,13 +105,18 @@ def _is_used(  # noqa: C901, PLR0911 - one case for each kind of parent
 
 
 def _is_used_by_call(
-    node: ast.AST, call: ast.Call, around: Sequence[ast.AST], place: NodeContext, *, numbered: bool
+    node: ast.AST,
+    call: ast.Call,
+    around: Sequence[ast.AST],
+    context: NodeContext,
+    *,
+    numbered: bool,
 ) -> bool:
     name = read_last_name(call.func)
     if node is call.func or name in _FREE or "sort" in name.lower():
         return False
     if name in _NUMBERED or name in _PASSED_ON:
-        return _is_used(call, around, place, numbered=numbered or name in _NUMBERED)
+        return _is_used(call, around, context, numbered=numbered or name in _NUMBERED)
     return True
 
 
@@ -120,10 +125,10 @@ def _is_test(node: ast.AST, around: Sequence[ast.AST]) -> bool:
     return isinstance(outer, (ast.If, ast.While, ast.Assert)) and outer.test is node
 
 
-def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> bool:
+def _is_name_used(statement: ast.Assign | ast.AnnAssign, context: NodeContext) -> bool:
     """Follow an assigned name through its scope, or an attribute through its class."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-    area, key = _find_area(target, place)
+    area, key = _find_area(target, context)
     if area is None:
         return True
     # A module-level name without uses may be imported elsewhere.
@@ -146,7 +151,9 @@ def _is_name_used(statement: ast.Assign | ast.AnnAssign, place: NodeContext) -> 
                 return False
         # A further assignment counts as a use; chains of names are not followed.
         used = (
-            used or isinstance(parent, ast.Assign) or _is_used(use, parents, place, numbered=False)
+            used
+            or isinstance(parent, ast.Assign)
+            or _is_used(use, parents, context, numbered=False)
         )
     return used or (uses == 0 and not isinstance(area, FUNCTIONS))
 

@@ -50,40 +50,40 @@ _DEPTH = 4
 
 
 def check_seed(  # noqa: C901 - one case for each way to seed
-    node: ast.AST, place: NodeContext
+    node: ast.AST, context: NodeContext
 ) -> Iterator[ReportFinding]:
     """Find calls with a missing or varying seed."""
     assert isinstance(node, ast.Call)
-    name = place.resolve(node.func)
-    arguments = Arguments(node, place.scope)
+    name = context.resolve(node.func)
+    arguments = Arguments(node, context.scope)
     seed = arguments.get(0, "seed", "x", "a", "entropy")
-    if name in _ALWAYS_FROM_SYSTEM or (name is None and _reseeds_generator(node, place)):
+    if name in _ALWAYS_FROM_SYSTEM or (name is None and _reseeds_generator(node, context)):
         yield ReportFinding("D9M204", node)
     elif name in _SYSTEM_DRAWS:
-        if not _is_in_seed(place):
+        if not _is_in_seed(context):
             yield ReportFinding("D9M206", node)
     elif name in GENERATORS or name in _FROM_SYSTEM_WHEN_EMPTY:
         rule = "D9M201" if name in GENERATORS else "D9M204"
-        value = None if seed is None else find_value(seed, place.scope)
+        value = None if seed is None else find_value(seed, context.scope)
         empty = seed is None or (isinstance(value, ast.Constant) and value.value is None)
         if empty and not (arguments.starred or arguments.unpacked):
-            yield from _judge_empty(node, rule, place)
+            yield from _judge_empty(node, rule, context)
         elif seed is not None:
-            yield from _judge(node, seed, place.scope)
+            yield from _judge(node, seed, context.scope)
     elif name in _GLOBAL_SEEDS or _is_method(node, "manual_seed", name):
         if seed is not None:
-            yield from _judge(node, seed, place.scope)
+            yield from _judge(node, seed, context.scope)
     elif name == "torch.Generator":
-        yield from _check_generator(node, place)
+        yield from _check_generator(node, context)
     else:
         for word in node.keywords:
-            if word.arg in _SEED_WORDS and _find_entropy(word.value, place.scope):
+            if word.arg in _SEED_WORDS and _find_entropy(word.value, context.scope):
                 yield ReportFinding("D9M203", node)
 
 
-def _judge_empty(node: ast.Call, rule: str, place: NodeContext) -> Iterator[ReportFinding]:
+def _judge_empty(node: ast.Call, rule: str, context: NodeContext) -> Iterator[ReportFinding]:
     """Find a seed from the system, unless the generator is seeded afterwards."""
-    if rule == "D9M204" or not _is_seeded_later(*_find_area(place)):
+    if rule == "D9M204" or not _is_seeded_later(*_find_area(context)):
         yield ReportFinding(rule, node)
 
 
@@ -154,13 +154,13 @@ def _is_number(node: ast.AST, scope: Scope) -> bool:
     return bool(_NUMBERED.search(name.lower()))
 
 
-def _reseeds_generator(node: ast.Call, place: NodeContext) -> bool:
+def _reseeds_generator(node: ast.Call, context: NodeContext) -> bool:
     """Return whether a call is ``seed()`` of a ``torch.Generator``, which takes no argument."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "seed":
         return False
-    values, _ = list_values(node.func.value, place.scope)
+    values, _ = list_values(node.func.value, context.scope)
     return not node.args and any(
-        isinstance(value, ast.Call) and resolve(value.func, place.scope) == "torch.Generator"
+        isinstance(value, ast.Call) and resolve(value.func, context.scope) == "torch.Generator"
         for value in values
     )
 
@@ -169,37 +169,37 @@ def _is_method(node: ast.Call, method: str, name: str | None) -> bool:
     return name is None and isinstance(node.func, ast.Attribute) and node.func.attr == method
 
 
-def _is_in_seed(place: NodeContext) -> bool:
+def _is_in_seed(context: NodeContext) -> bool:
     """Return whether an expression is part of a seed, which D9M203 covers."""
     return any(
         isinstance(parent, ast.Call)
-        and (place.resolve(parent.func) or "") in _GLOBAL_SEEDS | GENERATORS
-        for parent in place.parents
+        and (context.resolve(parent.func) or "") in _GLOBAL_SEEDS | GENERATORS
+        for parent in context.parents
     )
 
 
-def _check_generator(node: ast.Call, place: NodeContext) -> Iterator[ReportFinding]:
+def _check_generator(node: ast.Call, context: NodeContext) -> Iterator[ReportFinding]:
     """Find a ``torch.Generator`` that is not seeded in its scope or class."""
-    parent = place.parents[-1]
+    parent = context.parents[-1]
     if isinstance(parent, ast.Attribute):
         if parent.attr not in _SEEDING_METHODS:
             yield ReportFinding("D9M202", node)
         return
-    area, key = _find_area(place)
+    area, key = _find_area(context)
     if area is None:
         if isinstance(parent, ast.keyword):
             yield ReportFinding("D9M202", node)
-    elif not _is_seeded_later(area, key) and not _is_passed_on(area, key, place):
+    elif not _is_seeded_later(area, key) and not _is_passed_on(area, key, context):
         yield ReportFinding("D9M202", node)
 
 
-def _find_area(place: NodeContext) -> tuple[ast.AST | None, str]:
+def _find_area(context: NodeContext) -> tuple[ast.AST | None, str]:
     """Return the scope or class in which the new object has a name, and the name."""
-    parent = place.parents[-1]
+    parent = context.parents[-1]
     target = parent.targets[0] if isinstance(parent, ast.Assign) else None
     if isinstance(target, ast.Name):
-        return place.scope.node, target.id
-    enclosing = place.scope.enclosing_class
+        return context.scope.node, target.id
+    enclosing = context.scope.enclosing_class
     if isinstance(target, ast.Attribute) and enclosing is not None:
         return enclosing.node, target.attr
     return None, ""
@@ -214,10 +214,10 @@ def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
     )
 
 
-def _is_passed_on(area: ast.AST, key: str, place: NodeContext) -> bool:
+def _is_passed_on(area: ast.AST, key: str, context: NodeContext) -> bool:
     """Return whether a generator is passed to a function that may seed it."""
     return any(
-        isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, place)
+        isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, context)
         for node in ast.walk(area)
     )
 
@@ -227,5 +227,5 @@ def passes(call: ast.Call, key: str) -> bool:
     return any(key in {getattr(a, "id", ""), getattr(a, "attr", "")} for a in call.args)
 
 
-def _is_draw(call: ast.Call, place: NodeContext) -> bool:
-    return (place.resolve(call.func) or "").startswith("torch.")
+def _is_draw(call: ast.Call, context: NodeContext) -> bool:
+    return (context.resolve(call.func) or "").startswith("torch.")

@@ -54,13 +54,13 @@ def read_elements(  # noqa: PLR0911 - one case for each kind of expression
     return None
 
 
-def is_iterated(node: ast.AST, place: NodeContext) -> Literal["iterated", "popped"] | None:
+def is_iterated(node: ast.AST, context: NodeContext) -> Literal["iterated", "popped"] | None:
     """Return whether a set expression is iterated or popped."""
-    parent = place.parents[-1]
+    parent = context.parents[-1]
     if isinstance(parent, (ast.For, ast.comprehension)):
         return "iterated" if parent.iter is node else None
     if isinstance(parent, ast.Starred):
-        outer = place.parents[-2]
+        outer = context.parents[-2]
         return None if isinstance(outer, ast.Set) else "iterated"
     if isinstance(parent, ast.YieldFrom):
         return "iterated"
@@ -68,16 +68,16 @@ def is_iterated(node: ast.AST, place: NodeContext) -> Literal["iterated", "poppe
         name = getattr(parent.func, "attr", getattr(parent.func, "id", ""))
         return "iterated" if name in _ORDERING else None
     if isinstance(parent, ast.Attribute) and parent.attr == "pop":
-        call = place.parents[-2]
+        call = context.parents[-2]
         called = isinstance(call, ast.Call) and not call.args and call.func is parent
-        return "popped" if called and not _is_alone(node, place) else None
+        return "popped" if called and not _is_alone(node, context) else None
     return None
 
 
-def _is_alone(node: ast.AST, place: NodeContext) -> bool:
+def _is_alone(node: ast.AST, context: NodeContext) -> bool:
     """Return whether an enclosing or preceding test ensures a single element."""
     named = ast.dump(node)
-    area = place.scope.node
+    area = context.scope.node
     before = getattr(node, "lineno", 0)
     return any(
         isinstance(test, ast.Compare)

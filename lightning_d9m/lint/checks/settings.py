@@ -23,13 +23,13 @@ _WARN_ONLY = (
 )
 
 
-def check_setting_call(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_setting_call(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find Trainer(benchmark=True), deterministic=False and similar arguments."""
     assert isinstance(node, ast.Call)
-    name = place.resolve(node.func)
+    name = context.resolve(node.func)
     if name is None:
         return
-    arguments = Arguments(node, place.scope)
+    arguments = Arguments(node, context.scope)
     if name in _TRAINERS:
         yield from _check_trainer(node, arguments)
     elif name == "torch.use_deterministic_algorithms":
@@ -51,14 +51,14 @@ def check_setting_call(node: ast.AST, place: NodeContext) -> Iterator[ReportFind
         yield ReportFinding(TURNED_ON, node)
 
 
-def check_setting(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_setting(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find assignments to torch's flags."""
     assert isinstance(node, ast.Assign)
     for target in node.targets:
         if not isinstance(target, ast.Attribute):
             continue
-        name = place.resolve(target) or ""
-        value = read_constant(node.value, place.scope)
+        name = context.resolve(target) or ""
+        value = read_constant(node.value, context.scope)
         if name == f"{_CUDNN}benchmark" and value is True:
             yield ReportFinding("D9M401", node)
         elif name == f"{_CUDNN}deterministic" and value is False:

@@ -13,27 +13,27 @@ _HARMLESS = {"requires_grad_", "share_memory_"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-def check_thread(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_thread(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find a thread whose function writes to parameters, or steps an optimizer."""
     assert isinstance(node, ast.Call)
-    keyword = _TARGETS.get(place.resolve(node.func) or "")
+    keyword = _TARGETS.get(context.resolve(node.func) or "")
     if keyword is None:
         return
     named = [word.value for word in node.keywords if word.arg == keyword]
     for target in (*named, *node.args[1:2]):
-        function = _find_function(target, place)
-        if function is not None and _writes_parameters(function) and not _is_joined(place):
+        function = _find_function(target, context)
+        if function is not None and _writes_parameters(function) and not _is_joined(context):
             yield ReportFinding("D9M307", node, "depends")
 
 
-def _find_function(target: ast.AST, place: NodeContext) -> _Function | None:
+def _find_function(target: ast.AST, context: NodeContext) -> _Function | None:
     if isinstance(target, ast.Lambda):
         return target
     if isinstance(target, ast.Name):
-        for binding in place.scope.find(target.id)[0]:
+        for binding in context.scope.find(target.id)[0]:
             if isinstance(binding.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 return binding.node
-    enclosing = place.scope.enclosing_class
+    enclosing = context.scope.enclosing_class
     if isinstance(target, ast.Attribute) and read_last_name(target.value) == "self" and enclosing:
         for binding in enclosing.bindings.get(target.attr, []):
             if isinstance(binding.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -97,13 +97,13 @@ def _find_root(node: ast.AST) -> str:
     return node.id
 
 
-def _is_joined(place: NodeContext) -> bool:
+def _is_joined(context: NodeContext) -> bool:
     """Return whether the thread is waited for as soon as it is started."""
-    parent = place.parents[-1]
+    parent = context.parents[-1]
     if not isinstance(parent, ast.Assign):
         return False
     name = ast.unparse(parent.targets[0])
-    for block in ast.walk(place.scope.node):
+    for block in ast.walk(context.scope.node):
         body = getattr(block, "body", None)
         lines = [ast.unparse(line) for line in body] if isinstance(body, list) else []
         for first, second in pairwise(lines):

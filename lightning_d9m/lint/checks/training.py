@@ -17,14 +17,14 @@ _OF_ACTIONS = (
 )
 
 
-def check_training(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_training(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find the training of a program whose file does not seed torch; imports are checked later."""
     assert isinstance(node, ast.Call)
-    tree = place.parents[0]
+    tree = context.parents[0]
     assert isinstance(tree, ast.Module)
     if (
-        _trains(node, place.scope)
-        and (isinstance(place.scope.node, ast.Module) or runs(tree))
+        _trains(node, context.scope)
+        and (isinstance(context.scope.node, ast.Module) or runs(tree))
         and not seeds(tree)
     ):
         yield ReportFinding("D9M210", node, "depends")
@@ -43,7 +43,7 @@ def _trains(call: ast.Call, scope: Scope) -> bool:
     )
 
 
-def check_environment(node: ast.AST, place: NodeContext) -> Iterator[ReportFinding]:
+def check_environment(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find the first reset and the first drawn action of an unseeded Gymnasium environment."""
     assert isinstance(node, ast.Call)
     if not isinstance(node.func, ast.Attribute) or node.func.attr not in {"reset", "sample"}:
@@ -54,14 +54,14 @@ def check_environment(node: ast.AST, place: NodeContext) -> Iterator[ReportFindi
         if not isinstance(owner, ast.Attribute) or owner.attr != "action_space":
             return
         owner = owner.value
-    values, area = list_values(owner, place.scope)
-    if not any(_makes_environment(value, place.scope) for value in values):
+    values, area = list_values(owner, context.scope)
+    if not any(_makes_environment(value, context.scope) for value in values):
         return
     key = read_last_name(owner)
     calls = [part for part in ast.walk(area) if isinstance(part, ast.Call)]
     same = [call for call in calls if _is_call_of(call, key, node.func.attr, of_actions)]
     if node is min(same, key=lambda call: (call.lineno, call.col_offset)) and not any(
-        _seeds_environment(call, key, place.scope, of_actions) for call in calls
+        _seeds_environment(call, key, context.scope, of_actions) for call in calls
     ):
         handed = any(passes(call, key) for call in calls)
         reason = _OF_ACTIONS if of_actions else ""

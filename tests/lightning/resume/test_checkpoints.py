@@ -240,13 +240,17 @@ class TestDamage:
 
 
 def test_what_others_change_in_a_checkpoint_is_no_damage(fits):
-    def halve(self, checkpoint):
+    def widen(self, checkpoint):
         weights = checkpoint["state_dict"]
         weights["layers.0.bias"] = weights["layers.0.bias"].double()
 
-    words = {"model": partial(make_model, on_save_checkpoint=halve)}
+    words = {"model": partial(make_model, on_save_checkpoint=widen)}
     fits.interrupt(**words)
+    saved = torch.load(fits.checkpoint, weights_only=True)
+    assert saved["state_dict"]["layers.0.bias"].dtype == torch.float64
+    assert MANIFEST_KEY in saved[KEY]
     fits.resume(**words)
+    assert fits.trainer.current_epoch == 3
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning")
