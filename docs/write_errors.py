@@ -8,6 +8,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning_d9m import errors
 
@@ -34,14 +35,78 @@ def read_messages() -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {name: [] for name in sorted(classes)}
     for path in sorted((ROOT / "lightning_d9m").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-                if name in classes and node.args:
-                    message = " ".join("".join(_texts(node.args[0])).split())
+        source = _Module(ast.parse(path.read_text()))
+        for function, node in source.calls():
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if name in classes and node.args:
+                for text in source.list_messages(node.args[0], function):
+                    message = " ".join(text.split())
                     if message.strip("… "):
                         found[name].append((module, message))
     return found
+
+
+class _Module:
+    """A module's source, in which a message is followed to where its text is.
+
+    Args:
+        tree: Its syntax tree.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree = tree
+        self._functions = {
+            node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        }
+
+    def calls(self) -> Iterator[tuple[ast.AST, Any]]:
+        """Yield (the innermost function, call) of each call of a name or an attribute."""
+        pending: list[tuple[ast.AST, ast.AST]] = [(self._tree, self._tree)]
+        while pending:
+            function, node = pending.pop(0)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                yield function, node
+            inner = node if isinstance(node, ast.FunctionDef) else function
+            pending += [(inner, child) for child in ast.iter_child_nodes(node)]
+
+    def list_messages(self, node: ast.AST, function: ast.AST) -> list[str]:
+        """Return the texts that an expression may have: of a variable, all that it is given."""
+        match node:
+            case ast.Name(id=name):
+                return self._follow(name, function)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                return self._follow(f"self.{name}", self._tree)
+            case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[lines]):
+                return self.list_messages(lines, function)
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if (
+                name in self._functions
+            ):
+                called = self._functions[name]
+                returned = [part.value for part in ast.walk(called) if isinstance(part, ast.Return)]
+                return [
+                    text
+                    for value in returned
+                    if value
+                    for text in self.list_messages(value, called)
+                ]
+            case ast.List(elts=elements):
+                texts = (self.list_messages(element, function) for element in elements)
+                return [" ".join(text[0] if text else "…" for text in texts)]
+            case _:
+                return ["".join(_texts(node))]
+
+    def _follow(self, name: str, where: ast.AST) -> list[str]:
+        """Return the texts that are assigned to a name, with the lines that are appended to it."""
+        texts, lines = [], []
+        for node in ast.walk(where):
+            match node:
+                case ast.Assign(targets=[target], value=value) if ast.unparse(target) == name:
+                    texts += self.list_messages(value, where)
+                case ast.Call(func=ast.Attribute(value=owner, attr="append"), args=[line]) if (
+                    ast.unparse(owner) == name
+                ):
+                    lines += self.list_messages(line, where)
+        return [" ".join([*texts, *lines])] if lines else texts
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
