@@ -1,6 +1,6 @@
 """The sum of the roots that all processes hold, by any of three exchanges with the same bits.
 
-- ``"gather"``: each process sends its roots to all, and all fold them. One phase.
+- ``"gather"``: one all-gather of the roots, and each process folds all of them.
 - ``"shards"``: process ``q`` folds the ``q``-th part of each chunk and sends the result to all.
   With one root for each process this sends as many bytes as a ring all-reduce. While one chunk is
   folded, the next ones travel.
@@ -13,7 +13,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.accumulation import add_wide, is_half
+from lightning_d9m.logical_ranks.background import BackgroundThread
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.tree import Node, find_parent, list_roots
 
@@ -28,6 +30,7 @@ Algorithm = Literal["gather", "shards", "collectives"]
 CHUNK_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones overlap less
 # Up to this size the second phase of "shards" costs more than the additional bytes of "gather".
 _GATHER_BYTES = 2**16
+_PAIR_GATHER_BYTES = 2**20
 _WINDOW = 3  # chunks whose parts may be on their way to a process
 # Shards begin at multiples of 64 bytes of float32.
 _STEP = 16
@@ -80,6 +83,8 @@ class RootExchange:
         self._algorithm = algorithm
         self._chunk_bytes = chunk_bytes
         self._next_tag = 0
+        self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._thread: BackgroundThread | None = None
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -109,10 +114,27 @@ class RootExchange:
         kind = _GatheredSum if algorithm == "gather" else _ShardedSum
         return kind(self, roots, result, fold)
 
+    def finish_in_background(self, pending: PendingSum) -> Callable[[], None]:
+        """Finish a sum on a thread, if messages need no common order; return what waits for it."""
+        if not isinstance(pending, _ShardedSum):
+            return pending.finish
+        if self._thread is None:
+            self._thread = BackgroundThread()
+        return self._thread.submit(pending.finish).wait
+
+    def close(self) -> None:
+        """Let the thread end, and release memory."""
+        self._scratch.clear()
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
     def _choose(self, result: Tensor) -> Algorithm:
         if result.device.type != "cpu":
             return "collectives"
-        return "gather" if result.nbytes <= _GATHER_BYTES else "shards"
+        # Two processes send as many bytes either way, but "gather" adds everything twice.
+        limit = _PAIR_GATHER_BYTES if self.blocks.processes == 2 else _GATHER_BYTES  # noqa: PLR2004
+        return "gather" if result.nbytes <= limit else "shards"
 
     def chunks(self, result: Tensor) -> list[slice]:
         """Return the parts of a result, of nearly equal size."""
@@ -139,6 +161,15 @@ class RootExchange:
         first, self._next_tag = self._next_tag, (self._next_tag + count) % _TAGS
         return _FIRST_TAG + first
 
+    def take_scratch(self, like: Tensor, length: int) -> Tensor:
+        """Return memory that an earlier sum has used, because fresh memory costs page faults."""
+        kept = self._scratch.get((like.dtype, length))
+        return kept.pop() if kept else like.new_empty(length)
+
+    def keep_scratch(self, scratch: Tensor) -> None:
+        """Let a later sum use memory."""
+        self._scratch.setdefault((scratch.dtype, len(scratch)), []).append(scratch)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Start to send a tensor that nobody changes until it has arrived."""
         self.bytes_sent += tensor.nbytes
@@ -162,24 +193,10 @@ class RootExchange:
                 stack.append((node, value))
         ((_, total),) = stack
         if divisor != 1:
-            total = (total.float() if _is_half(total) else total).div_(divisor)
+            total = (total.float() if is_half(total) else total).div_(divisor)
         if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
             result.copy_(total)  # the only rounding of a half type
         replace_nans(result)
-
-
-def add_wide(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``left + right`` in float32 or wider, in ``out`` if it has that dtype.
-
-    Without ``out`` the left tensor, the right one or a new one is the result.
-    """
-    if _is_half(left):
-        if _is_half(right):
-            return left.float().add_(right)
-        return torch.add(left, right, out=right)
-    if out is None or _is_half(out):
-        return left.add_(right)
-    return torch.add(left, right, out=out)
 
 
 def replace_nans(tensor: Tensor) -> None:
@@ -220,7 +237,9 @@ class _ShardedSum:
         self._values: dict[int, list[list[Tensor]]] = {}
         count = sum(map(len, exchange.roots)) - len(roots)
         longest = max(s[exchange.process].stop - s[exchange.process].start for s in self._chunks)
-        self._scratch = roots[0].new_empty(min(_WINDOW, len(self._chunks)), count, longest)
+        window = min(_WINDOW, len(self._chunks))
+        self._memory = exchange.take_scratch(roots[0], window * count * longest)
+        self._scratch = self._memory.view(window, count, longest)
         for index, shards in enumerate(self._chunks):
             for peer in exchange.peers:
                 for root in roots:
@@ -272,6 +291,7 @@ class _ShardedSum:
                 self._expect(index + _WINDOW)
         for work in (*results, *self._sent):
             work.wait()
+        exchange.keep_scratch(self._memory)
 
 
 class _GatheredSum:
@@ -280,23 +300,28 @@ class _GatheredSum:
     def __init__(
         self, exchange: RootExchange, roots: Sequence[Tensor], result: Tensor, fold: Any
     ) -> None:
-        self._work = (roots, result, fold)
-        tag = exchange.take_tags(1)
-        self._works = []
-        values: list[Sequence[Tensor]] = [roots for _ in exchange.roots]
-        for peer in exchange.peers:
-            values[peer] = [torch.empty_like(roots[0]) for _ in exchange.roots[peer]]
-            for value in values[peer]:
-                self._works.append(exchange.receive(value, peer, tag))
-            for root in roots:
-                self._works.append(exchange.send(root, peer, tag))
-        self._values = values
+        self._result, self._fold = result, fold
+        counts = [len(nodes) for nodes in exchange.roots]
+        most, length = max(counts), len(roots[0])
+        sent = roots[0] if most == 1 else roots[0].new_zeros(most * length)
+        if most > 1:
+            torch.cat(list(roots), out=sent[: len(roots) * length])
+        self._received = exchange.take_scratch(roots[0], len(counts) * most * length)
+        rows = self._received.chunk(len(counts))
+        self._values = [
+            list(row[: count * length].view(count, length).unbind())
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        exchange.bytes_sent += sent.nbytes * (len(counts) - 1)
+        self._exchange = exchange
+        # One message of torch's thread: where processes share cores, Gloo's own thread spins while
+        # a thread that sends is preempted.
+        self._work = exchange.group.allgather([list(rows)], [sent])
 
     def finish(self) -> None:
-        for work in self._works:
-            work.wait()
-        _, result, fold = self._work
-        fold(self._values, result)
+        self._work.wait()
+        self._fold(self._values, self._result)
+        self._exchange.keep_scratch(self._received)
 
 
 class _CollectiveSum:
@@ -353,10 +378,6 @@ def _check_group(group: Any, blocks: Blocks, process: int) -> None:
             f"This is process {process} of {blocks.processes}, but rank {group.rank()} of "
             f"{group.size()} in the process group: pass a group of all processes, in order."
         )
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.element_size() < 4  # noqa: PLR2004 - bytes of float32
 
 
 def _round_up(number: int, step: int) -> int:

@@ -1,6 +1,8 @@
 """Gradients of logical ranks, added in the order of the tree and averaged."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,33 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import RanksDisagreeError, SettingError
+from lightning_d9m.logical_ranks.accumulation import GradientFold, Gradients, as_real, separate
 from lightning_d9m.logical_ranks.blocks import Blocks
-from lightning_d9m.logical_ranks.bucket_layout import Bucket, Slot, lay_out
-from lightning_d9m.logical_ranks.exchange import PendingSum, RootExchange, add_wide
-from lightning_d9m.logical_ranks.tree import Fold, Node
+from lightning_d9m.logical_ranks.exchange import RootExchange
+from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots
+from lightning_d9m.logical_ranks.scalars import gather_bytes
 
 BUCKET_BYTES = 25 * 2**20  # as DDP
-# The gradients of a node by the position of the parameter; one that is missing is +0.0.
-_Gradients = list[Tensor | None]
-_Values = list[tuple[Node, _Gradients]]
 
 
-@dataclass(frozen=True)
-class _Wire:
-    """The roots of a bucket on their way.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter's gradient goes."""
 
-    Attributes:
-        bucket: The bucket, whose flat tensor receives the result.
-        roots: One flat buffer for each root; the last may be the bucket's.
-        has_gradient: Whether this process has a gradient, by slot.
-        pending: The exchange.
-    """
-
-    bucket: Bucket
-    roots: list[Tensor]
-    has_gradient: list[bool]
-    pending: PendingSum
+    index: int
+    bucket: RootBucket
+    position: int
 
 
 class LogicalGradients:
@@ -44,6 +36,9 @@ class LogicalGradients:
     After the last, `finish` leaves the average (or sum) over all logical ranks in
     ``parameter.grad``, the same bits on every process and for every number of processes. A missing
     gradient counts as +0.0, and stays None only if no logical rank has one.
+
+    Inside `backward`, hooks add a large gradient as soon as it is there, and start to exchange a
+    bucket while the last backward pass still runs. The bits do not depend on whether it is used.
 
     ``parameter.grad`` is then a view of a buffer that the next step overwrites. So begin each step
     with ``zero_grad(set_to_none=True)``.
@@ -80,6 +75,8 @@ class LogicalGradients:
                 f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
             )
         self._block = blocks.of(process)
+        self._last = self._block[-1]
+        self._fold = GradientFold(blocks, process)
         self._exchange = RootExchange(blocks, process, group)
         self._divisor = blocks.logical_ranks if op == "average" else 1
         self._bucket_bytes = bucket_bytes
@@ -89,94 +86,223 @@ class LogicalGradients:
             unique.setdefault(id(parameter), (name, parameter))
         self._parameters = list(unique.values())
         self._trained: tuple[bool, ...] = ()
-        self._buckets: list[Bucket] = []
-        self._buffers: set[int] = set()
-        # Buffers of a bucket's other roots, and of half types in float32.
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        self._fold = self._begin()
+        self._buckets: list[RootBucket] = []
+        self._places: dict[int, _Place] = {}
+        self._hooks: dict[int, Any] = {}
+        # The folded gradients of the next logical rank that hooks have taken, by index.
+        self._taken: dict[int, Tensor | None] = {}
+        self._launched = 0  # buckets whose exchange has started
+        self._is_inside = False  # whether a backward pass runs inside `backward`
+        self._is_prepared = False  # whether the buckets are known to fit this step
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes that this process has sent so far."""
+        """The bytes of gradients that this process has sent so far."""
         return self._exchange.bytes_sent
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Add and exchange gradients while the backward pass of the next logical rank runs."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    @torch.no_grad()
     def set_aside(self, logical_rank: int) -> None:
         """Take the gradients of a logical rank away, which is not the last of this process.
 
         Raises:
             SettingError: Another logical rank is next, or a gradient is not allowed.
+            RanksDisagreeError: Another process trains other parameters.
         """
         self._check_next(logical_rank, is_last=False)
-        self._take(logical_rank)
+        self._prepare()
+        values: Gradients = [None] * len(self._parameters)
+        for index, value in self._taken.items():
+            values[index] = value
+        indices = [index for index in range(len(values)) if index not in self._taken]
+        gradients = [self._take(index) for index in indices]
+        if self._fold.merges == 0:
+            separate(gradients)
+        folded = self._fold.fold_many(indices, gradients)
+        for index, value in zip(indices, folded, strict=True):
+            values[index] = value
+        self._fold.push(values)
+        self._taken.clear()
 
+    @torch.no_grad()
     def finish(self, logical_rank: int) -> None:
         """Take the gradients of the last logical rank; set ``grad`` to the sum over all of them.
 
         Raises:
             SettingError: Another logical rank is next, or a gradient is not allowed.
+            RanksDisagreeError: Another process trains other parameters.
         """
         self._check_next(logical_rank, is_last=True)
-        self._take(logical_rank)
-        values, self._fold = self._fold.held, self._begin()
-        with torch.no_grad():
-            wires = [self._send(bucket, values) for bucket in self._buckets]
-            values.clear()
-            for wire in wires:
-                wire.pending.finish()
-                self._return(wire)
+        self._prepare()
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket)
+        for bucket in self._buckets:
+            bucket.finish()
+        self._end_step()
 
     def discard(self) -> None:
-        """Forget what was set aside in this step."""
-        self._fold = self._begin()
+        """Forget what was set aside in this step.
+
+        Other processes wait for the exchanges that this one does not finish, until their timeout.
+        """
+        self._buckets, self._trained = [], ()  # messages may still use the buffers
+        self._places.clear()
+        self._end_step()
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def _begin(self) -> Fold[_Gradients]:
-        self._next = self._block.start
-        return Fold(self._exchange.blocks.logical_ranks, add_gradients)
+    def close(self) -> None:
+        """Remove the hooks and release the buffers; gradients that are views keep theirs."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks, self._places, self._buckets, self._trained = {}, {}, [], ()
+        self._exchange.close()
+
+    def _end_step(self) -> None:
+        self._fold.clear()
+        self._taken.clear()
+        self._launched = 0
+        self._is_prepared = False
 
     def _check_next(self, logical_rank: int, *, is_last: bool) -> None:
-        first, last = self._block.start, self._block.stop - 1
-        if logical_rank == self._next and is_last == (logical_rank == last):
+        first, last = self._block.start, self._last
+        if logical_rank == self._fold.next and is_last == (logical_rank == last):
             return
         calls = f"finish({last})"
         if first < last:
             calls = f"set_aside({first}) to set_aside({last - 1}), then {calls}"
         raise SettingError(
-            f"The gradients of logical rank {logical_rank} came in, but {self._next} is next: call "
-            f"{calls}, once per step and in this order. After an exception, call discard()."
+            f"The gradients of logical rank {logical_rank} came in, but {self._fold.next} is next: "
+            f"call {calls}, once per step and in this order. After an exception, call discard()."
+        )
+
+    # The buckets
+
+    def _prepare(self) -> None:
+        """Lay out the buckets of the parameters that are trained now, unless they are the same."""
+        if self._is_prepared or self._matches():
+            return
+        self._trained = tuple(parameter.requires_grad for _, parameter in self._parameters)
+        trained = [
+            (index, name, parameter)
+            for index, (name, parameter) in enumerate(self._parameters)
+            if parameter.requires_grad
+        ]
+        self._buckets = lay_out_roots(trained, self._bucket_bytes, self._exchange, self._divisor)
+        self._agree()
+        self._places = {
+            id(slot.parameter): _Place(bucket.indices[position], bucket, position)
+            for bucket in self._buckets
+            for position, slot in enumerate(bucket.slots)
+        }
+        for _, _, parameter in trained:
+            if id(parameter) not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks[id(parameter)] = hook
+        self._is_prepared = True
+
+    def _matches(self) -> bool:
+        """Whether the buckets hold the parameters that are trained now."""
+        trained = tuple([parameter.requires_grad for _, parameter in self._parameters])
+        self._is_prepared = trained == self._trained
+        return self._is_prepared
+
+    def _agree(self) -> None:
+        """Check that all processes have the same buckets."""
+        if self._exchange.group is None:
+            return
+        text = "\n".join(line for bucket in self._buckets for line in bucket.describe())
+        digest = hashlib.blake2b(f"{self._divisor}\n{text}".encode(), digest_size=16).digest()
+        digests = gather_bytes(digest, self._exchange.group)
+        if len(set(digests)) > 1:
+            others = [p for p, other in enumerate(digests) if other != digest]
+            count = sum(self._trained)
+            self._trained = ()
+            raise RanksDisagreeError(
+                f"The processes {', '.join(map(str, others))} train other parameters than this "
+                f"one, which trains {count} in {len(self._buckets)} buckets, or have other "
+                "settings: build the same model on every process, and freeze and unfreeze its "
+                "parameters at the same steps.",
+                intents=[each.hex() for each in digests],
+            )
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Take a large gradient; in the last backward pass also start complete buckets."""
+        if not self._is_inside or not (self._is_prepared or self._matches()):
+            return
+        place = self._places[id(parameter)]
+        bucket, position = place.bucket, place.position
+        is_last = self._fold.next == self._last
+        if position < bucket.large:
+            if is_last or self._fold.merges:
+                self._take_large(place, is_last=is_last)
+        elif position in bucket.packed:
+            self._refuse_second_gradient(place)
+        if is_last:
+            bucket.fired.add(position)
+            if len(bucket.fired) == len(bucket.slots):
+                self._launch_complete()
+
+    @torch.no_grad()
+    def _take_large(self, place: _Place, *, is_last: bool) -> None:
+        """Add a gradient while it is in the cache, and free its memory."""
+        if place.index in self._taken or place.position in place.bucket.packed:
+            self._refuse_second_gradient(place)
+        gradient = self._take(place.index)
+        if is_last:
+            place.bucket.pack_one(place.position, gradient, self._fold)
+        else:
+            self._taken[place.index] = self._fold.fold_one(place.index, gradient)
+
+    def _refuse_second_gradient(self, place: _Place) -> None:
+        raise SettingError(
+            f"The parameter {self._parameters[place.index][0]!r} got a second gradient in one "
+            "backward pass, after its first was added to the sum. Reentrant activation "
+            "checkpointing of a shared parameter does that: pass use_reentrant=False to "
+            "torch.utils.checkpoint."
         )
 
     @torch.no_grad()
-    def _take(self, logical_rank: int) -> None:
-        if logical_rank == self._block.start:
-            self._lay_out()
-        taken: _Gradients = []
-        storages: set[int] = set()
-        for name, parameter in self._parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = self._make_dense(name, gradient)
-                storage = gradient.untyped_storage().data_ptr()
-                if storage in self._buffers and gradient.numel():
-                    raise SettingError(
-                        f"The gradient of {name!r} was added to that of the last step: begin each "
-                        "step with zero_grad(set_to_none=True)."
-                    )
-                # Autograd lets two parameters share the memory of one gradient, as for
-                # a.view(-1) + b.view(-1). A fold in place would change both.
-                if storage in storages:
-                    gradient = gradient.clone()
-                storages.add(storage)
-                gradient = _as_real(gradient)
-                parameter.grad = None
-            taken.append(gradient)
-        self._fold.push(Node(logical_rank, logical_rank + 1), taken)
-        self._next += 1
+    def _launch_complete(self) -> None:
+        """Start the complete buckets, in order; every process starts these in any case."""
+        while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
+            self._launch(self._buckets[self._launched])
+
+    def _launch(self, bucket: RootBucket) -> None:
+        positions = [p for p in range(len(bucket.slots)) if p not in bucket.packed]
+        gradients = [self._take(bucket.indices[position]) for position in positions]
+        bucket.pack_many(positions, gradients, self._fold)
+        self._launched += 1
+        # This thread has nothing else to do than to finish the last bucket.
+        bucket.start(in_background=self._launched < len(self._buckets))
+
+    def _take(self, index: int) -> Tensor | None:
+        """Take the gradient of a parameter away."""
+        name, parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            gradient = self._make_dense(name, gradient)
+        if place := self._places.get(id(parameter)):
+            view = place.bucket.slots[place.position].view
+            if gradient.data_ptr() == view.data_ptr() and gradient.numel():
+                raise SettingError(
+                    f"The gradient of {name!r} was added to that of the last step: begin each "
+                    "step with zero_grad(set_to_none=True)."
+                )
+        parameter.grad = None
+        return as_real(gradient)
 
     def _make_dense(self, name: str, gradient: Tensor) -> Tensor:
-        if gradient.layout == torch.strided:
-            return gradient.detach()
         if not self._sparse_as_dense:
             raise SettingError(
                 f"The gradient of {name!r} is sparse ({gradient.layout}), and sums over logical "
@@ -185,96 +311,3 @@ class LogicalGradients:
             )
         # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
         return gradient.coalesce().to_dense()
-
-    def _lay_out(self) -> None:
-        """Lay out the buckets of the parameters that are trained now, unless they are the same."""
-        trained = tuple(parameter.requires_grad for _, parameter in self._parameters)
-        if trained == self._trained:
-            return
-        self._trained = trained
-        self._kept = {}
-        self._positions = {id(parameter): i for i, (_, parameter) in enumerate(self._parameters)}
-        pairs = [pair for pair in self._parameters if pair[1].requires_grad]
-        self._buckets = lay_out(pairs, self._bucket_bytes, with_flags=True)
-        self._buffers = {bucket.flat.untyped_storage().data_ptr() for bucket in self._buckets}
-
-    def _send(self, bucket: Bucket, values: _Values) -> _Wire:
-        """Pack a bucket's part of each root, and start the exchange."""
-        positions = [self._positions[id(slot.parameter)] for slot in bucket.slots]
-        has_gradient = [any(v[position] is not None for _, v in values) for position in positions]
-        result = _as_real(bucket.flat).view(-1)
-        roots = []
-        for number, (_, gradients) in enumerate(values):
-            is_last = number == len(values) - 1
-            root = self._pick_buffer(bucket, number, is_last=is_last)
-            _pack(bucket, root, [gradients[position] for position in positions])
-            for position in positions:
-                gradients[position] = None  # the memory is free for the next bucket
-            roots.append(_as_real(root).view(-1))
-        pending = self._exchange.start(roots, result, self._divisor)
-        return _Wire(bucket, roots, has_gradient, pending)
-
-    def _pick_buffer(self, bucket: Bucket, number: int, *, is_last: bool) -> Tensor:
-        """Return the memory of a root: the last one's is that of the result where types agree."""
-        flat = bucket.flat
-        is_wide = flat.element_size() >= 4 or self._exchange.sends_leaves  # noqa: PLR2004
-        if is_last and is_wide:
-            return flat
-        key = (bucket.index, number)
-        if key not in self._kept:
-            dtype = flat.dtype if is_wide else torch.float32
-            self._kept[key] = torch.zeros_like(flat, dtype=dtype)
-        return self._kept[key]
-
-    def _return(self, wire: _Wire) -> None:
-        """Set the gradients to views of the result."""
-        present = wire.has_gradient
-        if not all(present):
-            # Another process may have a gradient: the flags were summed with the gradients.
-            present = (wire.bucket.flags.real > 0).tolist()
-        for slot, is_present in zip(wire.bucket.slots, present, strict=True):
-            slot.parameter.grad = slot.view if is_present else None
-
-
-def add_gradients(left: _Gradients, right: _Gradients) -> _Gradients:
-    """Add the gradients of two nodes, in place where they are float32 or wider."""
-    total: _Gradients = []
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for one, other in zip(left, right, strict=True):
-        if one is not None and other is not None:
-            if one.dtype == other.dtype and one.element_size() >= 4:  # noqa: PLR2004
-                pairs.append((one, other))
-                total.append(one)
-            else:
-                total.append(add_wide(one, other))
-        else:
-            present = other if one is None else one
-            # A zero is added, because it turns -0.0 into +0.0.
-            total.append(None if present is None else present.add_(0.0))
-    if pairs:
-        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-    return total
-
-
-def _pack(bucket: Bucket, root: Tensor, gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their places in a root, with zeros and flags for those that miss."""
-    flags = root[bucket.slots[-1].stop :]
-    flags.fill_(1.0)
-    targets, sources = [], []
-    for number, (slot, gradient) in enumerate(zip(bucket.slots, gradients, strict=True)):
-        if gradient is None:
-            root[slot.start : slot.stop].zero_()
-            flags[number] = 0.0
-        else:
-            targets.append(_as_real(_view_slot(root, slot)))
-            sources.append(gradient)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _view_slot(root: Tensor, slot: Slot) -> Tensor:
-    return root.as_strided(slot.view.shape, slot.view.stride(), root.storage_offset() + slot.start)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -8,8 +8,9 @@ from gloo_threads import run_processes
 from logical_sums import average_leaves, bits, make_leaf
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.logical_ranks.accumulation import add_wide
 from lightning_d9m.logical_ranks.blocks import Blocks
-from lightning_d9m.logical_ranks.exchange import RootExchange, add_wide, replace_nans
+from lightning_d9m.logical_ranks.exchange import RootExchange, replace_nans
 from lightning_d9m.logical_ranks.tree import Fold, Node
 
 ALGORITHMS = ("gather", "shards", "collectives")

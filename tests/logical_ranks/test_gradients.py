@@ -1,6 +1,8 @@
 """Gradients of logical ranks have the same bits on every number of processes."""
 
 import math
+import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ from gloo_threads import run_processes
 from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
 from torch import nn
 
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import RanksDisagreeError, SettingError
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
+BUILDING = threading.Lock()
 SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,)]
 
 
@@ -137,7 +140,7 @@ def test_set_aside_moves_a_gradient():
     gradient = pair[1].grad = torch.ones(8)
     sums.set_aside(0)
     assert pair[1].grad is None
-    ((_, held),) = sums._fold.held
+    (held,) = sums._fold.held
     assert held[0].data_ptr() == gradient.data_ptr()
 
 
@@ -201,7 +204,7 @@ def test_gradients_that_were_not_set_to_none_are_refused():
     named, rows = make_parameters(), make_gradients(1)
     sums = LogicalGradients(named, Blocks(1, 1), 0)
     run_step(sums, named, rows, range(1))
-    with pytest.raises(SettingError, match=r"'p0' was added .* zero_grad\(set_to_none=True\)"):
+    with pytest.raises(SettingError, match=r"'p\d' was added .* zero_grad\(set_to_none=True\)"):
         sums.finish(0)
 
 
@@ -256,3 +259,138 @@ def test_the_bytes_of_all_messages_are_counted():
     # The gradient and its flag; shards are rounded up to 64 bytes.
     assert sum(sizes) == 2 * 4 * (2**15 + 1)
     assert math.isclose(*sizes, rel_tol=0.01)
+
+
+class Model(nn.Module):
+    """Large and small parameters, a shared one, and one that only some logical ranks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(40, 500)
+        self.shared = nn.Linear(500, 500)
+        self.small = nn.Linear(500, 3)
+        self.sometimes = nn.Linear(500, 200)
+        self.never = nn.Parameter(torch.zeros(20_000))
+
+    def forward(self, batch, rank):
+        hidden = self.shared(self.shared(self.first(batch)).relu())
+        out = self.small(hidden).sum(dim=1)
+        return out + self.sometimes(hidden).mean() if rank in {1, 2} else out
+
+
+def train_model(process, group, blocks, *, overlapped, bucket_bytes=2**20):
+    """Return the gradients after each of three steps, and the number of hooked takes."""
+    with BUILDING:  # all threads draw from one generator
+        torch.manual_seed(0)
+        model = Model()
+    sums = LogicalGradients(
+        model.named_parameters(), blocks, process, group, bucket_bytes=bucket_bytes
+    )
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        for rank in blocks.of(process):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            batch = torch.randn(8, 40, generator=generator)
+            with sums.backward() if overlapped else nullcontext():
+                model(batch, rank).square().sum().backward()
+            (sums.finish if rank == blocks.of(process)[-1] else sums.set_aside)(rank)
+        found.append([bits(parameter.grad) for parameter in model.parameters()])
+    sums.close()
+    return found
+
+
+def test_the_overlap_with_the_backward_pass_changes_no_bit():
+    alone = train_model(0, None, Blocks(6, 1), overlapped=False)
+    assert alone[0][0] is None  # `never`
+    for processes in (1, 2, 3, 4):
+        for bucket_bytes in (0, 2**18):
+            for found in run_processes(
+                processes,
+                lambda process, group, count=processes, size=bucket_bytes: train_model(
+                    process, group, Blocks(6, count), overlapped=True, bucket_bytes=size
+                ),
+            ):
+                assert found == alone
+
+
+def test_a_bucket_leaves_before_the_backward_pass_ends():
+    model = nn.Sequential(*[nn.Linear(600, 600, bias=False) for _ in range(4)])
+    sums = LogicalGradients(model.named_parameters(), Blocks(2, 1), 0, bucket_bytes=2**20)
+    launched = []
+    model[0].weight.register_hook(lambda _: launched.append(sums._launched))
+    for _ in range(2):
+        model.zero_grad()
+        for rank, end in enumerate((sums.set_aside, sums.finish)):
+            with sums.backward():
+                model(torch.ones(2, 600)).sum().backward()
+            end(rank)
+    # The first gradient arrives last, and by then all buckets before its own are on their way.
+    assert launched == [0, 3, 0, 3]
+
+
+def test_a_large_gradient_is_added_as_soon_as_it_arrives():
+    model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(2)])
+    sums = LogicalGradients(model.named_parameters(), Blocks(4, 1), 0)
+    seen = []
+    model[0].weight.register_hook(lambda _: seen.append(model[1].weight.grad is None))
+    for rank in range(2):
+        with sums.backward():
+            model(torch.ones(2, 200)).sum().backward()
+        sums.set_aside(rank)
+    assert seen == [False, True]
+
+
+def test_a_backward_pass_outside_is_not_exchanged():
+    model = nn.Linear(300, 300)
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 300)).sum().backward()
+        assert sums._launched == 0
+        sums.finish(0)
+
+
+def test_a_second_gradient_in_one_backward_pass_is_refused():
+    model = nn.Linear(300, 300)
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    model(torch.ones(1, 300)).sum().backward()
+    sums.finish(0)
+    model.zero_grad()
+    with sums.backward():
+        model(torch.ones(1, 300)).sum().backward()
+        with pytest.raises(SettingError, match="'weight' got a second gradient"):
+            model.weight.sum().backward()
+
+
+def test_processes_that_train_other_parameters_are_reported():
+    def train(process, group):
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(process == 0)
+        sums = LogicalGradients(model.named_parameters(), Blocks(2, 2), process, group)
+        with pytest.raises(RanksDisagreeError, match=f"processes {1 - process} train other") as it:
+            sums.finish(process)
+        return it.value.intents
+
+    first, second = run_processes(2, train)
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_hooks_and_the_thread_end_when_the_sums_are_closed():
+    before = threading.active_count()
+
+    def train(process, group):
+        return train_model(process, group, Blocks(2, 2), overlapped=True, bucket_bytes=2**18)
+
+    run_processes(2, train)
+    for thread in threading.enumerate():
+        if thread.name.startswith("d9m-exchange"):
+            thread.join(60)
+    assert threading.active_count() == before
+    model = nn.Linear(2, 2)
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    model(torch.ones(1, 2)).sum().backward()
+    sums.finish(0)
+    sums.close()
+    assert not model.weight._post_accumulate_grad_hooks

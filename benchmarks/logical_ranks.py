@@ -1,0 +1,310 @@
+"""Measure what gradients of logical ranks cost: time, bytes on the wire, memory, seeds.
+
+    python benchmarks/logical_ranks.py             everything, about 15 minutes on two cores
+    python benchmarks/logical_ranks.py --rounds 3 --settings small-2-of-2
+
+Processes on this machine, Gloo, one thread each. The processes stay; in each round they run every
+way to reduce gradients for some steps, in changing order, so that load affects all alike. A ratio
+is that of one round, and the result is the median over rounds. Time is that of a whole step:
+forward, backward, reduction, SGD. CPU time is the sum of all processes. The memory of gradients is
+the peak that torch's allocator reports for a step, less that of a forward and backward pass that
+drops each gradient as soon as it is there.
+Results go to ``benchmarks/results/logical-ranks-cpu.json``.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_d9m.horovod.gradient_buckets import GradientBuckets
+from lightning_d9m.horovod.malloc import disable_malloc_trim
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.rng import seed_micro_batch
+
+RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"
+LIMIT_SECONDS = 1800
+# Name: (model, processes, logical ranks, steps per round).
+SETTINGS = {
+    "small-2-of-2": ("small", 2, 2, 30),
+    "small-2-of-4": ("small", 2, 4, 20),
+    "small-1-of-4": ("small", 1, 4, 30),
+    "large-2-of-2": ("large", 2, 2, 4),
+    "large-2-of-4": ("large", 2, 4, 3),
+    "large-1-of-4": ("large", 1, 4, 4),
+    "large-4-of-4": ("large", 4, 4, 3),
+}
+ROUNDS = 15
+
+
+class TorchReducer:
+    """Sums over the ranks by torch's default group, for `GradientBuckets`."""
+
+    polls_peers = True
+
+    def __init__(self):
+        self.size = distributed.get_world_size()
+
+    def start(self, tensor, _name):
+        """Start a sum."""
+        return distributed.all_reduce(tensor, async_op=True)
+
+    def finish(self, pending, _activity, _agree):
+        """Wait for a sum."""
+        pending.wait()
+
+    def agree_on(self, fingerprint, activity, items):
+        """Trust that the processes agree, as DDP does."""
+
+
+def make_model(name):
+    """Return 150 small tensors (79,200 parameters) or 24 large ones (13 million)."""
+    torch.manual_seed(0)
+    layers, width = (75, 32) if name == "small" else (12, 1040)
+    linear = [[nn.Linear(width, width), nn.ReLU()] for _ in range(layers)]
+    return nn.Sequential(*[layer for pair in linear for layer in pair])
+
+
+class Training:
+    """Steps of one way to reduce gradients."""
+
+    def __init__(self, model, blocks, process):
+        self.model = make_model(model)
+        width = self.model[0].in_features
+        self.block = blocks.of(process)
+        self.batches = [torch.randn(32, width) for _ in self.block]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.build(blocks, process)
+
+    def step(self):
+        """Train on one batch of each logical rank of this process."""
+        self.optimizer.zero_grad()
+        for rank, batch in zip(self.block, self.batches, strict=True):
+            self.run_micro_batch(rank, batch)
+        self.optimizer.step()
+
+
+class Logical(Training):
+    """The engine of logical ranks."""
+
+    def build(self, blocks, process):
+        """Make the engine."""
+        self.sums = LogicalGradients(self.model.named_parameters(), blocks, process)
+
+    def run_micro_batch(self, rank, batch):
+        """Run forward and backward."""
+        with self.sums.backward():
+            self.model(batch).square().mean().backward()
+        (self.sums.finish if rank == self.block[-1] else self.sums.set_aside)(rank)
+
+
+class Static(Training):
+    """The static buckets of the Horovod strategy, over torch's group; accumulates before."""
+
+    def build(self, _blocks, _process):
+        """Make the buckets."""
+        self.buckets = GradientBuckets(self.model.named_parameters(), TorchReducer())
+
+    def run_micro_batch(self, rank, batch):
+        """Run forward and backward."""
+        last = rank == self.block[-1]
+        with self.buckets.backward() if last else self.buckets.blocked():
+            (self.model(batch).square().mean() / len(self.block)).backward()
+
+
+class Plain(Training):
+    """DDP, which accumulates inside ``no_sync()``."""
+
+    def build(self, _blocks, _process):
+        """Make the replica."""
+        self.replica = DistributedDataParallel(self.model)
+
+    def run_micro_batch(self, rank, batch):
+        """Run forward and backward."""
+        if rank == self.block[-1]:
+            (self.replica(batch).square().mean() / len(self.block)).backward()
+        else:
+            with self.replica.no_sync():
+                (self.replica(batch).square().mean() / len(self.block)).backward()
+
+
+class Dropped(Training):
+    """No gradients are kept: the memory that the model itself needs."""
+
+    def build(self, _blocks, _process):
+        """Drop every gradient."""
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def run_micro_batch(self, _rank, batch):
+        """Run forward and backward."""
+        self.model(batch).square().mean().backward()
+
+
+WAYS = {"logical": Logical, "static": Static, "ddp": Plain}
+
+
+def time_rounds(trainings, steps, rounds):
+    """Return wall and CPU seconds per step by way and round."""
+    found = {name: [] for name in trainings}
+    order = random.Random(0)  # noqa: S311 - no secret
+    for training in trainings.values():
+        for _ in range(3):
+            training.step()
+    for _ in range(rounds):
+        for name in order.sample(sorted(trainings), len(trainings)):
+            distributed.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                trainings[name].step()
+            cpu = time.process_time() - cpu
+            distributed.barrier()
+            found[name].append(((time.perf_counter() - wall) / steps, cpu / steps))
+    return found
+
+
+def measure_peak(training, folder):
+    """Return the peak of torch's CPU allocator within one step, in bytes."""
+    training.step()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        training.step()
+    trace = Path(folder, f"trace-{distributed.get_rank()}.json")
+    profile.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    trace.unlink()
+    totals = [e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]"]
+    return max(totals) - totals[0]
+
+
+def work(setting, rounds, folder):
+    """Run one process of a setting, and write what it measured."""
+    model, processes, logical_ranks, steps = SETTINGS[setting]
+    torch.set_num_threads(1)
+    disable_malloc_trim()  # as the strategies do, for all ways
+    distributed.init_process_group("gloo")
+    process = distributed.get_rank()
+    blocks = Blocks(logical_ranks, processes)
+    trainings = {name: way(model, blocks, process) for name, way in WAYS.items()}
+    found = {"times": time_rounds(trainings, steps, rounds)}
+    logical = trainings["logical"]
+    before = logical.sums.bytes_sent
+    logical.step()
+    found["bytes_sent"] = logical.sums.bytes_sent - before
+    found["gradient_bytes"] = sum(p.nbytes for p in logical.model.parameters())
+    # The flat buckets are counted, too: they live on between the steps.
+    buffers = sum(bucket._bucket.flat.nbytes for bucket in logical.sums._buckets)  # noqa: SLF001
+    if model == "large":
+        bare = measure_peak(Dropped(model, blocks, process), folder)
+        found["peak"] = measure_peak(logical, folder) + buffers - bare
+        found["peak_sets"] = found["peak"] / found["gradient_bytes"]
+    Path(folder, f"{process}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    os._exit(0)  # the destruction of a Gloo group may wait for its threads
+
+
+def launch(setting, rounds):
+    """Run all processes of a setting; return what each measured."""
+    processes = SETTINGS[setting][1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    shared |= {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--work", setting, "--folder", folder]
+        command += ["--rounds", str(rounds)]
+        children = [
+            subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)})
+            for rank in range(processes)
+        ]
+        assert not any(child.wait(LIMIT_SECONDS) for child in children)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def summarize(setting, found):
+    """Return medians of the ratios of rounds, with their quartiles."""
+    _, processes, logical_ranks, _ = SETTINGS[setting]
+    wall = {way: [t[0] for t in times] for way, times in found[0]["times"].items()}
+    cpu = {
+        way: [sum(part["times"][way][i][1] for part in found) for i in range(len(times))]
+        for way, times in wall.items()
+    }
+    summary = {"processes": processes, "logical_ranks": logical_ranks}
+    for kind, seconds in (("wall", wall), ("cpu", cpu)):
+        summary[f"{kind}_milliseconds"] = {
+            way: round(1e3 * statistics.median(values), 2) for way, values in seconds.items()
+        }
+        for other in ("static", "ddp"):
+            ratios = [a / b for a, b in zip(seconds["logical"], seconds[other], strict=True)]
+            quartiles = statistics.quantiles(ratios, n=4)
+            summary[f"{kind}_over_{other}"] = [round(each, 3) for each in quartiles]
+    ring = 2 * found[0]["gradient_bytes"] * (processes - 1) / processes
+    summary["bytes_sent"] = [part["bytes_sent"] for part in found]
+    summary["bytes_over_ring"] = round(max(summary["bytes_sent"]) / ring, 4) if ring else None
+    if "peak_sets" in found[0]:
+        sets = max(part["peak_sets"] for part in found)
+        summary["gradient_sets_at_peak"] = round(sets, 3)
+        largest = Blocks(logical_ranks, processes).largest
+        summary["gradient_sets_allowed"] = math.ceil(math.log2(largest)) + 1
+    return summary
+
+
+def time_seeding():
+    """Return the microseconds that the seeds of one micro-batch take, as quartiles."""
+    place = {"fit": 0, "epoch": 3}
+    durations = []
+    for batch in range(5000):
+        began = time.perf_counter()
+        seed_micro_batch(7, **place, logical_rank=batch % 8, batch=batch)
+        durations.append(1e6 * (time.perf_counter() - began))
+    return [round(each, 1) for each in statistics.quantiles(durations, n=4)]
+
+
+def main():
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.work:
+        work(words.work, words.rounds, words.folder)
+    result = {
+        "machine": {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "cores": os.cpu_count(),
+            "load_average_before": round(os.getloadavg()[0], 2),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "rounds": words.rounds,
+        "ratios_are": "quartiles over rounds",
+        "seeding_microseconds": time_seeding(),
+        "settings": {},
+    }
+    for setting in words.settings:
+        result["settings"][setting] = summarize(setting, launch(setting, words.rounds))
+        print(setting, json.dumps(result["settings"][setting], indent=1), flush=True)
+    words.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
