@@ -22,7 +22,7 @@ BUCKET_BYTES = 25 * 2**20  # as DDP
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's gradient goes."""
+    """The bucket of a gradient, and its position there."""
 
     index: int
     bucket: RootBucket
