@@ -27,6 +27,7 @@ collect_ignore = [  # run by ranks
     "ddp_probing.py",
     "ddp_training.py",
     "logical_trainings.py",
+    "loop_training.py",
     "lost_rank_training.py",
     "resume_training.py",
 ]

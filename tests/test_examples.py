@@ -7,7 +7,8 @@ import lightning
 import pytest
 import torch
 
-from lightning_d9m import digest
+from lightning_d9m import compare, digest
+from lightning_d9m.cli.main import main
 from lightning_d9m.control import session
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.scanner import scan_file, scanning_prepared
@@ -15,14 +16,19 @@ from lightning_d9m.lint.scanner import scan_file, scanning_prepared
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def load(name):
+    """Import an example."""
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def graph(tmp_path, monkeypatch):
     """The module of examples/graph.py, run where it may leave files."""
     monkeypatch.chdir(tmp_path)
-    spec = importlib.util.spec_from_file_location("graph_example", EXAMPLES / "graph.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("graph")
 
 
 @pytest.fixture
@@ -71,3 +77,18 @@ def test_the_noise_of_the_noisy_digits_differs_and_the_scan_names_the_line():
         n for n, text in enumerate(path.read_text().splitlines(), 1) if "default_rng" in text
     )
     assert [finding.line for finding in scan.findings] == [line]
+
+
+def test_a_plain_loop_repeats_and_resumes(tmp_path):
+    example = load("plain_torch")
+    first, second, resumed = (tmp_path / name for name in ("first", "second", "resumed"))
+    for folder in (first, second, resumed):
+        folder.mkdir()
+    runs = [example.train(folder, epochs=2) for folder in (first, second)]
+    example.train(resumed, epochs=1)
+    runs.append(example.train(resumed, epochs=2, resume=True))
+    for other in runs[1:]:
+        assert compare(runs[0].ledger, other.ledger).verdict == "equal"
+    weights = torch.load(resumed / "checkpoint-0.pt", weights_only=True)["state_dict"]
+    assert len(weights) == 4
+    assert main(["verify", str(resumed / "checkpoint-0.pt"), str(runs[2].ledger)]) == 0

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.records import Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.records import Header, RunFacts
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_stack
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.strategies import shards_every_parameter
 from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.replicated_state import ReplicatedState, find_replicated_state
 from lightning_d9m.version import __version__
 
@@ -60,7 +61,7 @@ def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:
     return RunFacts(
         model=model,
         parameters=parameters,
-        train=[_describe_loader(loader) for loader in list_loaders(trainer.fit_loop)],
+        train=[describe_loader(loader) for loader in list_loaders(trainer.fit_loop)],
         trainer={
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -68,25 +69,6 @@ def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:
             "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
         },
     )
-
-
-def _describe_loader(loader: object) -> LoaderFacts:
-    batch_size = getattr(loader, "batch_size", None)
-    if batch_size is None:  # a custom batch sampler, or no automatic batching
-        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return LoaderFacts(
-        samples=_length(getattr(loader, "dataset", None)),
-        batch_size=batch_size if isinstance(batch_size, int) else None,
-        batches=_length(loader),
-    )
-
-
-def _length(sized: object) -> int | None:
-    """Return a length, or None if there is none, as for an iterable dataset."""
-    try:
-        return len(sized)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def find_replicated(trainer: "Trainer", module: "LightningModule") -> ReplicatedState:

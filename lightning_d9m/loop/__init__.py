@@ -1,0 +1,1 @@
+"""The recorder for any training loop: plain torch, Fabric, Accelerate."""

@@ -1,0 +1,99 @@
+"""The probes of a recorded loop: hooks exist only during the probed batches."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.lightning.probing.batch_state import take_states
+from lightning_d9m.lightning.probing.module_hooks import hook_model
+from lightning_d9m.probes.dumps import Dump
+from lightning_d9m.probes.monitor import monitors_heard
+from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, Write
+
+
+class LoopProbes:
+    """Takes the probes that the settings name; operations and replays need the callback.
+
+    Args:
+        settings: Which, where and when.
+        model: The model.
+        optimizers: The optimizers, whose steps show the gradients.
+        rank: This rank.
+        write: Takes the records.
+    """
+
+    def __init__(
+        self,
+        settings: ProbeSettings,
+        model: torch.nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        rank: int,
+        write: Write,
+    ) -> None:
+        self._settings = settings
+        self._kinds = settings.kinds
+        self._model = model
+        self._optimizers = optimizers
+        dump = None if settings.dump is None else Dump(settings.dump, rank, settings.dump_names)
+        self._collector = ProbeCollector(write, None if dump is None else dump.save)
+        self._tensors = ModelTensors(model, settings.takes_parameter)
+        self._hooks: ExitStack | None = None
+
+    def start_batch(self, point: ProbePoint, batch: Any) -> None:
+        """Record the state and the batch, and hook the model."""
+        if point.step not in self._settings.steps:
+            self.close()
+            return
+        self._collector.begin(point)
+        take_states(self._tensors, self._optimizers, self._settings, self._collector)
+        if "batch" in self._kinds:
+            self._collector.add("batch", "batch", batch)
+        if self._hooks is None:
+            self._hooks = self._hook()
+
+    def end_batch(self, loss: torch.Tensor | None, scalars: dict[str, float]) -> None:
+        """Record the results of the batch, and write its records."""
+        if loss is not None and "loss" in self._kinds:
+            self._collector.add("loss", "loss", loss)
+        if "scalar" in self._kinds:
+            for name, value in sorted(scalars.items()):
+                self._collector.add("scalar", name, value)
+        self._collector.end()
+
+    def flush(self) -> None:
+        """Write the pending records."""
+        self._collector.close()
+
+    def close(self) -> None:
+        """Write the pending records and remove the hooks."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.close()
+        self._collector.close()
+
+    def _hook(self) -> ExitStack:
+        with ExitStack() as stack:
+            hooks = hook_model(self._model, self._settings, self._kinds, self._collector)
+            stack.enter_context(hooks)
+            if "gradient" in self._kinds:
+                for optimizer in self._optimizers:
+                    handle = optimizer.register_step_pre_hook(self._take_gradients)
+                    stack.callback(handle.remove)
+            if "monitor" in self._kinds:
+                heard = monitors_heard(
+                    lambda name, value: self._collector.add("monitor", name, value)
+                )
+                stack.enter_context(heard)
+            return stack.pop_all()
+
+    def _take_gradients(self, optimizer: Any, *_: object) -> None:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._tensors.parameters.items()
+            if id(parameter) in own and parameter.grad is not None
+        }
+        self._collector.add_tensors("gradient", gradients)

@@ -1,0 +1,458 @@
+"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+from lightning_d9m.control.environment import control_is_on
+from lightning_d9m.control.generators import decode_rng, encode_rng
+from lightning_d9m.control.seeding import capture_rng, restore_rng
+from lightning_d9m.control.session import Session, active_session, next_fit
+from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import describe_model, take_snapshot
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.ledger.program import capture_program
+from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
+from lightning_d9m.loop.probing import LoopProbes
+from lightning_d9m.loop.ranks import find_ranks
+from lightning_d9m.loop.saved_loop import SavedLoop
+from lightning_d9m.probes.settings import make_settings
+from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.recording.loader_facts import describe_loader
+from lightning_d9m.recording.recorder import Policy
+from lightning_d9m.recording.recorder import Recorder as LedgerRecorder
+from lightning_d9m.recording.replicated_state import find_replicated_state
+from lightning_d9m.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+_CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."
+
+
+class Recorder:
+    """Writes the ledger of a training loop, and checks it as ``DeterminismCallback`` does.
+
+    Use it within a deterministic session. Iterate the training data through ``batches``, call
+    ``step`` after each step of the optimizer, and ``epoch`` when an epoch ends. If
+    ``torch.distributed`` is initialized, every rank makes one, and ranks are compared.
+
+    Args:
+        ledger_dir: Folder in which the run makes a new folder ``fit-NNN``. The variable
+            ``LIGHTNING_D9M_LEDGER_DIR``, which ``d9m repeat`` sets, takes precedence.
+        model: The model; also one that DDP, Fabric or Accelerate has wrapped.
+        optimizers: One optimizer or several.
+        schedulers: One learning rate scheduler or several.
+        reference: Ledger of an earlier run to compare this run with.
+        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
+        on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
+            ``"warn"`` or ``"ignore"``.
+        probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
+            ``"loss"`` or ``"output"``. Operations need the callback.
+        probe_modules: Patterns of the names of modules that are probed.
+        probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
+        probe_ranks: Ranks that record probes; None means all.
+
+    Raises:
+        SettingError: If a value is not allowed.
+
+    Attributes:
+        next_epoch: The epoch that is next or under way; above 0 in a run that was resumed.
+        global_step: Number of calls of ``step``, also before a resume.
+    """
+
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
+        self,
+        ledger_dir: str | Path,
+        model: torch.nn.Module,
+        optimizers: Any = (),
+        schedulers: Any = (),
+        *,
+        reference: str | Path | None = None,
+        on_drift: Literal["raise", "warn"] = "raise",
+        on_stack_difference: Literal["raise", "warn", "ignore"] = "raise",
+        probes: str | Sequence[str] = (),
+        probe_modules: str | Sequence[str] = "*",
+        probe_steps: str | None = None,
+        probe_ranks: int | Sequence[int] | None = None,
+    ) -> None:
+        for name, value, allowed in (
+            ("on_drift", on_drift, ("raise", "warn")),
+            ("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore")),
+        ):
+            if value not in allowed:
+                choices = " or ".join(map(repr, allowed))
+                raise SettingError(f"{name} is {value!r}; allowed: {choices}.")
+        if not isinstance(model, torch.nn.Module):
+            raise SettingError(
+                f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
+                "models as one torch.nn.ModuleList or ModuleDict."
+            )
+        self._model = unwrap_model(model)
+        self._optimizers = tuple(map(unwrap_optimizer, _as_tuple(optimizers)))
+        self._schedulers = _as_tuple(schedulers)
+        self._ledger_dir = Path(ledger_dir)
+        self._policy = Policy(
+            reference=None if reference is None else Path(reference),
+            on_drift=on_drift,
+            on_stack_difference=on_stack_difference,
+        )
+        self._probe_settings = make_settings(
+            probes=probes,
+            probe_modules=probe_modules,
+            probe_steps=probe_steps,
+            probe_ranks=probe_ranks,
+        )
+        self._session: Session | None = None
+        self._ranks, self._world_size = Ranks(0), 1
+        self._recorder: LedgerRecorder | None = None
+        self._probes: LoopProbes | None = None
+        self._batches: Batches | None = None
+        self._resumed: SavedLoop | None = None
+        self._fit = 0
+        self.next_epoch = 0
+        self.global_step = 0
+        self._batch = 0
+        self._iterated = 0  # calls of `batches` in this epoch
+        self._loss: torch.Tensor | None = None
+        self._scalars: dict[str, float] = {}
+        self._digest: str | None = None
+
+    def __enter__(self) -> "Self":
+        session = active_session()
+        if session is None:
+            raise SettingError(
+                "There is no deterministic session, so this training would be recorded but not "
+                "repeatable. Put it into `with lightning_d9m.deterministic(seed=...):`, or call "
+                "lightning_d9m.enable(seed=...) first."
+            )
+        self._session = session
+        self._ranks, self._world_size = find_ranks()
+        self._fit = next_fit()
+        self._probe_settings = self._probe_settings.overridden(os.environ)
+        self._probe_settings.check_ranks(self._world_size)
+        self._policy.check_reference()
+        self._batches = Batches(session.settings, self._fit, self._ranks.rank)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                self._fail(f"{type(error).__name__}: {error}")
+            else:
+                self._finish()
+        finally:
+            if self._batches is not None:
+                self._batches.release()
+            self._session = self._batches = self._probes = None
+
+    @property
+    def ledger(self) -> Path | None:
+        """The folder of the ledger; None before the first batch."""
+        return None if self._recorder is None else self._recorder.folder
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the weights in the last record, 32 hex digits; None before the first."""
+        return self._digest
+
+    def __repr__(self) -> str:
+        return (
+            f"Recorder(ledger={str(self.ledger) if self.ledger else None!r}, "
+            f"epochs={self.next_epoch}, steps={self.global_step}, digest={self.digest!r})"
+        )
+
+    def begin(self, loader: object = None) -> None:
+        """Open the ledger and record the state that training starts from.
+
+        ``batches`` does it; call it before the first step of a loop that has no loader.
+
+        Raises:
+            LedgerError: If the ledger cannot be written, or the reference not be read.
+            ReferenceRefusedError: If the reference comes from another experiment.
+            StackDifferenceError: If the reference's stack differs, unless the settings allow it.
+        """
+        if self._recorder is not None:
+            return
+        session, resumed = self._open_session, self._resumed
+        header, facts, replicated = self._ranks.raise_on_all(
+            lambda: (
+                self._make_header(session),
+                self._describe_run(loader),
+                find_replicated_state(self._model, self._optimizers, self._schedulers),
+            )
+        )
+        self._recorder = LedgerRecorder(
+            self._make_folder(),
+            header,
+            policy=self._policy,
+            ranks=self._ranks,
+            replicated=replicated,
+        )
+        self._tensors = ModelTensors(self._model)
+        if self._probe_settings.kinds and self._probe_settings.takes_rank(self._ranks.rank):
+            self._probes = LoopProbes(
+                self._probe_settings,
+                self._model,
+                self._optimizers,
+                self._ranks.rank,
+                self._recorder.append,
+            )
+        self._recorder.begin(facts, None if resumed is None else _make_resume_record(resumed))
+        if resumed is None:
+            self._record("initial", 0)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of an epoch, whose order and draws depend on seed and epoch only.
+
+        The first call in an epoch seeds all generators. In a run that was resumed within the
+        epoch, the first batches are left out.
+        """
+        source, epoch = self._open_batches, self.next_epoch
+        self.begin(loader)
+        resumed, self._resumed = self._resumed, None
+        if self._iterated == 0:
+            source.start_epoch(epoch)
+        self._iterated += 1
+        self._batch = 0 if resumed is None else resumed.batch
+        samplers = {} if resumed is None else resumed.samplers
+        found = source.iterate(loader, epoch, self._batch, samplers)
+        if resumed is not None and resumed.batch:
+            restore_rng(decode_rng(resumed.rng))
+        for batch in found:
+            if self._probes is not None:
+                point = ProbePoint(epoch, self.global_step, self._batch)
+                self._probes.start_batch(point, batch)
+            self._batch += 1
+            yield batch
+
+    def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
+        """Count a step of the optimizer, after it.
+
+        Args:
+            loss: The loss; it is kept on its device until the epoch is recorded.
+            **scalars: Further numbers, of which the epoch records the last.
+        """
+        if self._recorder is None:
+            raise SettingError(f"step() was called before the training began. {_CALLS}")
+        kept = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        kept = torch.tensor(kept, dtype=torch.float64) if isinstance(kept, float) else kept
+        self._loss = self._loss if kept is None else kept
+        self._scalars.update(scalars)
+        if self._probes is not None:
+            self._probes.end_batch(kept, scalars)
+        self.global_step += 1
+
+    def epoch(self, epoch: int | None = None, **scalars: float) -> None:
+        """Record the end of an epoch; compare it with the reference and across ranks.
+
+        Args:
+            epoch: Its number, which is checked.
+            **scalars: Further numbers, such as a validation loss.
+
+        Raises:
+            DriftError: If it differs from either and ``on_drift`` is ``"raise"``.
+            LedgerError: If the ledger cannot be written.
+            SettingError: If a switch was changed since the session began, or the epoch has another
+                number.
+        """
+        if self._recorder is None:
+            raise SettingError(f"epoch() was called before the training began. {_CALLS}")
+        if epoch is not None and epoch != self.next_epoch:
+            raise SettingError(
+                f"epoch({epoch}) was called at the end of epoch {self.next_epoch}. Count epochs "
+                "from 0; in a run that resumes, from run.next_epoch."
+            )
+        self._scalars.update(scalars)
+        if self._probes is not None:
+            self._probes.flush()
+        self._record("epoch", self.next_epoch)
+        self.next_epoch += 1
+        self._batch = self._iterated = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume: plain values, for the program's own checkpoint.
+
+        Raises:
+            SettingError: Within an epoch in which ``batches`` was called more than once.
+        """
+        session, source = self._open_session, self._open_batches
+        if self._iterated > 1:
+            raise SettingError(
+                f"state_dict() was called within epoch {self.next_epoch}, in which batches() was "
+                f"called {self._iterated} times, so the position in each loader is not known. "
+                "Save checkpoints after epoch()."
+            )
+        if self._probes is not None:
+            self._probes.flush()
+        position = None if self._recorder is None else self._recorder.ledger_position
+        return SavedLoop(
+            rank=self._ranks.rank,
+            world_size=self._world_size,
+            seed=session.settings.seed,
+            fit=self._fit,
+            epoch=self.next_epoch,
+            step=self.global_step,
+            batch=self._batch,
+            rng=encode_rng(capture_rng()),
+            samplers=source.capture_samplers(within=self._batch > 0),
+            loss=_to_hex(self._loss),
+            scalars=self._list_scalars(),
+            folder="" if position is None else position["folder"],
+            check="" if position is None else position["check"],
+        ).as_plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the run that returned this state, and its ledger, before the first batch.
+
+        Load model, optimizer and scheduler too, and restore the generators last, that is: call this
+        when everything is built and loaded.
+
+        Raises:
+            CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
+            SettingError: After the training has begun.
+        """
+        session, saved = self._open_session, SavedLoop.from_plain(state)
+        if self._recorder is not None:
+            raise SettingError(
+                "load_state_dict() was called after the first batch. Call it at the start of the "
+                "`with` block."
+            )
+        saved.check_run(
+            rank=self._ranks.rank, world_size=self._world_size, seed=session.settings.seed
+        )
+        self._open_batches.release()
+        self._fit = saved.fit
+        self._batches = Batches(session.settings, saved.fit, self._ranks.rank)
+        self._resumed = saved
+        self.next_epoch, self.global_step = saved.epoch, saved.step
+        if saved.loss is not None:
+            self._loss = torch.tensor(float.fromhex(saved.loss), dtype=torch.float64)
+        self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
+        restore_rng(decode_rng(saved.rng))
+
+    @property
+    def _open_session(self) -> Session:
+        if self._session is None:
+            raise SettingError(f"The Recorder is not open. {_CALLS}")
+        return self._session
+
+    @property
+    def _open_batches(self) -> Batches:
+        _ = self._open_session
+        assert self._batches is not None, "both are set together"
+        return self._batches
+
+    def _make_header(self, session: Session) -> Header:
+        control = {} if control_is_on() else {"control": "off"}
+        settings = {**session.settings.as_record(), **control, **self._probe_settings.as_record()}
+        return Header(
+            rank=self._ranks.rank,
+            world_size=self._world_size,
+            fit=self._fit,
+            seed=session.settings.seed,
+            created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+            settings=settings,
+            stack=capture_stack({"world.size": self._world_size}),
+            package=__version__,
+            program=capture_program() if self._ranks.rank == 0 else {},
+        )
+
+    def _describe_run(self, loader: object) -> RunFacts:
+        model, parameters = describe_model(self._model)
+        train = [] if loader is None else [describe_loader(loader)]
+        return RunFacts(model=model, parameters=parameters, train=train)
+
+    def _make_folder(self) -> Path:
+        """Make the ledger's folder on rank 0, and return its path on all ranks."""
+        folder, problem = "", ""
+        if self._ranks.rank == 0:
+            try:
+                parent = Path(os.environ.get(LEDGER_VARIABLE) or self._ledger_dir)
+                folder = str(create_ledger_folder(parent))
+            except LedgerError as error:
+                problem = str(error)
+        folder, problem = json.loads(self._ranks.broadcast_text(json.dumps([folder, problem])))
+        if problem:
+            raise LedgerError(problem)
+        with suppress(OSError):  # nodes need not share a file system; the writer reports a failure
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        return Path(folder)
+
+    def _record(self, moment: str, epoch: int) -> None:
+        assert self._recorder is not None, "begin() comes first"
+        digests = self._ranks.raise_on_all(lambda: self._take_digests(moment, epoch))
+        self._digest = digests.totals["weights"]
+        self._recorder.record(digests)
+
+    def _take_digests(self, moment: str, epoch: int) -> Digests:
+        self._open_session.verify()
+        snapshot = take_snapshot(self._tensors, self._optimizers, self._schedulers)
+        return Digests(
+            moment=moment,
+            epoch=epoch,
+            step=self.global_step,
+            totals=snapshot.totals,
+            groups=snapshot.groups,
+            loss=_to_hex(self._loss),
+            scalars=self._list_scalars(),
+        )
+
+    def _list_scalars(self) -> dict[str, str]:
+        return {name: float(value).hex() for name, value in sorted(self._scalars.items())}
+
+    def _finish(self) -> None:
+        if self._recorder is None:
+            return
+        if self._probes is not None:
+            self._probes.close()
+        try:
+            self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
+        except BaseException as error:
+            self._recorder.end(End(status="failed", error=f"{type(error).__name__}: {error}"))
+            raise
+        self._recorder.end(End(status="finished"))
+
+    def _fail(self, error: str) -> None:
+        with suppress(Exception):  # do not hide the error that is being raised
+            if self._probes is not None:
+                self._probes.close()
+        if self._recorder is not None:
+            self._recorder.end(End(status="failed", error=error))
+
+
+def _make_resume_record(saved: SavedLoop) -> dict[str, Any]:
+    return {
+        "kind": "resume",
+        "parent": saved.folder,
+        "parent_check": saved.check,
+        "epoch": saved.epoch,
+        "step": saved.step,
+        "batch": saved.batch,
+    }
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _to_hex(value: torch.Tensor | None) -> str | None:
+    return None if value is None else float(value).hex()

@@ -1,0 +1,31 @@
+"""Two processes with a plain loop: ranks agree on a folder, and a rank that differs is named."""
+
+import json
+from pathlib import Path
+
+from two_ranks import train_on_two_ranks
+
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.loop.ranks import find_ranks
+
+SCRIPT = Path(__file__).parents[1] / "loop_training.py"
+
+
+def test_two_ranks(tmp_path):
+    train_on_two_ranks(SCRIPT, tmp_path)
+    one, other = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    ledgers = [read_ledger(one[name]) for name in ("first", "second")]
+    assert list(ledgers[0].files) == [0, 1]
+    comparison = compare_ledgers(*ledgers)
+    assert comparison.verdict == "equal"
+    losses = [ledgers[0].outcome(rank).last.loss for rank in (0, 1)]
+    assert losses[0] != losses[1]  # each rank has a part of the data
+    assert one["drift"] == [1, 0, ["0.weight"]]
+    assert one["ends"]
+
+
+def test_without_a_group_there_is_one_rank():
+    ranks, size = find_ranks()
+    assert (ranks.rank, ranks.gather, size) == (0, None, 1)

@@ -1,0 +1,250 @@
+"""The recorder of any loop: its ledgers repeat, detect, and continue after a resume."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from trainings import NoisyDigits, make_loader
+
+from lightning_d9m import DriftError, Recorder, SettingError, compare, deterministic, read_ledger
+from lightning_d9m.errors import CheckpointError, LedgerError, ReferenceRefusedError
+
+EPOCHS = 2
+
+
+class Stop(Exception):  # noqa: N818 - no error
+    """Ends a run before its time."""
+
+
+class Wrapped:
+    """A loader that is not torch's, as Fabric's is not."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+def make_parts():
+    model = nn.Sequential(
+        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+
+def train(folder, *, state=None, stop=None, disturb=None, wrap=lambda loader: loader, **words):
+    """Train; return the recorder, or the bytes of the state that was saved at batch ``stop``."""
+    with deterministic(seed=words.pop("seed", 3), threads=1):
+        model, optimizer, scheduler = parts = make_parts()
+        loader = wrap(make_loader(size=words.pop("size", 96)))
+        with Recorder(folder, model, optimizer, scheduler, **words) as run:
+            if state is not None:
+                saved = torch.load(io.BytesIO(state), weights_only=True)
+                for part, own in zip(parts, saved["parts"], strict=True):
+                    part.load_state_dict(own)
+                run.load_state_dict(saved["run"])
+            for epoch in range(run.next_epoch, EPOCHS):
+                for images, classes in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(images), classes)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss=loss, rate=scheduler.get_last_lr()[0])
+                    if disturb is not None:
+                        disturb(model, optimizer, run.global_step)
+                    if run.global_step == stop:
+                        states = [part.state_dict() for part in parts]
+                        buffer = io.BytesIO()
+                        torch.save({"parts": states, "run": run.state_dict()}, buffer)
+                        return buffer.getvalue()
+                scheduler.step()
+                run.epoch(epoch, drawn=torch.rand(()).item())
+    return run
+
+
+def one_ulp(step):
+    """Return what changes one weight by one unit in the last place after a step."""
+
+    def disturb(model, _, now):
+        if now == step:
+            model[0].weight.data.view(torch.int32)[2, 3] += 1
+
+    return disturb
+
+
+def test_two_runs_leave_equal_ledgers(tmp_path):
+    first, second = train(tmp_path), train(tmp_path)
+    assert compare(first.ledger, second.ledger).verdict == "equal"
+    assert (
+        first.digest
+        == second.digest
+        == read_ledger(first.ledger).outcome(0).final.totals["weights"]
+    )
+    kinds = [
+        record.moment
+        for record in read_ledger(first.ledger).records(0)
+        if hasattr(record, "moment")
+    ]
+    assert kinds == ["initial", "epoch", "epoch", "final"]
+    last = read_ledger(first.ledger).outcome(0).last
+    assert (last.step, set(last.scalars), last.loss is None) == (12, {"rate", "drawn"}, False)
+    assert set(last.groups) == {"weights", "buffers", "optimizers", "schedulers"}
+    assert repr(first) == (
+        f"Recorder(ledger={str(first.ledger)!r}, epochs=2, steps=12, digest={first.digest!r})"
+    )
+
+
+def test_one_ulp_is_a_drift_from_the_reference(tmp_path):
+    reference = train(tmp_path).ledger
+    assert train(tmp_path, reference=reference).digest
+    with pytest.raises(DriftError) as caught:
+        train(tmp_path, reference=reference, disturb=one_ulp(8))
+    assert (caught.value.epoch, caught.value.moment) == (1, "epoch")
+    end = read_ledger(tmp_path / "fit-002").outcome(0).end
+    assert end.status == "failed"
+    assert "DriftError" in end.error
+
+
+@pytest.mark.parametrize("words", [{"seed": 4}, {"size": 80}])
+def test_another_experiment_is_refused(tmp_path, words):
+    reference = train(tmp_path).ledger
+    with pytest.raises(ReferenceRefusedError):
+        train(tmp_path, reference=reference, **words)
+
+
+# Of the resume after the last batch of an epoch, where no step precedes the scheduler's.
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("wrap", [lambda loader: loader, Wrapped], ids=["DataLoader", "other"])
+@pytest.mark.parametrize("stop", [1, 5, 6, 9])
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path, wrap, stop):
+    straight = train(tmp_path / "straight", wrap=wrap)
+    state = train(tmp_path / "resumed", wrap=wrap, stop=stop)
+    resumed = train(tmp_path / "resumed", wrap=wrap, state=state)
+    assert resumed.digest == straight.digest
+    comparison = compare(straight.ledger, resumed.ledger)
+    assert comparison.verdict == "equal"
+    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [stop]
+
+
+def test_a_resume_that_forgets_the_optimizer_is_seen(tmp_path):
+    """The comparison of resumed runs can fail."""
+    straight = train(tmp_path / "straight")
+    state = torch.load(io.BytesIO(train(tmp_path / "resumed", stop=5)), weights_only=True)
+    state["parts"][1]["state"][0]["exp_avg"].zero_()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    resumed = train(tmp_path / "resumed", state=buffer.getvalue())
+    assert compare(straight.ledger, resumed.ledger).verdict == "different"
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "disturb"),
+    [
+        ("weight", 8, one_ulp(8)),
+        (
+            "optimizer",
+            8,
+            lambda _, optimizer, now: now == 8 and optimizer.param_groups[0].update(lr=9.0),
+        ),
+    ],
+)
+def test_probes_name_the_step(tmp_path, kind, step, disturb):
+    words = {"probes": ("weight", "optimizer", "batch", "output", "gradient", "loss", "scalar")}
+    first, same = train(tmp_path, **words), train(tmp_path, **words)
+    assert compare(first.ledger, same.ledger).verdict == "equal"
+    found = compare(first.ledger, train(tmp_path, disturb=disturb, **words).ledger).divergences[0]
+    assert (found.moment, found.step, found.batch, found.kind) == ("batch", step, step - 6, kind)
+
+
+def test_gradients_outputs_and_losses_are_probed(tmp_path):
+    kinds = ("gradient", "output", "loss", "scalar", "input", "rng")
+    run = train(tmp_path, probes=kinds, probe_steps="2:4")
+    layouts = [r for r in read_ledger(run.ledger).records(0) if hasattr(r, "places")]
+    assert {kind for layout in layouts for kind, _, _ in layout.places} == set(kinds)
+    steps = {r.step for r in read_ledger(run.ledger).records(0) if hasattr(r, "layout")}
+    assert steps == {2, 3}
+
+
+def test_the_ledger_folder_of_a_command_takes_precedence(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path / "other"))
+    assert train(tmp_path / "own").ledger == tmp_path / "other" / "fit-000"
+    assert not (tmp_path / "own").exists()
+
+
+def test_an_error_is_in_the_ledger_and_the_loader_is_restored(tmp_path):
+    loader = make_loader()
+    before = dict(vars(loader))
+    with deterministic(seed=1), pytest.raises(Stop), Recorder(tmp_path, make_parts()[0]) as run:
+        for _ in run.batches(loader):
+            assert dict(vars(loader)) != before
+            raise Stop
+    assert vars(loader) == before
+    assert isinstance(loader.dataset, NoisyDigits)
+    end = read_ledger(tmp_path / "fit-000").outcome(0).end
+    assert (end.status, end.error) == ("failed", "Stop: ")
+
+
+def test_a_loop_without_a_loader(tmp_path):
+    model = make_parts()[0]
+    with deterministic(seed=1), Recorder(tmp_path, model) as run:
+        run.begin()
+        run.step(loss=0.5)
+    last = read_ledger(run.ledger).outcome(0).last
+    assert (last.moment, last.step, last.loss) == ("final", 1, (0.5).hex())
+
+
+def test_misuse_is_told(tmp_path):
+    model = make_parts()[0]
+    with pytest.raises(SettingError, match="There is no deterministic session"):
+        Recorder(tmp_path, model).__enter__()
+    with pytest.raises(SettingError, match="on_drift is 'ask'; allowed: 'raise' or 'warn'"):
+        Recorder(tmp_path, model, on_drift="ask")
+    with pytest.raises(SettingError, match=r"as one torch.nn.ModuleList"):
+        Recorder(tmp_path, [model])
+    with pytest.raises(SettingError, match="The Recorder is not open"):
+        next(Recorder(tmp_path, model).batches([]))
+    with deterministic(seed=1), Recorder(tmp_path, model) as run:
+        for call in (run.step, run.epoch):
+            with pytest.raises(SettingError, match="before the training began"):
+                call()
+        list(run.batches([1, 2]))
+        with pytest.raises(SettingError, match=r"epoch\(1\) was called at the end of epoch 0"):
+            run.epoch(1)
+        state = run.state_dict()
+        with pytest.raises(SettingError, match="was called after the first batch"):
+            run.load_state_dict(state)
+        list(run.batches([1, 2]))
+        with pytest.raises(SettingError, match="the position in each loader is not known"):
+            run.state_dict()
+        run.epoch(0)
+        assert run.state_dict()["epoch"] == 1
+    (tmp_path / "file").write_text("")
+    with (
+        deterministic(seed=1),
+        Recorder(tmp_path / "file", model) as run,
+        pytest.raises(LedgerError),
+    ):
+        run.begin()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 9}, "has seed 9, and this run has 1"),
+        ({"rank": 1}, "has rank 1, and this run has 0"),
+        ({"world_size": 2}, "has world_size 2, and this run has 1"),
+        ({"format": 2}, "reads format 1 with"),
+        ({"more": 2}, "Pass what Recorder.state_dict"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(tmp_path, change, message):
+    model = make_parts()[0]
+    with deterministic(seed=1):
+        with Recorder(tmp_path, model) as run:
+            state = run.state_dict()
+        with Recorder(tmp_path, model) as run, pytest.raises(CheckpointError) as caught:
+            run.load_state_dict(state | change)
+        assert message in str(caught.value)

@@ -1,0 +1,60 @@
+"""One rank of a plain loop with DDP on Gloo; see loop/test_ranks.py."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from trainings import NoisyDigits
+
+from lightning_d9m import DriftError, LedgerError, Recorder, deterministic
+
+RANK = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+
+
+def train(name, disturb=lambda model: None):
+    """Train as a run of its own would; return the folder of the ledger."""
+    with deterministic(seed=5, threads=1):
+        model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+        model = DistributedDataParallel(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        data = NoisyDigits(64)
+        loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
+        with Recorder(folder / name, model, optimizer) as run:
+            for epoch in range(2):
+                for images, classes in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(images), classes)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss=loss)
+                    disturb(model)
+                run.epoch(epoch)
+    return str(run.ledger)
+
+
+def one_ulp_on_rank_1(model):
+    """Change one weight of rank 1 by one unit in the last place."""
+    if RANK == 1:
+        model.module[0].weight.data.view(torch.int32)[2, 3] += 1
+
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo")
+    found = {"first": train("first"), "second": train("second")}
+    try:
+        train("drift", one_ulp_on_rank_1)
+    except DriftError as error:
+        found["drift"] = [error.rank, error.epoch, error.names]
+    (folder / "file").write_text("")
+    with contextlib.suppress(LedgerError):
+        train("file/below")
+    found["ends"] = True
+    (folder / f"found-{RANK}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
