@@ -17,8 +17,7 @@ from trainings import QUIET, NoisyDigits, read_digits
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import micro_batches, session
 from lightning_d9m.lightning.logical_ranks import buffers, random_draws
-from lightning_d9m.logical_ranks import gradients
-from lightning_d9m.logical_ranks.tree import Fold, Node
+from lightning_d9m.logical_ranks import accumulation
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3
@@ -147,14 +146,9 @@ def fit_variants(folder):
     fit(folder / "scaler", "plain", 4, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
 
 
-class LeftToRight(Fold):
-    """Adds the gradients of a process from left to right."""
-
-    def push(self, node, value):
-        if self.held:
-            before, total = self.held.pop()
-            node, value = Node(before.start, node.stop), self._add(total, value)
-        self.held.append((node, value))
+def add_from_left_to_right(block, leaves):
+    """Add each gradient of a process to the sum of those before."""
+    return [0] + [1] * (len(block) - 1)
 
 
 def split_by_process(self):
@@ -171,7 +165,7 @@ def split_by_process(self):
 def fit_controls(folder):
     """Train with one part of the strategy switched off in each; the bits then depend on P."""
     fit(folder / "control", "plain", 4, noisy=False)
-    with mock.patch.object(gradients, "Fold", LeftToRight):
+    with mock.patch.object(accumulation, "count_merges", add_from_left_to_right):
         fit(folder / "left to right", "plain", 4, noisy=False)
     large = {"batch_size": BATCH_SIZE * 4 // PROCESSES}
     fit(folder / "one batch", "plain", PROCESSES, noisy=False, loader=large, size=48)

@@ -30,7 +30,7 @@ class GradientFold:
 
     def __init__(self, blocks: Blocks, process: int) -> None:
         self._block = blocks.of(process)
-        self._merges = _count_merges(self._block, blocks.logical_ranks)
+        self._merges = count_merges(self._block, blocks.logical_ranks)
         self.held: list[Gradients] = []
         self.clear()
 
@@ -79,7 +79,8 @@ class GradientFold:
         self.next += 1
 
 
-def _count_merges(block: range, leaves: int) -> list[int]:
+def count_merges(block: range, leaves: int) -> list[int]:
+    """Return, for each leaf of a block, the number of held nodes to which it is added."""
     merges = []
     fold = Fold[None](leaves, lambda _left, _right: None)
     for leaf in block:
