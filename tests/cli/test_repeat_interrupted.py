@@ -75,12 +75,17 @@ def test_parallel_fits_of_a_resumed_run_are_paired_by_content(repeat):
     assert (status, out.count(" differs")) == (0, 0)
 
 
+def table(output):
+    """Return the lines of the table, which stands below the verdict."""
+    return output.split("\n\n")[1].splitlines()
+
+
 def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(repeat, tmp_path):
     status, out, err = repeat("train()")
     assert status == 0
     assert "equal: 6 runs agree bit for bit" in out
-    assert [line.split()[-1] for line in out.splitlines()[1:7]] == ["reference"] + ["equal"] * 5
-    assert out.splitlines()[7:13] == [
+    assert [line.split()[-1] for line in table(out)[1:7]] == ["reference"] + ["equal"] * 5
+    assert table(out)[7:13] == [
         "run 1: straight",
         "run 2: killed at the end of epoch 0, resumed",
         "run 3: saved after batch 2 of 4 of epoch 1, killed there, resumed",
@@ -98,8 +103,8 @@ def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(repeat, tmp
     code = "train(8 if resume and Path(resume).read_text() == 'validation:1:1' else 7)"
     status, out, _ = repeat(code)
     assert status == 1
-    assert [line.split()[-1] for line in out.splitlines()[1:7]].index("differs") == 4
-    assert "different: 1 of 6 runs differs from run 1; above: run 5." in out
+    assert [line.split()[-1] for line in table(out)[1:7]].index("differs") == 4
+    assert out.startswith("different: 1 of 6 runs differs from run 1. Run 5: ")
     (kept,) = tmp_path.glob("d9m-runs/000/*/checkpoints/interrupted.ckpt")
     assert kept.read_text() == "validation:1:1"
 
@@ -116,7 +121,7 @@ def test_json_says_what_was_done(repeat):
 def test_later_fits_are_compared_too(repeat):
     status, out, _ = repeat("train(); train(8 if resume else 7)", survey=EPOCHS[:1])
     assert status == 1
-    assert "above: run 2, fit 2." in out
+    assert "from run 1. Run 2, fit 2: " in out
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_points_that_fail_are_all_reported(repeat, code, message):
     ]
     assert [line.split()[1] for line in out.splitlines() if line.startswith("Run ")] == [*"23456"]
     assert out.count(message) == 5
-    assert "\nincomplete: 5 runs failed.\n" in out
+    assert out.startswith("incomplete: 5 runs failed.\n\n")
 
 
 FAIL_ONCE = "assert not (resume and 'batch:1:3' == Path(resume).read_text()), {cause!r}\n"
@@ -165,8 +170,8 @@ FAIL_ONCE = "assert not (resume and 'batch:1:3' == Path(resume).read_text()), {c
 def test_a_point_that_fails_leaves_the_verdicts_of_the_others(repeat):
     status, out, _ = repeat(FAIL_ONCE.format(cause="why") + "train()")
     assert status == 2
-    assert [line.split()[0] for line in out.splitlines()[1:6]] == [*"12356"]
-    assert [line.split()[-1] for line in out.splitlines()[1:6]] == ["reference"] + ["equal"] * 4
+    assert [line.split()[0] for line in table(out)[1:6]] == [*"12356"]
+    assert [line.split()[-1] for line in table(out)[1:6]] == ["reference"] + ["equal"] * 4
     assert "\nrun 4: killed after batch 3 of epoch 1, between accumulated batches, failed\n" in out
     assert "| AssertionError: why" in out
     assert "incomplete: 1 run failed; 5 runs agree bit for bit" in out
@@ -180,7 +185,7 @@ def test_a_difference_outweighs_a_failure(repeat):
     assert "AssertionError: why" in result["failed"][0]["error"]
     assert [entry["run"] for entry in result["differing"]] == [2, 3, 5, 6]
     out = repeat(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)")[1]
-    assert "different: 4 of 5 runs differ from run 1; 1 run failed; above: run 2." in out
+    assert out.startswith("different: 4 of 5 runs differ from run 1; 1 run failed. Run 2: ")
 
 
 @pytest.mark.parametrize(
