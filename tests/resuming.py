@@ -1,5 +1,6 @@
 """Fits that are interrupted and resumed, and what they leave, epoch by epoch."""
 
+import copy
 import importlib
 import random
 
@@ -98,6 +99,10 @@ def in_order():
     return make_loader(shuffle=False)
 
 
+# The uninterrupted runs of this process, by their words; the folders remain until it ends.
+_STRAIGHT = {}
+
+
 class Fits:
     """Trains as runs of their own would.
 
@@ -139,6 +144,13 @@ class Fits:
             self.made = sorted(set(self.folder.glob("fit-*")) - before)
         (folder,) = self.made
         return folder
+
+    def straight(self, **words):
+        """Return the ledger and the loops' progress of an uninterrupted run, once in a process."""
+        key = repr(sorted(words.items()))
+        if key not in _STRAIGHT:
+            _STRAIGHT[key] = self.fit(**words), copy.deepcopy(self.trainer.fit_loop.state_dict())
+        return _STRAIGHT[key]
 
     def interrupt(self, *, at=None, **words):
         """Train until a checkpoint is saved and the run is ended there; return the folder."""

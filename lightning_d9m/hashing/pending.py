@@ -25,7 +25,6 @@ from lightning_d9m.hashing.tensor_bytes import (
     flatten_tensor,
     locate,
     locate_quickly,
-    remember_form,
 )
 
 _Copy = tuple[bytes, bytes]  # the header of a value's digest, and the padded value
@@ -148,15 +147,13 @@ class DigestQueue:
         return digests
 
     def _add_other(self, tensor: torch.Tensor) -> None:
-        """Append the digest of a tensor that is new, not contiguous, or not on the CPU."""
+        """Append the digest of a tensor that is not contiguous, or not on the CPU."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
             part = flatten_tensor(tensor)
             if not isinstance(part, DenseTensor):
                 self.add([tensor])
                 return
             memory = locate(part.data)
-            if part.data is tensor:
-                remember_form(part)
             number = len(self._digests)
             self._headers.append(part.header)
             self._digests.append(b"")

@@ -48,7 +48,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(fits, loaders, per_samp
 
 
 def test_a_run_is_resumed_twice(fits):
-    straight = fits.fit()
+    straight, _ = fits.straight()
     fits.interrupt(at={"epoch": 0, "batch": 3})
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
@@ -82,7 +82,7 @@ def test_checkpoints_of_lightnings_own_are_resumed(fits):
 
 
 def test_training_that_had_ended_goes_on(fits):
-    straight = fits.fit(max_epochs=3)
+    straight, _ = fits.straight()
     fits.fit(max_epochs=2)
     fits.trainer.save_checkpoint(fits.checkpoint)
     agree(straight, fits.resume(max_epochs=3))
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_an_exception_is_resumed(fits):
                 trainer._signal_connector.received_sigterm = True
 
     saver = ModelCheckpoint(fits.folder / "saved", save_on_exception=True, filename="ended")
-    straight = fits.fit()
+    straight, _ = fits.straight()
     with pytest.raises(SIGTERMException):
         fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
     agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
@@ -258,7 +258,7 @@ class TestStream:
     """An iterable dataset is exact between epochs, and said not to be within one."""
 
     def test_between_epochs(self, fits):
-        straight = fits.fit(loader=stream)
+        straight, _ = fits.straight(loader=stream)
         fits.interrupt(loader=stream, at={"hook": "on_train_epoch_end"})
         agree(straight, fits.resume(loader=stream))
 
