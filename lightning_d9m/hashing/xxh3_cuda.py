@@ -160,14 +160,14 @@ def _load_constants(device: torch.device) -> torch.Tensor:
 
 def _launch(kernel: Any, programs: int, device: torch.device, *arguments: object) -> None:
     cuda = device.type == "cuda"
-    if cuda and torch.cuda.is_current_stream_capturing():
-        raise SettingError(
-            f"A digest of memory on {device} was requested while a CUDA graph is captured: a "
-            "replay of the graph would repeat the kernel, but not read its result. Capture the "
-            "graph before the training starts, or leave the captured modules out of the probes "
-            "(probe_modules)."
-        )
     with torch.cuda.device(device if cuda else -1):
+        if cuda and torch.cuda.is_current_stream_capturing():
+            raise SettingError(
+                f"A digest of memory on {device} was requested while a CUDA graph is captured: a "
+                "replay of the graph would repeat the kernel, but not read its result. Capture the "
+                "graph before the training starts, or leave the captured modules out of the probes "
+                "(probe_modules)."
+            )
         kernel[(programs,)](
             _load_constants(device),
             *arguments,

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -170,6 +171,7 @@ def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
     """Also by a probe, which digests the type of a value that has no digest."""
     kernel = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(SettingError, match="while a CUDA graph is captured") as refused:
         kernel.hash_into(torch.zeros(1), 0, [(64, 8)], torch.device("cuda", 0))
     assert not isinstance(refused.value, DigestError)

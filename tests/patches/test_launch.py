@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.registration import Kernel
 from lightning_d9m.patches.triton import launch
 
@@ -54,6 +55,19 @@ def test_no_kernel_runs_on_another_device(monkeypatch) -> None:
 
 class TritonError(Exception):
     """Stands for Triton's own error, whose base class is Exception."""
+
+
+def test_a_first_use_while_a_graph_is_captured_is_refused(monkeypatch, withdrawn) -> None:
+    """The kernel is not withdrawn: it works after the step has run once."""
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    install(monkeypatch, fail)
+    monkeypatch.setattr(launch, "_is_capturing", lambda: True)
+    with pytest.raises(D9mError, match="Run the same step once before the capture"):
+        launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3)
+    assert not withdrawn
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TritonError, ModuleNotFoundError])

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from lightning_d9m.errors import D9mError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -40,6 +42,10 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
         reference: The function of torch ops, with the same arguments and results.
         *args: The arguments; the first one is a tensor on the device in question.
         **kwargs: More arguments.
+
+    Raises:
+        D9mError: The kernel failed while a CUDA graph is captured: it is compiled at its first use,
+            which cannot be part of a graph.
     """
     first = args[0]
     assert isinstance(first, Tensor)
@@ -50,12 +56,22 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - TritonError is a plain Exception; any failure falls back
+        if _is_capturing():
+            raise D9mError(
+                f"A CUDA graph is being captured, and the Triton kernel {path} failed "
+                f"({type(error).__name__}: {error}). It is compiled and loaded at its first use. "
+                "Run the same step once before the capture."
+            ) from error
         withdraw(path, f"{type(error).__name__}: {error}")
         return reference(*args, **kwargs)
     used = getattr(_thread, "used", None)
     if used is not None:
         used.append(path)
     return result
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def withdraw(path: str, reason: str) -> None:
