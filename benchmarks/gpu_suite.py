@@ -104,12 +104,13 @@ def list_commands(folder: Path, *, dry: bool, limit: float) -> dict[str, Command
                 *(["--runs", "2"] if dry else []),
             ],
             needs=120,
+            continues=True,
         ),
         "graphsage": Command(
             [
                 *(python, "benchmarks/graphsage.py", "--device", device, "--output", folder),
                 *("--limit", str(int(limit - 60))),
-                *(["--trainings", "1", "--epochs", "1"] if dry else []),
+                *(["--trainings", "2", "--epochs", "1"] if dry else []),
             ],
             needs=120,
             continues=True,

@@ -199,21 +199,40 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    rows = [
-        measure(row, arguments.device, arguments.runs, arguments.seconds) for row in list_rows()
-    ]
     result = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": arguments.device,
         "threads": torch.get_num_threads(),
         "runs": arguments.runs,
-        "rows": rows,
     }
-    name = f"paper-ops-{arguments.device.replace(':', '')}"
-    (arguments.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.output / f"{name}.md").write_text(render(result) + "\n")
-    print(render(result))
+    path = arguments.output / f"paper-ops-{arguments.device.replace(':', '')}.json"
+    rows = read_rows(path, result)
+    done = {(row["op"], row["shape"]) for row in rows}
+    for row in list_rows():
+        if (row.op, row.shape) in done:
+            continue
+        rows.append(measure(row, arguments.device, arguments.runs, arguments.seconds))
+        write(path, json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    page = render({**result, "rows": rows})
+    write(path.with_suffix(".md"), page + "\n")
+    print(page)
+
+
+def read_rows(path: Path, about: dict) -> list[dict]:
+    """Return the rows of a call that was interrupted, if they were measured alike."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    rows = found.pop("rows")
+    return rows if found == about else []
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once, so that an interruption leaves the old one or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 if __name__ == "__main__":

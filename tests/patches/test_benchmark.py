@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +206,33 @@ def test_tests_are_rows_and_run_once(tmp_path):
     assert len(rows.read_text().splitlines()) == 3
 
 
+def test_the_rows_of_the_paper_outlive_an_interruption(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    paper = importlib.import_module("paper_ops")
+    measured = []
+
+    def measure(row, *_):
+        measured.append(row.op)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return {"op": row.op, "shape": row.shape}
+
+    rows = [SimpleNamespace(op=name, shape="(3,)") for name in ("a", "b", "c")]
+    monkeypatch.setattr(paper, "list_rows", lambda: rows)
+    monkeypatch.setattr(paper, "measure", measure)
+    monkeypatch.setattr(paper, "render", lambda result: f"{len(result['rows'])} rows")
+    arguments = ["paper_ops.py", "--output", str(tmp_path), "--runs"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "5"])
+    with pytest.raises(KeyboardInterrupt):
+        paper.main()
+    paper.main()
+    assert measured == ["a", "b", "b", "c"]
+    assert (tmp_path / "paper-ops-cpu.md").read_text() == "3 rows\n"
+    monkeypatch.setattr(sys, "argv", [*arguments, "6"])  # rows of other runs are not continued
+    paper.main()
+    assert measured[4:] == ["a", "b", "c"]
+
+
 def run_suite(folder, *arguments, python=sys.executable):
     return subprocess.run(
         ["bash", FOLDER / "gpu_suite.sh", folder, *arguments],
@@ -258,3 +286,19 @@ def test_every_file_that_the_suite_runs_is_there(modules):
     marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}
     built = {path for path in marked if f"{MARK}_build" in path.read_text()}
     assert {str(path.relative_to(FOLDER.parent)) for path in marked - built} <= files
+
+
+@pytest.mark.cuda_build
+@pytest.mark.timeout(3000)
+def test_every_part_of_a_dry_run_is_reported(tmp_path):
+    """In calls that continue each other, on a CUDA build of torch without a device."""
+    for _ in range(20):
+        done = run_suite(
+            tmp_path / "out", "--dry-run", "--only", "adaptive_max_pool3d", "--seconds", "240"
+        )
+        if done.returncode != 3:
+            break
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert page.count("| complete |") == 12
+    assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "tests.jsonl", "report.md"}

@@ -55,7 +55,7 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
         result: R = resolve_name(f"{__package__}.{path}")(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - TritonError is a plain Exception; any failure falls back
+    except Exception as error:  # TritonError is a plain Exception; any failure falls back
         if _is_capturing():
             raise D9mError(
                 f"A CUDA graph is being captured, and the Triton kernel {path} failed "
