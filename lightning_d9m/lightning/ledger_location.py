@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
@@ -106,7 +106,8 @@ def _writes_into_cwd(trainer: "Trainer") -> bool:
         for logger in trainer.loggers
         if (folder := logger.save_dir) is not None and _is_local(folder)
     }
-    written = _list_checkpoint_folders(trainer) | logged
+    saves = trainer.state.fn == "fit" and not cast(Any, trainer).fast_dev_run
+    written = (_list_checkpoint_folders(trainer) if saves else set()) | logged
     return any(folder.is_relative_to(Path.cwd()) for folder in written)
 
 

@@ -82,6 +82,17 @@ def test_an_added_callback_leaves_nothing_in_the_working_folder_of_a_trainer_wit
     assert f"The ledger is written to {folder}" in caplog.text
 
 
+@pytest.mark.parametrize("way", ["fast_dev_run", "validate"])
+def test_a_checkpoint_callback_that_saves_nothing_does_not_count(train, way):
+    if way == "validate":
+        trainer = pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[AddedCallback()])
+        trainer.validate(make_model(validation_step=lambda *_: None), make_loader(shuffle=False))
+    else:
+        train(kind=AddedCallback, fast_dev_run=True, checkpoints="saved")
+    assert list((train.root / "cwd").iterdir()) == []
+    assert len(list((train.root / "state").glob("lightning_d9m/cwd-*/*-000"))) == 1
+
+
 @pytest.mark.parametrize("root", ["memory://runs/one", "checkpoints"])
 def test_an_added_callback_falls_back_to_the_folder_of_state(train, root):
     folder = train.root / root if "://" not in root else root
