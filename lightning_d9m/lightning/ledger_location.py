@@ -39,7 +39,8 @@ def make_ledger_folder(
     """
     log_dir = trainer.log_dir  # a collective: every rank calls it
     folder, problem = "", ""
-    if trainer.is_global_zero:
+    # A program that overrides `is_global_zero` may leave a single process without a rank 0.
+    if trainer.is_global_zero or trainer.world_size == 1:
         try:
             parent = _choose_parent(trainer, log_dir, ledger_dir, spare_cwd=spare_cwd)
             folder = str(create_ledger_folder(parent, kind))

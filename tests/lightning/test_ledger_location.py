@@ -82,6 +82,14 @@ def test_an_added_callback_leaves_nothing_in_the_working_folder_of_a_trainer_wit
     assert f"The ledger is written to {folder}" in caplog.text
 
 
+def test_a_single_process_that_denies_to_be_rank_0_writes_into_a_folder_too(train, monkeypatch):
+    """The ledger was a file of the working folder."""
+    monkeypatch.setattr(pl.Trainer, "is_global_zero", False)
+    train(default_root_dir=train.root / "root")
+    assert (train.root / "root/d9m" / LEDGER).exists()
+    assert list((train.root / "cwd").iterdir()) == []
+
+
 @pytest.mark.parametrize("way", ["fast_dev_run", "validate"])
 def test_a_checkpoint_callback_that_saves_nothing_does_not_count(train, way):
     if way == "validate":
