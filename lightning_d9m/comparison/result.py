@@ -206,3 +206,9 @@ class Comparison:
         """The first divergence of each rank that has one, earliest first."""
         found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
         return sorted(found, key=lambda entry: entry.when)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        from lightning_d9m.comparison.notebook import render_html
+
+        return render_html(self)

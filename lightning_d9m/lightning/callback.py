@@ -157,6 +157,20 @@ class DeterminismCallback(_Callback):
         # A copy (in a spawned process, or of the list of callbacks) has no open session.
         return self.__dict__ | {"_session": None, "_liveness": None}
 
+    def __repr__(self) -> str:
+        ledger = None if self.ledger is None else str(self.ledger)
+        return f"{type(self).__name__}(ledger={ledger!r}, digest={self.digest!r})"
+
+    @property
+    def ledger(self) -> Path | None:
+        """The folder of the last fit's ledger; None before a fit."""
+        return self._recorder.summary.ledger
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the weights in the last record, 32 hex digits; None before a fit."""
+        return self._recorder.summary.digest
+
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Open the session, before the model is configured and any loader is made."""
         if self._session is not None:  # the error of another callback skipped our teardown
@@ -231,6 +245,7 @@ class DeterminismCallback(_Callback):
         self._probe_recorder.end()
         self._recorder.record(trainer, pl_module, self._open_session, "final")
         self._checkpoint_state.keep(trainer, self._open_session, self._recorder, ended=True)
+        self._recorder.summary.log(trainer)
 
     def on_save_checkpoint(
         self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]

@@ -13,6 +13,7 @@ from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.hashing.training_state import describe_model, take_snapshot
 from lightning_d9m.ledger.records import Digests, End, Json, RunFacts
+from lightning_d9m.lightning.fit_summary import FitSummary
 from lightning_d9m.lightning.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.loggers import log_digest, log_drift
 from lightning_d9m.lightning.ranks import ranks_of
@@ -40,6 +41,7 @@ class TrainerRecorder:
 
     Attributes:
         further_settings: Settings that the header of the next ledger records, too.
+        summary: The last fit in a few words.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TrainerRecorder:
         self._evaluations: list[dict[str, Json]] = []
         self._resumed: dict[str, Json] | None = None
         self.further_settings: dict[str, str | int] = {}
+        self.summary = FitSummary()
         self._loss: torch.Tensor | None = None
         self._epoch = 0
 
@@ -97,6 +100,7 @@ class TrainerRecorder:
             ranks=self._ranks,
             replicated=replicated,
         )
+        self.summary = FitSummary(self._recorder.folder)
         resumed, self._resumed = self._resumed, None
         self._recorder.begin(facts, resumed)
         if resumed is None:
@@ -161,6 +165,7 @@ class TrainerRecorder:
         digests = self._ranks.raise_on_all(
             lambda: self._capture_digests(trainer, module, session, moment, scalars)
         )
+        self.summary.add(moment, digests.totals["weights"])
         try:
             differing = self._recorder.record(digests)
         finally:

@@ -1,0 +1,47 @@
+"""The summary of a fit: one line when it ends, and what the callback shows of itself."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_d9m.lightning.packages import rank_zero
+from lightning_d9m.text import escape, pluralize
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_DIGITS = 8
+_LONGEST = 4096
+
+
+@dataclass
+class FitSummary:
+    """The last fit in a few words.
+
+    Attributes:
+        ledger: The ledger's folder; None before a fit.
+        digest: The digest of the weights in the last record; None before the first.
+        epochs: Number of epochs that were recorded.
+    """
+
+    ledger: Path | None = None
+    digest: str | None = None
+    epochs: int = 0
+
+    def add(self, moment: str, digest: str) -> None:
+        """Note a record."""
+        self.digest = digest
+        self.epochs += moment == "epoch"
+
+    def log(self, trainer: "Trainer") -> None:
+        """Log one line on rank 0, if the Trainer shows a progress bar."""
+        if self.ledger is None or self.digest is None:
+            return
+        if trainer.is_global_zero and trainer.progress_bar_callback is not None:
+            folder = os.path.relpath(self.ledger)
+            folder = str(self.ledger) if folder.startswith("..") else folder
+            rank_zero().rank_zero_info(
+                f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
+                f"{self.digest[:_DIGITS]}…, ledger {escape(folder, _LONGEST)}"
+            )
