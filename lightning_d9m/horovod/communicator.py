@@ -15,12 +15,10 @@ with four ranks on two cores, and 0 %, 7 % and 17 % of its CPU time in three rou
 and 150 small parameters (``benchmarks/horovod_fusion.py --modes static static-agreeing``).
 """
 
-import hashlib
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
+from lightning_d9m.horovod.intents import CollectiveIntent
 from lightning_d9m.horovod.nccl_transport import NcclTransport, StreamPending
 from lightning_d9m.horovod.plain_data import decode_plain, encode_plain
 from lightning_d9m.horovod.transports import (
@@ -41,28 +40,10 @@ from lightning_d9m.recording.rank_liveness import RankLiveness
 T = TypeVar("T")
 # After each slice of a wait, Python handles signals and the rank polls its peers.
 _SLICE_SECONDS = 0.5
-_POLL = -1  # the fingerprint of a rank that polls its peers
 _MAX_NAMES = 8
+_POLL = -1  # the fingerprint of a rank that polls its peers
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
-
-
-@dataclass(frozen=True)
-class CollectiveIntent:
-    """The exchange that a rank is about to start.
-
-    Attributes:
-        activity: A description, such as ``"the barrier 'pre_setup'"``.
-        items: The parts of the exchange, such as the parameters that have gradients.
-    """
-
-    activity: str
-    items: tuple[str, ...] = ()
-
-    def fingerprint(self) -> int:
-        """Return a 62-bit hash."""
-        text = "\0".join((self.activity, *self.items)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 class Communicator:
@@ -108,6 +89,13 @@ class Communicator:
                 self.rank, self.size, self.gather_objects, limit_seconds=limit_seconds
             )
             self._limit = limit_seconds
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of torch for gradients, after `connect`; None for a single rank."""
+        if isinstance(self._transport, TorchTransport):
+            return self._transport.process_group
+        return None
 
     def disconnect(self) -> None:
         """Use Horovod again, and abandon collectives that other ranks never joined."""
@@ -173,7 +161,7 @@ class Communicator:
         try:
             return pending.get_result()
         except RuntimeError as error:  # HorovodInternalError is one
-            raise self._make_lost_error(activity, error) from error
+            raise self.make_lost_error(activity, error) from error
 
     def agree(self, intent: CollectiveIntent) -> None:
         """Wait until every rank announces the same intent; so this is also a barrier.
@@ -194,7 +182,7 @@ class Communicator:
         try:
             is_common = self._is_common(fingerprint, activity, time.monotonic() + self._limit)
         except TimeoutError as error:
-            raise self._make_lost_error(activity, error) from error
+            raise self.make_lost_error(activity, error) from error
         if not is_common:
             self._raise_disagreement(CollectiveIntent(activity, items()))
 
@@ -300,11 +288,11 @@ class Communicator:
         try:
             return function(tensor, name)
         except RuntimeError as error:  # HorovodInternalError is one
-            raise self._make_lost_error(name, error) from error
+            raise self.make_lost_error(name, error) from error
         except ValueError as error:
             if self._hvd.is_initialized():
                 raise  # the collective does not support this tensor
-            raise self._make_lost_error(name, error) from error
+            raise self.make_lost_error(name, error) from error
 
     def _gather(self, tensor: Tensor, name: str, activity: str) -> Tensor:
         return self.wait(self._start(self._transport.gather, tensor, name), activity)
@@ -360,7 +348,8 @@ class Communicator:
         )
         raise self.broken
 
-    def _make_lost_error(self, activity: str, error: Exception) -> RankLostError:
+    def make_lost_error(self, activity: str, error: Exception) -> RankLostError:
+        """Return the error of a collective that failed, with the ranks that are lost."""
         lost = {} if self.liveness is None else self.liveness.find_lost()
         cause = " ".join(lost.values()) or (
             "Another rank ended or Horovod stopped: look at the output of the other ranks for the "

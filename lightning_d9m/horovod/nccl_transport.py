@@ -80,6 +80,11 @@ class NcclTransport(TorchTransport):
         options._timeout = limit  # noqa: SLF001 - as torch.distributed itself sets it
         self._nccl = nccl(store, rank, size, options)
 
+    @property
+    def process_group(self) -> Any:
+        """The process group of torch that sums gradients."""
+        return self._nccl
+
     def sum(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
         if not tensor.is_cuda:

@@ -1,50 +1,36 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, cast
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_d9m.errors import RankLostError, SettingError
-from lightning_d9m.horovod import sync_batchnorm
-from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
-from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
-from lightning_d9m.horovod.environment import (
-    SavedEnvironment,
-    check_ranks,
-    describe_rank,
-    import_horovod,
-    set_variables,
-)
-from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
-from lightning_d9m.horovod.liveness_store import connect_liveness
-from lightning_d9m.horovod.malloc import disable_malloc_trim
-from lightning_d9m.horovod.reductions import (
-    gather_with_gradients,
-    reduce_over_ranks,
-    refuse_group,
-)
-from lightning_d9m.horovod.torchmetrics_sync import MetricSync
-from lightning_d9m.lightning.packages import combined_base, import_packages
+from lightning_d9m.control.env_settings import read_variable, variable_of
+from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.horovod.base_strategy import HorovodBaseStrategy
+from lightning_d9m.horovod.communicator import Communicator
+from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = combined_base("strategies.ParallelStrategy")
+_VARIABLE = variable_of("logical_ranks")
 
 
-class HorovodDeterministicStrategy(_ParallelStrategy):
+class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
     """Train one copy of the model per process, bit for bit the same in every run.
 
     Start it with ``horovodrun -np N python train.py`` or under MPI. The learning rate is not scaled
     by the number of processes.
 
     Args:
+        logical_ranks: With this number, the same bits on any number of processes up to it: the
+            samples of a step are split among logical ranks, and each process computes some of them.
+            None takes the variable ``LIGHTNING_D9M_LOGICAL_RANKS``; without it, the bits depend on
+            the number of processes.
         fusion: ``"static"`` reduces gradients in fixed buckets while the backward pass runs,
             ``"off"`` reduces each gradient alone. Both give the same bits in every run.
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
@@ -68,322 +54,103 @@ class HorovodDeterministicStrategy(_ParallelStrategy):
         SettingError: A value is not allowed.
     """
 
-    strategy_name = "horovod_d9m"
-    is_distributed = True  # read by Lightning: samplers, self.log(sync_dist=True)
+    def __init__(self, *, logical_ranks: int | None = None, **options: Any) -> None:
+        if logical_ranks is None:
+            logical_ranks = read_variable(_VARIABLE, os.environ, int)
+        super().__init__(**options)
+        if logical_ranks is not None:
+            self._check_options()
+        self.set_logical_ranks(logical_ranks)
+        self._sums: LogicalGradients | None = None
 
-    def __init__(  # noqa: PLR0913 - one keyword for each setting
-        self,
-        *,
-        fusion: Literal["static", "off"] = "static",
-        op: Literal["average", "sum"] = "average",
-        transport: Literal["horovod", "torch"] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        compression: Literal["fp16", "bf16"] | None = None,
-        sparse_as_dense: bool = False,
-        broadcast_buffers: bool = True,
-        stall_seconds: float = 1800.0,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-    ) -> None:
-        if fusion not in {"static", "off"}:
-            raise SettingError(f"fusion={fusion!r} is not known: pass 'static' or 'off'.")
-        if transport not in {None, "horovod", "torch"}:
-            raise SettingError(
-                f"transport={transport!r} is not known: pass 'torch', 'horovod' or None."
-            )
-        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=HorovodEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        self._options: dict[str, Any] = {
-            "op": op,
-            "bucket_bytes": bucket_bytes if fusion == "static" else 0,
-            "compression": compression,
-            "sparse_as_dense": sparse_as_dense,
+    def _check_options(self) -> None:
+        refused = {
+            "compression": (self._options["compression"], None),
+            "transport": (self._transport, "torch"),
+            "broadcast_buffers": (self._broadcast_buffers, True),
         }
-        self._transport = transport
-        self._broadcast_buffers = broadcast_buffers
-        self._stall_seconds = stall_seconds
-        self._communicator: Communicator | None = None
-        self._saved_environment: SavedEnvironment | None = None
-        self._buckets: GradientBuckets | None = None
-        self._buffers: list[dict[str, Tensor | None]] = []
-        self._metrics: MetricSync | None = None
-
-    # Processes and devices
-
-    def set_world_ranks(self) -> None:
-        """Set the rank of Lightning's rank-zero functions, which do not read ``HOROVOD_RANK``."""
-        import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = self.global_rank
-        for package in import_packages():
-            module = import_module(f"{package}.utilities.rank_zero")
-            module.rank_zero_only.rank = self.global_rank
-
-    @property
-    def root_device(self) -> torch.device:
-        """The CPU, or the CUDA device of the local rank."""
-        devices = self.parallel_devices or [torch.device("cpu")]
-        if devices[0].type != "cuda":
-            return devices[0]
-        if len(devices) > 1:
-            if self.local_rank >= len(devices):
+        for name, (value, allowed) in refused.items():
+            if value not in {None, allowed}:
                 raise SettingError(
-                    f"Rank {self.global_rank} has local rank {self.local_rank}, but "
-                    f"Trainer(devices=...) names {len(devices)} devices: name one per process."
+                    f"{name}={value!r} does not go with logical_ranks, whose sums are exact for "
+                    f"any number of processes and travel by torch: leave out {name}, or "
+                    "logical_ranks."
                 )
-            return devices[self.local_rank]
-        visible = torch.cuda.device_count()
-        if visible == 1:  # a launcher that makes one device visible to each process
-            return torch.device("cuda", 0)
-        if self.local_rank >= visible:
-            raise SettingError(
-                f"Rank {self.global_rank} has local rank {self.local_rank} on a host with only "
-                f"{visible} CUDA devices: start at most {visible} processes on it."
-            )
-        return torch.device("cuda", self.local_rank)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of Lightning's `DistributedSampler`."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def transport(self) -> Literal["horovod", "torch"]:
-        """The transport of every collective."""
-        return self._transport or "torch"
-
-    @property
-    def communicator(self) -> Communicator:
-        """The collectives of this run, available from ``setup_environment`` on."""
-        if self._communicator is None:
-            raise SettingError(
-                "Horovod has not started yet: Trainer.fit, validate, test and predict start it, "
-                "not the Trainer's constructor."
-            )
-        return self._communicator
-
-    def setup_environment(self) -> None:
-        """Set the environment variables, start Horovod, and compare the ranks."""
-        hvd = import_horovod()
-        running, stall = hvd.is_initialized(), self._stall_seconds
-        self._saved_environment = set_variables(
-            initialized=running, stall_seconds=stall, transport=self.transport
-        )
-        if not running:
-            hvd.init()
-        if self.root_device.type == "cpu":
-            disable_malloc_trim()
-        cast(HorovodEnvironment, self.cluster_environment).update(hvd)
-        self.set_world_ranks()
-        communicator = self._communicator = Communicator(hvd)
-        super().setup_environment()
-        fabric = _fabric_of(import_packages()[0])
-        # As every strategy of Lightning does.
-        import_module(f"{fabric}.utilities.seed").reset_seed()
-        described = describe_rank(
-            {
-                **self._options,
-                "transport": self.transport,
-                "broadcast_buffers": self._broadcast_buffers,
-                "device": self.root_device.type,
-                "precision": str(self.precision_plugin.precision),
-            }
-        )
-        communicator.agree(CollectiveIntent("the start of the run"))
-        check_ranks(communicator.gather_objects(described))
-        if self.transport == "torch":
-            communicator.connect(limit_seconds=stall, device=self.root_device.type)
-        communicator.liveness = connect_liveness(communicator)
 
     def setup(self, trainer: Any) -> None:
-        """Run Lightning's setup, and lay out the buckets if the Trainer has optimizers."""
+        """Run the setup for processes, and begin the run of the logical ranks."""
         super().setup(trainer)
-        module = cast(Module, self.lightning_module)
-        self._metrics = MetricSync(module, self.gather_list)
-        if self.optimizers:
-            self._buckets = GradientBuckets(
-                module.named_parameters(),
-                self.communicator,
-                on_stray=self._refuse_stray,
-                **self._options,
-            )
+        self.begin_logical_ranks(trainer)
 
-    def _setup_model(self, model: Module) -> Module:
+    def set_up_reductions(self, module: Module) -> None:
+        """Lay out the buckets, unless logical ranks sum the gradients."""
+        if self.logical_ranks is None:
+            super().set_up_reductions(module)
+
+    def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
+        """Return sums over the process group that torch has between Horovod's processes."""
         module = cast(Module, self.lightning_module)
-        self._buffers = [m._buffers for m in module.modules() if m._buffers]  # noqa: SLF001
-        self.communicator.agree(
-            CollectiveIntent("the first broadcast of the model", _signature(module))
+        self._sums = _WatchedGradients(
+            self.communicator,
+            module.named_parameters(),
+            blocks,
+            self.global_rank,
+            self.communicator.process_group,
+            op=self._options["op"],
+            bucket_bytes=self._options["bucket_bytes"],
+            sparse_as_dense=self._options["sparse_as_dense"],
         )
-        tensors = [*module.parameters(), *self._current_buffers()]
+        return self._sums
+
+    def is_reduced(self, parameter: Tensor) -> bool:
+        """Whether the gradients of this parameter are reduced."""
+        if self._sums is None:
+            return super().is_reduced(parameter)
+        return self._sums.holds(parameter)
+
+    def broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with those of process 0."""
         with torch.no_grad():
-            self.communicator.broadcast_tensors(tensors, "d9m.model")
-        if self._layer_sync is not None:
-            if type(self._layer_sync).__name__ == "TorchSyncBatchNorm":
-                gather = partial(self.all_gather, sync_grads=True)
-                sync_batchnorm.synchronize(model, gather)
-            else:
-                model = self._layer_sync.apply(model)
-        return model
+            self.communicator.broadcast_tensors(tensors, "d9m.logical")
 
-    def _current_buffers(self) -> list[Tensor]:
-        return [b for buffers in self._buffers for b in buffers.values() if b is not None]
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every process."""
+        return self.communicator.gather_objects(data)
 
-    def model_to_device(self) -> None:
-        """Move the model."""
-        cast(Module, self.model).to(self.root_device)
-
-    # Gradients
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and reduce the gradients before ``on_after_backward``."""
-        module = cast(Any, self.lightning_module)
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        buckets = cast(GradientBuckets, self._buckets)
-        with buckets.backward():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self._broadcast_buffers and self._buffers and not buckets.is_blocked:
-            with torch.no_grad():
-                self.communicator.broadcast_tensors(self._current_buffers(), "d9m.buffers")
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; Lightning enters this for all but the last batch."""
-        with cast(GradientBuckets, self._buckets).blocked():
-            yield
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Check that the gradients of all parameters are reduced, and run Lightning's step."""
-        buckets = cast(GradientBuckets, self._buckets)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and not buckets.holds(parameter):
-                    raise SettingError(
-                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that "
-                        "was not in the LightningModule at setup, so its gradient is not reduced: "
-                        "create it in __init__ or configure_model."
-                    )
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _refuse_stray(self, name: str) -> None:
-        trainer = cast(Any, self.lightning_module).trainer
-        if trainer.training:
-            raise SettingError(
-                f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
-                "reduce it: call self.manual_backward(loss) instead of loss.backward()."
-            )
-
-    # Collectives
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, in rank order; return other objects unchanged."""
-        refuse_group(group)
-        if not isinstance(tensor, Tensor) or self.world_size == 1:
-            return tensor
-        return reduce_over_ranks(tensor, reduce_op, self.communicator)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack every rank's tensor to (world, ...); return it unchanged for a single rank."""
-        refuse_group(group)
-        if self.world_size == 1:
-            return tensor
-        if sync_grads and tensor.requires_grad:
-            return gather_with_gradients(tensor, self.communicator)
-        return self.communicator.gather_equal(tensor, "all_gather")
-
-    def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Return every rank's tensor, for torchmetrics; shapes may differ."""
-        refuse_group(group)
-        self.communicator.agree(CollectiveIntent("the synchronization of a metric"))
-        return self.communicator.gather_tensors(tensor)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank ``src``, which must be plain data (see `encode_plain`)."""
-        if self._communicator is None or self.world_size == 1:
-            return obj
-        return self._communicator.broadcast_object(obj, src)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; return at once after an error, as the other ranks would not join."""
-        if self._communicator is None or self._communicator.broken is not None:
-            return
-        try:
-            self._communicator.agree(CollectiveIntent(f"the barrier {name!r}"))
-        except RankLostError:
-            # After the run, other ranks may have exited while a script saves a checkpoint.
-            if self._saved_environment is not None:
-                raise
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Return whether all (or any) of the ranks pass True."""
-        votes = self.communicator.gather_equal(torch.tensor(int(decision)), "a decision")
-        return bool(votes.all() if all else votes.any())
-
-    # The run
-
-    def on_train_start(self) -> None:
-        """Raise at once if the ranks have different numbers of batches."""
-        trainer = cast(Any, self.lightning_module).trainer
-        self.communicator.agree(
-            CollectiveIntent(f"training on {trainer.num_training_batches} batches per epoch")
-        )
-
-    def on_train_end(self) -> None:
-        """Raise if other ranks still have batches."""
-        self.communicator.agree(CollectiveIntent("the end of training"))
-
-    def on_validation_end(self) -> None:
-        """Raise if another rank calls a collective in its validation."""
-        self.communicator.agree(CollectiveIntent("the end of validation"))
-
-    def on_test_end(self) -> None:
-        """Raise if another rank calls a collective in its test."""
-        self.communicator.agree(CollectiveIntent("the end of testing"))
-
-    def on_predict_end(self) -> None:
-        """Raise if another rank calls a collective in its prediction."""
-        self.communicator.agree(CollectiveIntent("the end of prediction"))
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Announce the exception to the other ranks, which would wait for this one."""
-        if self._communicator is not None:
-            self._communicator.announce(exception)
+    def _run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
+        with nullcontext() if self._sums is None else self._sums.backward():
+            return super()._run_backward(loss, optimizer, *args, **kw)
 
     def teardown(self) -> None:
-        """Undo `setup` and `setup_environment`. Horovod itself runs until the process ends."""
-        if self._buckets is not None:
-            self._buckets.close()
-            self._buckets = None
-        if self._metrics is not None:
-            self._metrics.release()
-            self._metrics = None
-        if self._layer_sync is not None and self.model is not None:
-            sync_batchnorm.unsynchronize(self.model)
-            self.model = self._layer_sync.revert(self.model)
-        self._buffers = []
-        if self._communicator is not None:
-            self._communicator.disconnect()
+        """End the run."""
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
         super().teardown()
-        if self._saved_environment is not None:
-            self._saved_environment.restore()
-            self._saved_environment = None
 
 
-def _signature(module: Module) -> tuple[str, ...]:
-    return tuple(
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    )
+class _WatchedGradients(LogicalGradients):
+    """Sums that name the lost process if an exchange fails."""
 
+    def __init__(self, communicator: Communicator, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **words)
+        self._communicator = communicator
 
-def _fabric_of(package: str) -> str:
-    return "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
+    def set_aside(self, logical_rank: int) -> None:
+        """See `LogicalGradients`."""
+        with self._watched():
+            super().set_aside(logical_rank)
+
+    def finish(self, logical_rank: int) -> None:
+        """See `LogicalGradients`."""
+        with self._watched():
+            super().finish(logical_rank)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except D9mError:
+            raise
+        except RuntimeError as error:  # of the transport: no code of the user runs inside
+            raise self._communicator.make_lost_error("the sum of gradients", error) from error

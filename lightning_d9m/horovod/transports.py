@@ -180,6 +180,11 @@ class TorchTransport:
             groups.append(gloo(_GatheredStore(gather), rank, size, options))
         self._tensors, self._control = groups
 
+    @property
+    def process_group(self) -> Any:
+        """The process group of torch that sums gradients."""
+        return self._tensors
+
     def sum(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
         return _TorchPending(self._tensors.allreduce(tensor, distributed.ReduceOp.SUM), tensor)

@@ -85,6 +85,7 @@ class LogicalGradients:
         for name, parameter in named_parameters:  # a shared parameter has one gradient
             unique.setdefault(id(parameter), (name, parameter))
         self._parameters = list(unique.values())
+        self._known = unique.keys()
         self._trained: tuple[bool, ...] = ()
         self._buckets: list[RootBucket] = []
         self._places: dict[int, _Place] = {}
@@ -99,6 +100,10 @@ class LogicalGradients:
     def bytes_sent(self) -> int:
         """The bytes of gradients that this process has sent so far."""
         return self._exchange.bytes_sent
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the gradients of this parameter are summed."""
+        return id(parameter) in self._known
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -340,8 +340,8 @@ CASES = [
         "which lets NCCL reduce by NVLS",
     ),
     (
-        "horovod.strategy",
-        lambda g: g.module.HorovodDeterministicStrategy(fusion="on"),
+        "horovod.base_strategy",
+        lambda g: g.module.HorovodBaseStrategy(fusion="on"),
         "is not known: pass 'static' or 'off'.",
     ),
     (

@@ -14,7 +14,10 @@ import pytest
 HERE = Path(__file__).parent
 # Scripts of the ranks.
 collect_ignore = [
-    f"{name}.py" for name in ("faults", "fusion", "models", "ported", "resume", "surface", "train")
+    f"{name}.py"
+    for name in (
+        *("faults", "fusion", "logical", "models", "ported", "resume", "surface", "train"),
+    )
 ]
 _LIMIT_SECONDS = 240
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_d9m.errors import RankLostError
-from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator, compose_disagreement
+from lightning_d9m.horovod.communicator import Communicator, compose_disagreement
+from lightning_d9m.horovod.intents import CollectiveIntent
 
 
 def fake(size=2, **functions):

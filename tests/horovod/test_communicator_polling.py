@@ -11,7 +11,8 @@ import torch
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 from lightning_d9m.horovod import communicator as communicator_module
-from lightning_d9m.horovod.communicator import CollectiveIntent, Communicator
+from lightning_d9m.horovod.communicator import Communicator
+from lightning_d9m.horovod.intents import CollectiveIntent
 from lightning_d9m.horovod.nccl_transport import StreamPending
 
 BACKWARD, BARRIER = CollectiveIntent("the backward pass"), CollectiveIntent("the barrier 'x'")

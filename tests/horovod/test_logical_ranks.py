@@ -1,0 +1,56 @@
+"""With logical ranks, horovodrun gives the same bits for every -np, and those of DDP."""
+
+import pytest
+
+from lightning_d9m import compare
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(900)]
+COUNTS = (1, 2, 4)
+NETS = ("mlp", "cnn", "branches")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("logical")
+
+
+@pytest.fixture(scope="module")
+def found(results, folder):
+    """Return what each rank found, by the number of processes."""
+    return {count: results(count, "logical.py", folder, folder) for count in COUNTS}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_every_number_of_processes_ends_with_the_same_bits(found, net):
+    alone = found[1][0][net]
+    assert alone["steps"] == 6
+    for count in COUNTS:
+        assert found[count][0][net] == alone
+        for rank in found[count]:
+            assert rank[net]["digest"] == alone["digest"]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_the_ledgers_of_all_numbers_of_processes_agree(found, folder, net):
+    assert found.keys() == set(COUNTS)
+    alone, *others = (folder / f"horovod-{count}" / net / "1" for count in COUNTS)
+    for other in others:
+        assert compare(alone, other).equal
+
+
+def test_the_bits_are_those_of_ddp(found):
+    assert found[1][0]["ddp"] == found[1][0]["mlp"]
+
+
+def test_the_size_of_the_buckets_changes_no_bit(found):
+    for count in COUNTS:
+        assert found[count][0]["small buckets"] == found[1][0]["mlp"]
+
+
+def test_other_networks_end_with_other_bits(found):
+    assert len({found[1][0][net]["digest"] for net in NETS}) == len(NETS)
+
+
+def test_more_processes_than_logical_ranks_are_refused_on_every_rank(found):
+    for rank in found[4]:
+        assert "There are 4 processes, but only 2 logical ranks" in rank["too many"]

@@ -1,0 +1,26 @@
+"""Options of the strategy, without ranks."""
+
+import pytest
+
+from lightning_d9m import HorovodDeterministicStrategy, SettingError
+
+
+@pytest.mark.parametrize(
+    "options", [{"compression": "fp16"}, {"transport": "horovod"}, {"broadcast_buffers": False}]
+)
+def test_an_option_that_logical_ranks_do_not_support_is_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(SettingError, match=f"{name}={value!r} does not go with logical_ranks"):
+        HorovodDeterministicStrategy(logical_ranks=4, **options)
+    assert HorovodDeterministicStrategy(**options).logical_ranks is None
+
+
+def test_a_number_of_logical_ranks_that_is_not_allowed_is_refused():
+    with pytest.raises(SettingError, match="logical_ranks=0 is not allowed"):
+        HorovodDeterministicStrategy(logical_ranks=0)
+
+
+def test_the_variable_sets_the_number_of_logical_ranks(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "6")
+    assert HorovodDeterministicStrategy().logical_ranks == 6
+    assert HorovodDeterministicStrategy(logical_ranks=2).logical_ranks == 2
