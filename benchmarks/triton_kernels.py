@@ -74,6 +74,12 @@ class Launch:
     options: dict[str, Any]
     tensors: tuple[Tensor, ...]
 
+    @property
+    def result(self) -> Tensor:
+        """The tensor that the kernel calls its result, else its last one."""
+        names = [name for name, kind in self.signature.items() if kind[0][0] == "*"]
+        return self.tensors[names.index("result") if "result" in names else -1]
+
 
 @contextmanager
 def launches_recorded() -> Iterator[list[Launch]]:
@@ -186,18 +192,21 @@ def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:
 
 def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
     """Return the bytes that launches move, and those of a kernel with atomics at least."""
-    distinct = {
-        tensor.data_ptr(): tensor.untyped_storage().nbytes()
+    moved = sum(_count_tensor(tensor) for one in recorded for tensor in one.tensors)
+    # What one launch writes and the next one reads is not there with atomics.
+    result = recorded[-1].result
+    between = {one.result.data_ptr() for one in recorded[:-1]} - {result.data_ptr()}
+    needed = {
+        tensor.data_ptr(): _count_tensor(tensor)
         for one in recorded
         for tensor in one.tensors
+        if tensor.data_ptr() not in between
     }
-    moved = sum(
-        min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-        for one in recorded
-        for tensor in one.tensors
-    )
-    result = recorded[-1].tensors[-1]
-    return moved, sum(distinct.values()) + 2 * result.numel() * result.itemsize
+    return moved, sum(needed.values()) + 2 * result.numel() * result.itemsize
+
+
+def _count_tensor(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def main() -> None:

@@ -42,8 +42,9 @@ On CUDA,
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;
-- gradients of pooling and padding run as Triton kernels: one launch (of wide replications one for
-  each dimension), in which each input adds the outputs that it went to, in a fixed order, without
+- gradients of pooling, padding and interpolation run as Triton kernels: one launch (one for each
+  dimension where an input contributes to many outputs, and one more for the filters of antialiased
+  modes), in which each input adds the outputs that it went to, in a fixed order, without
   atomics. The kernels have run under Triton's interpreter, with the results of the torch ops, and
   they compile for NVIDIA's architectures 8.0, 9.0 and 10.0. Torch ops take over, with a warning,
   from a kernel that cannot run or gives a different result than the CPU;

@@ -12,29 +12,29 @@ from math import ceil
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import (
     GatherTable,
     build_gather_table,
     cached_on_device,
-    cast_like,
     gather_through,
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
+from lightning_d9m.patches.triton.launch import run_kernel
 
-TableBuilder = Callable[[int, int, bool, float | None, torch.dtype], GatherTable]
+TableBuilder = Callable[[int, int, bool, float, torch.dtype], GatherTable]
 
 CUBIC = -0.75
 _CUBIC_ANTIALIASED = -0.5
 
 
 def build_linear_table(
-    input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
+    input_size: int, output_size: int, align_corners: bool, step: float, dtype: torch.dtype
 ) -> GatherTable:
     """Return the gather table of linear interpolation: two neighbors, weighted by distance."""
-    step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    source = _sources(output_size, step, align_corners).clamp(min=0)
+    source = _sources(output_size, step, align_corners, dtype).clamp(min=0)
     left = source.to(torch.int64).clamp(max=input_size - 1)
     right = (left + 1).clamp(max=input_size - 1)
     weight = source - left
@@ -44,11 +44,10 @@ def build_linear_table(
 
 
 def build_cubic_table(
-    input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
+    input_size: int, output_size: int, align_corners: bool, step: float, dtype: torch.dtype
 ) -> GatherTable:
     """Return the gather table of cubic convolution: four neighbors, clamped at the border."""
-    step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    source = _sources(output_size, step, align_corners)
+    source = _sources(output_size, step, align_corners, dtype)
     base = source.floor()
     after = source - base
     before = 1 - after
@@ -63,15 +62,20 @@ def build_cubic_table(
 
 
 def build_triangle_table(
-    input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
+    input_size: int, output_size: int, _align_corners: bool, step: float, dtype: torch.dtype
 ) -> GatherTable:
     """Return the gather table of an antialiasing triangle filter."""
-    step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    return _build_filter_table(input_size, output_size, step, 2, lambda x: (1 - x).clamp(min=0))
+    return _build_filter_table(
+        input_size,
+        output_size,
+        torch.tensor(step, dtype=dtype, device="cpu"),
+        2,
+        lambda x: (1 - x).clamp(min=0),
+    )
 
 
 def build_keys_table(
-    input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
+    input_size: int, output_size: int, _align_corners: bool, step: float, dtype: torch.dtype
 ) -> GatherTable:
     """Return the gather table of an antialiasing cubic filter (Keys, a = -0.5)."""
 
@@ -80,12 +84,13 @@ def build_keys_table(
         outer = torch.where(distance < 2, outer, torch.zeros_like(outer))  # noqa: PLR2004 - the filter's support
         return torch.where(distance < 1, weigh_cubic_inner(distance, _CUBIC_ANTIALIASED), outer)
 
-    step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    return _build_filter_table(input_size, output_size, step, 4, weigh)
+    return _build_filter_table(
+        input_size, output_size, torch.tensor(step, dtype=dtype, device="cpu"), 4, weigh
+    )
 
 
 def build_lanczos_table(
-    input_size: int, output_size: int, align_corners: bool, scale: float | None, dtype: torch.dtype
+    input_size: int, output_size: int, _align_corners: bool, step: float, dtype: torch.dtype
 ) -> GatherTable:
     """Return the gather table of an antialiasing Lanczos filter with three lobes."""
     lobes = 3
@@ -94,27 +99,24 @@ def build_lanczos_table(
         weight = torch.sinc(distance) * torch.sinc(distance / lobes)
         return torch.where(distance < lobes, weight, torch.zeros_like(weight))
 
-    step = _source_step(input_size, output_size, align_corners, scale, dtype)
-    return _build_filter_table(input_size, output_size, step, 2 * lobes, weigh)
+    return _build_filter_table(
+        input_size, output_size, torch.tensor(step, dtype=dtype, device="cpu"), 2 * lobes, weigh
+    )
 
 
-def _source_step(
-    input_size: int,
-    output_size: int,
-    align_corners: bool,
-    scale: float | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _find_step(
+    input_size: int, output_size: int, align_corners: bool, scale: float | None
+) -> float:
+    """Return the distance of two outputs, in inputs."""
     if align_corners:
-        step = (input_size - 1) / (output_size - 1) if output_size > 1 else 0.0
-    else:
-        step = 1 / scale if scale is not None and scale > 0 else input_size / output_size
-    return torch.tensor(step, dtype=dtype, device="cpu")
+        return (input_size - 1) / (output_size - 1) if output_size > 1 else 0.0
+    return 1 / scale if scale is not None and scale > 0 else input_size / output_size
 
 
-def _sources(output_size: int, step: Tensor, align_corners: bool) -> Tensor:
-    outputs = torch.arange(output_size, dtype=step.dtype, device="cpu")
-    return outputs * step if align_corners else (outputs + 0.5) * step - 0.5
+def _sources(output_size: int, step: float, align_corners: bool, dtype: torch.dtype) -> Tensor:
+    outputs = torch.arange(output_size, dtype=dtype, device="cpu")
+    distance = torch.tensor(step, dtype=dtype, device="cpu")
+    return outputs * distance if align_corners else (outputs + 0.5) * distance - 0.5
 
 
 def _collect(inputs: Tensor, weights: Tensor, input_size: int) -> GatherTable:
@@ -165,7 +167,7 @@ def _differentiate(
     align_corners: bool,
     *scales: float | None,
     dims: int,
-    build: TableBuilder,
+    mode: str,
     keep_format: bool = False,
 ) -> Tensor:
     """Return the gradient of an interpolation with respect to its input.
@@ -178,7 +180,7 @@ def _differentiate(
         align_corners: As in ``torch.nn.functional.interpolate``.
         *scales: One for each spatial dimension; in torch's schema the last, optional arguments.
         dims: Number of spatial dimensions.
-        build: Builds the gather table of one dimension.
+        mode: The name of the weights.
         keep_format: Whether torch's kernel keeps the channels_last memory format.
     """
     scales = (*scales, *[None] * (dims - len(scales)))
@@ -190,20 +192,53 @@ def _differentiate(
         or min(*input_size[1:], *grad_output.shape[1:]) < 1
     ):
         raise_as_original(original, grad_output, output_size, input_size, align_corners, *scales)
+    sizes = zip(input_size[2:], output_size, scales, strict=True)
+    steps = [_find_step(size, outputs, align_corners, scale) for size, outputs, scale in sizes]
+    memory_format = suggest_memory_format(grad_output) if keep_format else torch.contiguous_format
+    module = "interpolation" if mode in {"linear", "cubic"} else "antialiasing"
+    return run_kernel(
+        f"{module}:resampled",
+        _gather,
+        grad_output,
+        input_size[2:],
+        steps,
+        align_corners,
+        mode,
+        memory_format,
+    )
+
+
+def _gather(
+    grad_output: Tensor,
+    input_size: Sequence[int],
+    steps: Sequence[float],
+    align_corners: bool,
+    mode: str,
+    memory_format: torch.memory_format,
+) -> Tensor:
     dtype = accumulation_dtype(grad_output.dtype)
+    outputs = grad_output.shape[2:]
     tables = [
-        cached_on_device(grad_output.device, build, *side, align_corners, scale, dtype)
-        for *side, scale in zip(input_size[2:], output_size, scales, strict=True)
+        cached_on_device(grad_output.device, _BUILDERS[mode], *side, align_corners, step, dtype)
+        for *side, step in zip(input_size, outputs, steps, strict=True)
     ]
-    return cast_like(gather_through(grad_output, tables), grad_output, keep_format=keep_format)
+    result = gather_through(grad_output, tables)
+    return torch.empty(
+        result.shape, dtype=grad_output.dtype, device=result.device, memory_format=memory_format
+    ).copy_(result)
 
 
-linear1d_backward = partial(_differentiate, dims=1, build=build_linear_table)
-bilinear2d_backward = partial(_differentiate, dims=2, build=build_linear_table, keep_format=True)
-trilinear3d_backward = partial(_differentiate, dims=3, build=build_linear_table, keep_format=True)
-bicubic2d_backward = partial(_differentiate, dims=2, build=build_cubic_table)
-bilinear2d_aa_backward = partial(
-    _differentiate, dims=2, build=build_triangle_table, keep_format=True
-)
-bicubic2d_aa_backward = partial(_differentiate, dims=2, build=build_keys_table)
-lanczos2d_aa_backward = partial(_differentiate, dims=2, build=build_lanczos_table)
+_BUILDERS: dict[str, TableBuilder] = {
+    "linear": build_linear_table,
+    "cubic": build_cubic_table,
+    "triangle": build_triangle_table,
+    "keys": build_keys_table,
+    "lanczos": build_lanczos_table,
+}
+linear1d_backward = partial(_differentiate, dims=1, mode="linear")
+bilinear2d_backward = partial(_differentiate, dims=2, mode="linear", keep_format=True)
+trilinear3d_backward = partial(_differentiate, dims=3, mode="linear", keep_format=True)
+bicubic2d_backward = partial(_differentiate, dims=2, mode="cubic")
+bilinear2d_aa_backward = partial(_differentiate, dims=2, mode="triangle", keep_format=True)
+bicubic2d_aa_backward = partial(_differentiate, dims=2, mode="keys")
+lanczos2d_aa_backward = partial(_differentiate, dims=2, mode="lanczos")

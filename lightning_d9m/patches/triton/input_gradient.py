@@ -16,7 +16,7 @@ from lightning_d9m.patches.triton.launch import (
     view_as_volumes,
 )
 
-_MOST_READS = 64  # by one thread in one launch
+_MOST_READS = 128  # by one thread in one launch
 _SLACK = 8  # by which a kernel may pass a size when it multiplies two of them
 
 
@@ -71,7 +71,7 @@ def launch_gradient(
         sides: One for each spatial dimension.
         neutral: The numbers of a dimension of size 1, for dimensions that are not there.
         memory_format: The memory format of the result.
-        extra: More numbers that the kernel takes.
+        extra: More numbers, or tensors, that the kernel takes.
         wide: Whether the kernel needs 64 bits for more than offsets and products of two sizes.
         **constants: More compile-time constants of the kernel.
     """
@@ -103,6 +103,7 @@ def launch_gradient_of_lines(
     *,
     neutral: tuple[Any, ...],
     memory_format: torch.memory_format,
+    extra: Sequence[Any] = (),
     **constants: Any,
 ) -> Tensor:
     """Launch a kernel of one gradient, along one dimension after the other if that is faster.
@@ -118,6 +119,7 @@ def launch_gradient_of_lines(
         sides: As in :func:`launch_gradient`.
         neutral: As in :func:`launch_gradient`.
         memory_format: The memory format of the result.
+        extra: As in :func:`launch_gradient`.
         **constants: More compile-time constants of the kernel.
     """
     shape = (*gradient.shape[: -len(sizes)], *sizes)
@@ -129,6 +131,7 @@ def launch_gradient_of_lines(
             sides,
             neutral=neutral,
             memory_format=memory_format,
+            extra=extra,
             **constants,
         )
     is_half = gradient.dtype in (torch.float16, torch.bfloat16)
@@ -146,12 +149,15 @@ def launch_gradient_of_lines(
             (prod(inner), sizes[-back]),
             sides[-back:][:1],
             neutral=neutral,
+            extra=extra,
             WIDE=False,
             CHANNELS_LAST=True,
             **constants,
         )
         rows = result
-    return rows.to(gradient.dtype).contiguous(memory_format=memory_format)
+    if rows.dtype == gradient.dtype and memory_format == torch.contiguous_format:
+        return rows
+    return allocate(shape, gradient, memory_format).copy_(rows)
 
 
 def _launch(

@@ -22,8 +22,8 @@ def compare(
         path: The kernel that must be used.
         replacement: The function of the catalog.
         *args: Its arguments after torch's kernel.
-        tolerance: The allowed difference in units of rounding of the greatest finite magnitude.
-            0: equal values; a NaN equals a NaN.
+        tolerance: The allowed difference in units of rounding of the greatest finite magnitude; an
+            infinity may be a NaN. 0: equal values; a NaN equals a NaN.
 
     Returns:
         The kernel's result.
@@ -41,6 +41,9 @@ def compare(
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Compare values; see :func:`compare`."""
+    if tolerance:
+        nan = torch.full_like(actual, torch.nan)
+        actual, expected = (torch.where(x.isfinite(), x, nan) for x in (actual, expected))
     finite = expected.nan_to_num(0, 0, 0).abs()
     eps = torch.finfo(expected.dtype).eps
     bound = tolerance * eps * float(finite.max()) if finite.numel() and tolerance else 0

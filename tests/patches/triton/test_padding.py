@@ -61,7 +61,8 @@ def test_wide_replications_take_a_launch_for_each_dimension() -> None:
     """One thread for a corner would add all its copies; the bits are the same in both ways."""
     for dtype in (torch.float32, torch.float16, torch.complex64):
         torch.manual_seed(1)
-        lines = compare_padding("replicated", (1, 2, 3, 2, 4), 6, 2, 0, 2, 3, 3, dtype=dtype)
+        with mock.patch.object(input_gradient, "_MOST_READS", 3):
+            lines = compare_padding("replicated", (1, 2, 3, 2, 4), 6, 2, 0, 2, 3, 3, dtype=dtype)
         torch.manual_seed(1)
         with mock.patch.object(input_gradient, "_MOST_READS", 1000):
             once = compare_padding("replicated", (1, 2, 3, 2, 4), 6, 2, 0, 2, 3, 3, dtype=dtype)
@@ -75,7 +76,7 @@ def test_dtypes_and_layouts() -> None:
     for dtype in (*DTYPES, torch.complex64, torch.complex128):
         compare_padding("reflected", (2, 3, 4, 5), 2, 4, 3, 1, dtype=dtype)
         compare_padding("replicated", (2, 3, 4, 5), 2, 4, 3, 1, dtype=dtype)
-    for case in select(GRADIENT_CASES, "reflection2d", "replication2d", "replication3d"):
+    for case in select(GRADIENT_CASES, "reflection2d-crop", "replication2d"):
         compare_case(case)
 
 

@@ -1,0 +1,275 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: PLR2004, SIM108 - formulas of torch; conditional expressions are evaluated twice
+"""Gradients of interpolation: each input reads the outputs that it contributed to.
+
+The outputs of an input are computed from its coordinates: the first one is estimated and then
+corrected with the arithmetic of the forward pass, because a rounding error may move it by one. The
+weights and their order are those of the torch ops in ``kernels/interpolation.py``.
+"""
+
+from collections.abc import Sequence
+from math import ceil, frexp
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_d9m.patches.triton.geometry import (
+    find_block,
+    find_coordinates,
+    make_zeros,
+)
+from lightning_d9m.patches.triton.input_gradient import Side, launch_gradient_of_lines
+from lightning_d9m.patches.triton.launch import encode_float
+
+LINEAR, CUBIC = tl.constexpr(0), tl.constexpr(1)
+_PRECISE = 20  # bits of a coordinate with which float32 misses a position by less than one
+
+
+@triton.jit
+def decode_float(bits, like):
+    """Return a float that was passed by its bits, in the dtype of a tensor."""
+    if like.dtype == tl.float64:
+        number = bits.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        number = bits.to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
+def _find_source(output, step, like, ALIGNED: tl.constexpr):
+    """Return the position in the input that an output reads."""
+    if ALIGNED:
+        source = output.to(like.dtype) * step
+    else:
+        source = (output.to(like.dtype) + 0.5) * step - 0.5
+    return source
+
+
+@triton.jit
+def _find_base(output, inputs, step, like, MODE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the neighbor before the position that an output reads, and the position."""
+    source = _find_source(output, step, like, ALIGNED)
+    if MODE == LINEAR:
+        source = tl.maximum(source, 0)
+        base = tl.minimum(source.to(output.dtype), inputs - 1)
+    else:
+        base = tl.floor(source).to(output.dtype)
+    return base, source
+
+
+@triton.jit
+def _find_first(
+    place,
+    outputs,
+    inputs,
+    step,
+    like,
+    MODE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MARGIN: tl.constexpr,
+):
+    """Return the first output that may read an input."""
+    if MODE == LINEAR:
+        wanted = place - 1
+        reads_start = wanted <= 0
+    else:
+        wanted = place - 2
+        reads_start = wanted < 0
+    if ALIGNED:
+        estimate = wanted.to(like.dtype) / step
+    else:
+        estimate = (wanted.to(like.dtype) + 0.5) / step - 0.5
+    last = (outputs - 1).to(like.dtype)
+    estimate = tl.minimum(tl.maximum(tl.ceil(estimate), 0), last)
+    first = tl.where(reads_start, 0, estimate).to(place.dtype)
+    first = tl.maximum(first - MARGIN, 0)
+    for _ in range(2 * MARGIN):
+        base, _source = _find_base(first, inputs, step, like, MODE, ALIGNED)
+        first += ((base < wanted) & (first < outputs)).to(place.dtype)
+    first = tl.where(reads_start, 0, first)
+    return tl.where(step > 0, first, 0)
+
+
+@triton.jit
+def weigh_inner(distance, A: tl.constexpr):
+    """Return the weight of cubic convolution at a distance of 0 to 1."""
+    return ((A + 2) * distance - (A + 3)) * distance * distance + 1
+
+
+@triton.jit
+def weigh_outer(distance, A: tl.constexpr):
+    """Return the weight of cubic convolution at a distance of 1 to 2."""
+    return ((A * distance - 5 * A) * distance + 8 * A) * distance - 4 * A
+
+
+@triton.jit
+def _weigh(output, place, outputs, inputs, step, like, MODE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the weight of an input in an output, and whether the output reads the input."""
+    base, source = _find_base(output, inputs, step, like, MODE, ALIGNED)
+    after = source - base.to(like.dtype)
+    before = 1 - after
+    zero = after * 0
+    end = inputs - 1
+    if MODE == LINEAR:
+        left = base == place
+        right = tl.minimum(base + 1, end) == place
+        weight = tl.where(left, before, zero) + tl.where(right, after, zero)
+        inside = left | right
+    else:
+        first = tl.minimum(tl.maximum(base - 1, 0), end) == place
+        second = tl.minimum(tl.maximum(base, 0), end) == place
+        third = tl.minimum(tl.maximum(base + 1, 0), end) == place
+        fourth = tl.minimum(tl.maximum(base + 2, 0), end) == place
+        weight = tl.where(first, weigh_outer(after + 1, -0.75), zero)
+        weight += tl.where(second, weigh_inner(after, -0.75), zero)
+        weight += tl.where(third, weigh_inner(before, -0.75), zero)
+        weight += tl.where(fourth, weigh_outer(before + 1, -0.75), zero)
+        inside = first | second | third | fourth
+    return weight, inside & (output < outputs)
+
+
+@triton.jit(do_not_specialize=["sizes", "outputs", "steps", "strides", "elements"])
+def add_weighted(
+    gradient,
+    result,
+    sizes,
+    outputs,
+    steps,
+    strides,
+    elements,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIMS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    MODE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MARGIN: tl.constexpr,
+    RANKS_D: tl.constexpr,
+    RANKS_H: tl.constexpr,
+    RANKS_W: tl.constexpr,
+):
+    """Write for each input the weighted sum of the gradients of the outputs that read it.
+
+    Args:
+        gradient: Of the outputs.
+        result: The gradient of the inputs, dense.
+        sizes: Channels, depth, height and width of the inputs, as divisors.
+        outputs: Depth, height and width of the outputs.
+        steps: For each of these dimensions the bits of the distance of two outputs, in inputs.
+        strides: Of ``gradient``: batch, channel, depth, height, width.
+        elements: The number of inputs.
+        BLOCK: The number of inputs of a program.
+        WIDE: Whether an offset may exceed 32 bits.
+        DIMS: The number of spatial dimensions.
+        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
+        MODE: LINEAR or CUBIC.
+        ALIGNED: Whether the corners of input and output are aligned.
+        MARGIN: The greatest error of the first estimate of an output.
+        RANKS_D: The greatest number of outputs to read along the depth.
+        RANKS_H: Along the height.
+        RANKS_W: Along the width.
+    """
+    offsets, exists = find_block(elements, BLOCK, WIDE)
+    batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
+    plane = batch * strides[0] + channel * strides[1]
+    total = make_zeros(gradient, BLOCK)
+    step_d = decode_float(steps[0][0], total)
+    step_h = decode_float(steps[1][0], total)
+    step_w = decode_float(steps[2][0], total)
+    n_d = sizes[1][0]
+    n_h = sizes[2][0]
+    n_w = sizes[3][0]
+    first_d = _find_first(depth, outputs[0], n_d, step_d, total, MODE, ALIGNED, MARGIN)
+    first_h = _find_first(height, outputs[1], n_h, step_h, total, MODE, ALIGNED, MARGIN)
+    first_w = _find_first(width, outputs[2], n_w, step_w, total, MODE, ALIGNED, MARGIN)
+    for rank_d in range(RANKS_D):
+        d = first_d + rank_d
+        by_d, in_d = _weigh(d, depth, outputs[0], n_d, step_d, total, MODE, ALIGNED)
+        total_h = make_zeros(gradient, BLOCK)
+        for rank_h in range(RANKS_H):
+            h = first_h + rank_h
+            by_h, in_h = _weigh(h, height, outputs[1], n_h, step_h, total, MODE, ALIGNED)
+            total_w = make_zeros(gradient, BLOCK)
+            for rank_w in range(RANKS_W):
+                w = first_w + rank_w
+                by_w, in_w = _weigh(w, width, outputs[2], n_w, step_w, total, MODE, ALIGNED)
+                place = plane + d * strides[2] + h * strides[3] + w * strides[4]
+                inside = exists & in_d & in_h & in_w
+                read = tl.load(gradient + place, mask=inside, other=0).to(total.dtype)
+                total_w += tl.where(inside, read * by_w, 0)
+            if DIMS > 1:
+                total_w = tl.where(in_h, total_w * by_h, 0)
+            total_h += total_w
+        if DIMS > 2:
+            total_h = tl.where(in_d, total_h * by_d, 0)
+        total += total_h
+    tl.store(result + offsets, total.to(result.dtype.element_ty), mask=exists)
+
+
+def count_reads(sizes: tuple[int, int], step: float, width: float, *, align_corners: bool) -> int:
+    """Return the most outputs that read one input.
+
+    Args:
+        sizes: The numbers of inputs and of outputs.
+        step: The distance of two outputs, in inputs.
+        width: The number of inputs that an output reads.
+        align_corners: Whether output 0 is at input 0, else their borders are aligned.
+    """
+    inputs, outputs = sizes
+    if step <= 0:
+        return outputs
+    # With a power of two as the step, all positions are exact.
+    slack = (frexp(step)[0] != 0.5) + (outputs >> _PRECISE)
+    shift = 0.0 if align_corners else 0.5
+    # All outputs behind the end read the last input.
+    behind = outputs - ceil((inputs - 1 - width / 2 + shift) / step - shift)
+    return min(max(ceil(width / step), behind) + slack, outputs)
+
+
+def find_margin(outputs: Sequence[int]) -> int:
+    """Return the greatest error of an estimated output in float32."""
+    return 1 + (max(outputs) >> _PRECISE)
+
+
+def resampled(
+    grad_output: Tensor,
+    input_size: Sequence[int],
+    steps: Sequence[float],
+    align_corners: bool,
+    mode: str,
+    memory_format: torch.memory_format,
+) -> Tensor:
+    """Return the gradient of an interpolation.
+
+    Args:
+        grad_output: Of the output.
+        input_size: The sizes of the input's spatial dimensions.
+        steps: For each of them the distance of two outputs, in inputs.
+        align_corners: As in ``torch.nn.functional.interpolate``.
+        mode: ``"linear"`` or ``"cubic"``.
+        memory_format: The memory format of the result.
+    """
+    outputs = grad_output.shape[-len(steps) :]
+    is_cubic = mode == "cubic"
+    # Outputs up to half an input before the first one read it, and its neighbor with weight 0.
+    width = 4 if is_cubic else 2 if align_corners else 2.5
+    return launch_gradient_of_lines(
+        add_weighted,
+        grad_output,
+        input_size,
+        [
+            Side(
+                (encode_float(step, grad_output.dtype),),
+                count_reads(sizes, step, width, align_corners=align_corners),
+            )
+            for step, sizes in zip(steps, zip(input_size, outputs, strict=True), strict=True)
+        ],
+        neutral=(encode_float(1.0, grad_output.dtype),),
+        memory_format=memory_format,
+        MODE=CUBIC if is_cubic else LINEAR,
+        ALIGNED=align_corners,
+        MARGIN=find_margin(outputs),
+    )
