@@ -15,6 +15,7 @@ from lightning_d9m.patches.kernels.exact_sum import unravel
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import cast_like
 from lightning_d9m.patches.primitives.segment_reduce import Update, find_last
+from lightning_d9m.patches.triton.launch import run_kernel
 
 
 def put(
@@ -86,6 +87,14 @@ def _unpool(
         or not self.is_floating_point()
     ):
         raise_as_original(bound)
+    reference = partial(_write_last, bound)
+    return run_kernel("max_unpool:unpool", reference, self, indices, output_size)
+
+
+def _write_last(
+    bound: Original, self: Tensor, indices: Tensor, output_size: Sequence[int]
+) -> Tensor:
+    dims = len(output_size)
     planes = prod(self.shape[:-dims])
     size = prod(self.shape[-dims:])
     values, places = self.reshape(planes, size), indices.reshape(planes, size)
