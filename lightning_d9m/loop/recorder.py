@@ -95,7 +95,7 @@ class Recorder:
         ):
             if value not in allowed:
                 choices = " or ".join(map(repr, allowed))
-                raise SettingError(f"{name} is {value!r}; allowed: {choices}.")
+                raise SettingError(f"Recorder was given {name}={value!r}; allowed: {choices}.")
         if not isinstance(model, torch.nn.Module):
             raise SettingError(
                 f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
