@@ -26,6 +26,7 @@ settings.load_profile("untimed")
 collect_ignore = [  # run by ranks
     "ddp_probing.py",
     "ddp_training.py",
+    "logical_resuming.py",
     "logical_trainings.py",
     "loop_training.py",
     "lost_rank_training.py",

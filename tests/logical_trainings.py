@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from trainings import QUIET, NoisyDigits, read_digits
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
@@ -29,6 +30,8 @@ class Classifier(L.LightningModule):
     def __init__(self, net):
         super().__init__()
         self.net = net
+        self.mean_loss = MeanMetric()
+        self.scores = MetricCollection([MeanMetric(), CatMetric()])
 
     def compute_loss(self, batch):
         images, classes = batch
@@ -37,12 +40,22 @@ class Classifier(L.LightningModule):
     def training_step(self, batch, batch_idx):
         loss = self.compute_loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("least", loss, reduce_fx="min")
+        self.log("least", loss, reduce_fx="min", on_epoch=True)
+        self.mean_loss(loss)
+        self.log("mean_loss", self.mean_loss, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.compute_loss(batch), sync_dist=True)
+        loss = self.compute_loss(batch)
+        self.log("val_loss", loss, sync_dist=True)
+        self.scores.update(loss)
         return self.net(batch[0])
+
+    def on_validation_epoch_end(self):
+        scores = self.scores.compute()
+        self.log("val_mean", scores["MeanMetric"])
+        self.log("val_cat", scores["CatMetric"].float().prod())
+        self.scores.reset()
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -113,6 +126,7 @@ def make_data(size, *, noisy=True):
 def fit(folder, net, ranks, **words):
     """Train as a run of its own would, and return the Trainer."""
     session._fits = 0
+    resumed = words.pop("resumed", None)
     loader = {"batch_size": BATCH_SIZE, "shuffle": True} | words.pop("loader", {})
     noisy = words.pop("noisy", True)
     size = words.pop("size", 6 * ranks + 4)
@@ -132,6 +146,7 @@ def fit(folder, net, ranks, **words):
         Classifier(make_net(net)),
         DataLoader(make_data(size, noisy=noisy), **loader),
         DataLoader(make_data(2 * ranks + 3, noisy=noisy), batch_size=2),
+        ckpt_path=resumed,
     )
     return trainer
 

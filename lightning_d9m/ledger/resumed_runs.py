@@ -16,6 +16,7 @@ from lightning_d9m.ledger.records import Digests, Json, ProbeLayout
 _RESUME = b'{"kind":"resume"'
 _LAYOUT = b'{"kind":"layout"'
 _MAX_LENGTH = 10_000
+_FIRST_RANK = "rank-0.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,10 @@ def _file_id(path: Path) -> tuple[int, int]:
 def _find_parent(path: Path, parent: str) -> Path | None:
     """Return the continued file: at the named path, or beside this folder."""
     folder = path.parent
-    for place in (folder / parent, folder.parent / Path(parent).name):
-        file = place / path.name
+    # With logical ranks, the continued run may have had fewer processes.
+    names = dict.fromkeys((path.name, _FIRST_RANK))
+    places = (folder / parent, folder.parent / Path(parent).name)
+    for file in (place / name for place in places for name in names):
         with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
             if parent and file.is_file():
                 return file.resolve()

@@ -6,7 +6,7 @@ these names.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -23,6 +23,9 @@ MANIFEST_KEY = "manifest"
 
 OLD_MANIFEST_KEY = "seal"
 """The key of the manifest up to format 2; its digests still tell damage."""
+
+LOGICAL_RANKS = "logical_ranks"
+"""The key of their number among the settings of a run."""
 
 LoopPhase = Literal["epoch", "batch", "validation", "within"]
 
@@ -178,6 +181,8 @@ class SavedRank(_Stored):
         inexact: Reasons why this rank cannot be resumed exactly.
         ledger: The position in the ledger; None if none was open.
         pending: Values that wait for the next record.
+        logged: The sums that its logical ranks have logged, from every rank; see ``LoggedValues``.
+        metric_states: The states of metrics by path and logical rank.
     """
 
     _nested = {  # noqa: RUF012 - a ClassVar of the base class
@@ -199,6 +204,8 @@ class SavedRank(_Stored):
     inexact: list[str] = field(default_factory=list)
     ledger: SavedLedger | None = None
     pending: PendingRecords = field(default_factory=PendingRecords)
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    metric_states: dict[str, dict[int, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -257,7 +264,31 @@ class SavedState(_Stored):
         """
         return all(rank.ledger is None for rank in self.ranks)
 
-    def of_rank(self, rank: int, world_size: int) -> SavedRank:
-        """Return the state of a rank; an empty one if the number of ranks has changed."""
-        same = self.world_size == world_size and rank < len(self.ranks)
-        return self.ranks[rank] if same else SavedRank()
+    @property
+    def logical_ranks(self) -> int | None:
+        """The number of logical ranks, if the run had them."""
+        return self.settings.get(LOGICAL_RANKS)
+
+    def fits(self, world_size: int, logical_ranks: int | None) -> bool:
+        """Return whether a run gets the same data; with logical ranks, on any number of ranks."""
+        same = self.logical_ranks == logical_ranks
+        return same and (logical_ranks is not None or self.world_size == world_size)
+
+    def of_rank(self, rank: int, world_size: int, logical_ranks: int | None) -> SavedRank:
+        """Return the state of a rank; an empty one if its data have changed."""
+        if not self.fits(world_size, logical_ranks):
+            return SavedRank()
+        if logical_ranks is None:
+            return self.ranks[rank] if rank < len(self.ranks) else SavedRank()
+        # Between steps all ranks are alike, but for what belongs to logical ranks.
+        first = self.ranks[0]
+        states: dict[str, dict[int, Any]] = {}
+        for part in self.ranks:
+            for path, by_rank in part.metric_states.items():
+                states.setdefault(path, {}).update(by_rank)
+        return replace(
+            first,
+            ledger=(self.ranks[rank] if rank < len(self.ranks) else first).ledger,
+            logged=[sums for part in self.ranks for sums in part.logged],
+            metric_states=states,
+        )

@@ -15,6 +15,34 @@ class ProgressCounts(Protocol):
     completed: int
 
 
+class LogicalState(Protocol):
+    """The state of logical ranks, which a strategy of ours keeps."""
+
+    def capture_metric_states(self) -> dict[str, dict[int, Any]]:
+        """Return the states of metrics by path and logical rank."""
+
+    def restore_metric_states(self, states: dict[str, dict[int, Any]]) -> None:
+        """Restore the states of metrics, of those logical ranks that are here."""
+
+    def capture_logged(self) -> dict[str, Any]:
+        """Return the sums of the logged values of the epoch, of the logical ranks here."""
+
+    def restore_logged(self, parts: list[dict[str, Any]]) -> None:
+        """Restore the sums of logged values that all processes captured."""
+
+
+def get_logical_ranks(trainer: "Trainer") -> int | None:
+    """Return the number of logical ranks, or None without them."""
+    number: int | None = getattr(trainer.strategy, "logical_ranks", None)
+    return number
+
+
+def get_logical_state(trainer: "Trainer") -> LogicalState | None:
+    """Return the state of logical ranks, or None without them."""
+    state: LogicalState = cast(Any, trainer.strategy)
+    return None if get_logical_ranks(trainer) is None else state
+
+
 def list_callbacks(trainer: "Trainer") -> list["Callback"]:
     """Return the list of callbacks; a callback that is appended takes effect."""
     callbacks: list[Callback] = cast(Any, trainer).callbacks

@@ -52,6 +52,7 @@ class TrainerSession:
         self._rank = _data_rank(trainer)
         self._evaluations = 0
         self._training_rng: RngState | None = None
+        self._resumed_epoch = 0
         self._loaded_epochs: Mapping[str, int | None] = {}
         self._resume_loader: Callable[[object], None] = _do_nothing
         with ExitStack() as stack:
@@ -119,6 +120,7 @@ class TrainerSession:
         samplers: Mapping[str, Any],
     ) -> None:
         """Continue the training loaders within an epoch, after ``batches`` batches of it."""
+        self._resumed_epoch = epoch
         self._loaders.resume_epoch(
             "train", epoch, batches=batches, cycled=cycled, samplers=samplers
         )
@@ -237,8 +239,9 @@ class TrainerSession:
                 self._loaders.start_epoch(stage, self.evaluation)
                 return controlled
             self._resume_loader(controlled)
-            # Not `current_epoch`: in a run that resumes between epochs it is the epoch before.
-            epoch = get_epoch_counts(self._trainer).processed
+            # Not `current_epoch`: in a run that resumes between epochs it is the epoch before. The
+            # count is still 0 if `estimated_stepping_batches` loads the data.
+            epoch = max(self._resumed_epoch, get_epoch_counts(self._trainer).processed)
             self._loaders.start_epoch(stage, epoch)
             # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch
             # is seeded; without this, all ranks would draw the same numbers for it.

@@ -184,6 +184,31 @@ class LoggedValues:
         result.value = result.value.to(_widen(value).dtype)
         known[key].add(value, batch_size)
 
+    def capture(self) -> dict[str, Any]:
+        """Return the sums of the training epoch so far, as plain values."""
+        results = lightning_private.list_result_collections(self._trainer)[0]
+        return {
+            key: value.capture()
+            for key, value in self._values.get(id(results), {}).items()
+            if value.result is results.get(key) and not value.result.has_reset
+        }
+
+    def restore(self, parts: list[dict[str, Any]], *, here: bool) -> None:
+        """Continue a training epoch, whose results Lightning holds again.
+
+        Args:
+            parts: The sums that each process captured.
+            here: Whether this process adds them to its own; one of them does.
+        """
+        results = lightning_private.list_result_collections(self._trainer)[0]
+        known = self._values.setdefault(id(results), {})
+        for part in parts:
+            for key, sums in part.items():
+                if key in results:
+                    value = known.setdefault(key, LoggedValue(results[key]))
+                    if here:
+                        value.merge(*sums)
+
     def finish_step(self) -> None:
         """Reduce what was logged in a step with ``sync_dist=True``."""
         known = self._values.get(id(lightning_private.get_current_results(self._trainer)), {})

@@ -1,12 +1,69 @@
 """Settings of a program that logical ranks do not support."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import distributed, nn
 from torch.optim import LBFGS
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import has_layer_sync
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+
+
+def refuse_collective(name: str, logical_rank: int) -> NoReturn:
+    """Raise a ``SettingError`` about a collective in the step of a logical rank."""
+    raise SettingError(
+        f"{name} is called in the step of logical rank {logical_rank}: the logical ranks of a "
+        "process run one after the other, so they cannot wait for each other. Log values with "
+        "self.log, and call collectives in hooks between steps."
+    )
+
+
+def watch_collectives(patches: AttributePatches, current: Callable[[], int | None]) -> None:
+    """Refuse the collectives of ``torch.distributed`` that a step calls.
+
+    Args:
+        patches: Undoes it.
+        current: Returns the logical rank whose step runs, or None.
+    """
+    if distributed.is_available():
+        for name in _COLLECTIVES:
+            function = getattr(distributed, name)
+            watched = partial(_call_collective, name, function, current)
+            patches.replace(distributed, name, wraps(function)(watched))
+
+
+def _call_collective(
+    name: str,
+    function: Callable[..., Any],
+    current: Callable[[], int | None],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    rank = current()
+    if rank is not None:
+        refuse_collective(f"torch.distributed.{name}", rank)
+    return function(*args, **kwargs)
 
 
 def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:

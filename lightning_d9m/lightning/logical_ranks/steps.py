@@ -13,6 +13,7 @@ from lightning_d9m.lightning.lightning_private import (
     set_logged_batch,
 )
 from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
+from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
@@ -34,6 +35,8 @@ class LogicalSteps:
         gradients: The sums of gradients; None outside a fit.
 
     Attributes:
+        step_rank: The same, while code of the user runs.
+        metrics: The states of metrics by logical rank.
         logical_rank: The logical rank whose micro-batch is computed now, or None.
     """
 
@@ -48,6 +51,8 @@ class LogicalSteps:
         gradients: LogicalGradients | None,
     ) -> None:
         self.logical_rank: int | None = None
+        self.step_rank: int | None = None
+        self.metrics: MetricStates | None = None
         self._trainer = trainer
         self._block = block
         self._seeds = seeds
@@ -183,12 +188,19 @@ class LogicalSteps:
         return zip(self._block, batches, strict=False)  # predictions may end earlier
 
     def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
+        self._leave()
         self.logical_rank = rank
+        if self.metrics is not None:
+            self.metrics.enter(rank)
         self._seeds.start(*self._place, rank)
-        batch = self._before_transfer(batch, dataloader_idx=self._loader)
-        batch = self._to_device(batch, dataloader_idx=self._loader)
-        set_logged_batch(self._trainer, batch)
-        return step(batch, *args)
+        self.step_rank = rank
+        try:
+            batch = self._before_transfer(batch, dataloader_idx=self._loader)
+            batch = self._to_device(batch, dataloader_idx=self._loader)
+            set_logged_batch(self._trainer, batch)
+            return step(batch, *args)
+        finally:
+            self.step_rank = None
 
     def _end_micro_batches(self) -> None:
         tensors = self._buffers.finish()
@@ -196,8 +208,13 @@ class LogicalSteps:
             self._broadcast(tensors)
         self._end()
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
+        if self.metrics is not None and self.logical_rank is not None:
+            self.metrics.leave(self.logical_rank)
         self.logical_rank = None
+
+    def _end(self) -> None:
+        self._leave()
         self._seeds.end(*self._place)
 
     def _count_batches(self, stage: str) -> int:

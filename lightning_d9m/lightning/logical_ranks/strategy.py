@@ -10,12 +10,16 @@ from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.micro_batches import MicroBatches
-from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
+from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.refusals import check_trainer
+from lightning_d9m.lightning.logical_ranks.refusals import (
+    check_trainer,
+    refuse_collective,
+    watch_collectives,
+)
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
@@ -45,6 +49,7 @@ class LogicalRanksMixin(_Base):
     logical_ranks: int | None = None
     _steps: LogicalSteps | None = None
     _logged: LoggedValues | None = None
+    _metrics: MetricStates | None = None
     _session: Any = None
 
     def set_logical_ranks(self, logical_ranks: int | None) -> None:
@@ -136,10 +141,15 @@ class LogicalRanksMixin(_Base):
             trainer, self.block, lambda: steps.logical_rank, self.gather_values
         )
         logged.attach(self._patches)
+        watch_collectives(self._patches, lambda: steps.step_rank)
+        metrics = self._metrics = steps.metrics = MetricStates(
+            trainer, self.block, lambda: steps.logical_rank, self.gather_bytes
+        )
+        metrics.attach(self._patches)
 
     def _end_logical_ranks(self) -> None:
         self._patches.undo()
-        self._steps = self._logged = None
+        self._steps = self._logged = self._metrics = None
 
     # Loaders
 
@@ -234,6 +244,24 @@ class LogicalRanksMixin(_Base):
 
     # Records
 
+    def capture_metric_states(self) -> dict[str, dict[int, Any]]:
+        """Return the states of metrics by path and logical rank."""
+        return {} if self._metrics is None else self._metrics.capture()
+
+    def restore_metric_states(self, states: dict[str, dict[int, Any]]) -> None:
+        """Restore the states of metrics, of those logical ranks that are here."""
+        if self._metrics is not None:
+            self._metrics.restore(states)
+
+    def capture_logged(self) -> dict[str, Any]:
+        """Return the sums of the logged values of the epoch, of the logical ranks here."""
+        return {} if self._logged is None else self._logged.capture()
+
+    def restore_logged(self, parts: list[dict[str, Any]]) -> None:
+        """Restore the sums of logged values that all processes captured."""
+        if self._logged is not None:
+            self._logged.restore(parts, here=self.is_global_zero)
+
     def reduce_loss(self) -> float | None:
         """Return the mean of the losses of the last step, over all logical ranks."""
         if self._steps is None:
@@ -271,12 +299,8 @@ class LogicalRanksMixin(_Base):
 
     def _refuse_collective(self, name: str) -> None:
         steps = self._steps
-        if steps is not None and steps.logical_rank is not None:
-            raise SettingError(
-                f"{name} is called in the step of logical rank {steps.logical_rank}: the logical "
-                "ranks of a process run one after the other, so they cannot wait for each other. "
-                "Log values with self.log, and call collectives in hooks between steps."
-            )
+        if steps is not None and steps.step_rank is not None:
+            refuse_collective(name, steps.step_rank)
 
     def on_exception(self, exception: BaseException) -> None:
         """Forget the step."""

@@ -39,11 +39,13 @@ from lightning_d9m.lightning.resume.loop_position import (
 )
 from lightning_d9m.lightning.saved_state import (
     KEY,
+    LOGICAL_RANKS,
     LoopPosition,
     SavedLedger,
     SavedRank,
     SavedState,
 )
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
@@ -109,6 +111,7 @@ class CheckpointState:
     ) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
         if session is not None and session.stage == "fit":
+            recorder.reduce_loss(trainer)
             state = _gather_ranks(trainer, self._capture(trainer, session, recorder))
         elif self._ended is not None:
             state = self._ended
@@ -136,12 +139,12 @@ class CheckpointState:
             return
         if state.is_untrained:
             return
-        problems = find_problems(state, trainer, session.settings.as_record())
+        problems = find_problems(state, trainer, _describe_settings(trainer, session))
         if problems:
             self._raise_or_warn(trainer, problems)
         self._resumed = state
         rank = self._rank_state(trainer)
-        if state.world_size == trainer.world_size:
+        if state.fits(trainer.world_size, get_logical_ranks(trainer)):
             loaded = {"train": rank.train_reload_epoch, "validate": rank.validation_reload_epoch}
             session.resume_fit(state.fit, loaded)
         self._unvalidated = rank
@@ -235,10 +238,12 @@ class CheckpointState:
         return outputs
 
     def _resume_loader(self, trainer: "Trainer", session: TrainerSession, loader: object) -> None:
-        if not lightning_private.has_loaded_progress(trainer):
+        # `estimated_stepping_batches` loads the data before Lightning restores its progress.
+        early = not lightning_private.has_loaded_progress(trainer)
+        if early and self._resumed is None:
             return
         position = self._position(trainer)
-        if position.batch and not is_at_end(trainer):
+        if position.batch and not early and not is_at_end(trainer):
             problem = find_position_problem(loader)
             if problem is not None and problem not in self._reasons:
                 self._raise_or_warn(trainer, [problem])
@@ -257,7 +262,8 @@ class CheckpointState:
             return
         position = self._position(trainer)
         rank = self._rank_state(trainer)
-        if self._resumed is not None and self._resumed.world_size == trainer.world_size:
+        resumed = self._resumed
+        if resumed is not None and resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
             self._raise_or_warn_on_all_ranks(trainer, rank)
         ledger = rank.ledger or SavedLedger("", "")
         recorder.resume(
@@ -292,7 +298,8 @@ class CheckpointState:
     def _rank_state(self, trainer: "Trainer") -> SavedRank:
         if self._resumed is None:
             return SavedRank()
-        return self._resumed.of_rank(trainer.global_rank, trainer.world_size)
+        ranks, logical_ranks = trainer.world_size, get_logical_ranks(trainer)
+        return self._resumed.of_rank(trainer.global_rank, ranks, logical_ranks)
 
     def _capture(
         self, trainer: "Trainer", session: TrainerSession, recorder: TrainerRecorder
@@ -312,7 +319,7 @@ class CheckpointState:
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=session.settings.as_record(),
+            settings=_describe_settings(trainer, session),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
@@ -357,6 +364,12 @@ class CheckpointState:
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:
             warn(text, stacklevel=2)
+
+
+def _describe_settings(trainer: "Trainer", session: TrainerSession) -> dict[str, Any]:
+    settings: dict[str, Any] = dict(session.settings.as_record())
+    logical_ranks = get_logical_ranks(trainer)
+    return settings if logical_ranks is None else {**settings, LOGICAL_RANKS: logical_ranks}
 
 
 def _gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.resumable_sampler import find_position_problem, find_worker_problem
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
+from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -88,7 +88,19 @@ def find_problems(
         for name, expected in state.settings.items()
         if settings.get(name) != expected and name in _RNG_SETTINGS
     ]
-    if state.world_size != trainer.world_size:
+    logical_ranks = settings.get(LOGICAL_RANKS)
+    if state.logical_ranks != logical_ranks:
+        problems.append(
+            f"It was saved with logical_ranks={state.logical_ranks}; now it is {logical_ranks}, so "
+            "the ranks get different data."
+        )
+    elif logical_ranks is not None and state.settings.get("threads") != settings.get("threads"):
+        problems.append(
+            f"It was saved by processes of {state.settings.get('threads')} CPU threads; now they "
+            f"have {settings.get('threads')}, which round differently. Pass "
+            "DeterminismCallback(threads=...)."
+        )
+    elif not state.fits(trainer.world_size, state.logical_ranks):
         problems.append(
             f"It was saved by {state.world_size} ranks; now there are {trainer.world_size}, "
             "which get different data."

@@ -29,6 +29,7 @@ from lightning_d9m.lightning.saved_state import LoopPhase, SavedMetrics, SavedRa
 from lightning_d9m.lightning.trainer_attributes import (
     get_datamodule,
     get_epoch_counts,
+    get_logical_state,
     get_reload_interval,
     list_callbacks,
 )
@@ -47,18 +48,23 @@ class RngAndMetricState:
         generators: The state of each of the user's generators, by path.
         metrics: The states of metrics.
         left_out: The reason why a metric was left out, by path, as the end of a sentence.
+        by_logical_rank: The states of metrics by path and logical rank.
     """
 
     generators: dict[str, Any]
     metrics: SavedMetrics
     left_out: dict[str, str]
+    by_logical_rank: dict[str, dict[int, Any]]
 
 
 def capture_rng_and_metrics(trainer: "Trainer", phase: LoopPhase) -> RngAndMetricState:
     """Return the states of the user's generators and metrics."""
     reset = logged_results.find_metrics_to_reset(trainer, phase)
+    logical = get_logical_state(trainer)
     return RngAndMetricState(
-        capture_generators(_name_owners(trainer)), *capture_metrics(trainer, reset)
+        capture_generators(_name_owners(trainer)),
+        *capture_metrics(trainer, reset),
+        {} if logical is None else logical.capture_metric_states(),
     )
 
 
@@ -72,6 +78,7 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
         rng: The generators of training, which an evaluation may have replaced.
         user: The states of the user's generators and metrics.
     """
+    logical = get_logical_state(trainer)
     return SavedRank(
         rng=encode_rng(rng),
         generators=user.generators,
@@ -81,6 +88,8 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
         gradients=_capture_gradients(trainer),
         train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
         validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
+        logged=[] if logical is None else [logical.capture_logged()],
+        metric_states=user.by_logical_rank,
     )
 
 
@@ -135,6 +144,8 @@ def restore_within(trainer: "Trainer", rank: SavedRank) -> None:
     """
     _start_averaging(trainer)
     logged_results.restore_results(trainer, rank.results)
+    if (logical := get_logical_state(trainer)) is not None:
+        logical.restore_logged(rank.logged)
     _restore_gradients(trainer, rank.gradients)
     _restore_rng_and_metrics(trainer, rank)
     if rank.rng is not None:
@@ -143,6 +154,8 @@ def restore_within(trainer: "Trainer", rank: SavedRank) -> None:
 
 def _restore_rng_and_metrics(trainer: "Trainer", rank: SavedRank) -> None:
     restore_generators(_name_owners(trainer), rank.generators)
+    if (logical := get_logical_state(trainer)) is not None:
+        logical.restore_metric_states(rank.metric_states)
     restore_metrics(trainer, rank.metrics)
 
 

@@ -9,17 +9,23 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MeanMetric
 from trainings import QUIET
 
-from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, SettingError
+from lightning_d9m import (
+    DDPDeterministicStrategy,
+    DeterminismCallback,
+    InexactResumeError,
+    SettingError,
+)
 
 
 @pytest.fixture
 def fit(tmp_path):
     """Return a function that trains on one process of four logical ranks."""
 
-    def run(model=None, loader=None, callbacks=None, options=None, **words):
-        strategy = DDPDeterministicStrategy(logical_ranks=4, **options or {})
+    def run(model=None, loader=None, callbacks=None, options=None, resumed=None, ranks=4, **words):
+        strategy = DDPDeterministicStrategy(logical_ranks=ranks, **options or {})
         callbacks = [DeterminismCallback()] if callbacks is None else callbacks
         trainer = L.Trainer(
             default_root_dir=tmp_path,
@@ -30,7 +36,7 @@ def fit(tmp_path):
             **QUIET | words,
         )
         loader = DataLoader(RandomDataset(32, 16), batch_size=2) if loader is None else loader
-        trainer.fit(model or BoringModel(), loader)
+        trainer.fit(model or BoringModel(), loader, ckpt_path=resumed)
         return trainer
 
     before = dict(os.environ)
@@ -104,6 +110,10 @@ def test_a_step_without_a_loss_is_refused(fit):
         ("reduce", lambda model: model.trainer.strategy.reduce(torch.ones(1))),
         ("broadcast", lambda model: model.trainer.strategy.broadcast(1)),
         ("barrier", lambda model: model.trainer.strategy.barrier()),
+        (
+            "torch.distributed.all_reduce",
+            lambda model: torch.distributed.all_reduce(torch.ones(1)),
+        ),
     ],
 )
 def test_a_collective_in_a_step_is_refused(fit, name, call):
@@ -113,6 +123,7 @@ def test_a_collective_in_a_step_is_refused(fit, name, call):
 
     with pytest.raises(SettingError, match=f"^{name} is called in the step of logical rank 0"):
         fit(make_model(step))
+    torch.distributed.all_reduce(torch.ones(1))  # it can be called again
 
 
 def test_the_callback_is_needed(fit):
@@ -223,3 +234,41 @@ def test_sparse_gradients_are_summed_as_dense_ones_on_request(fit):
     # Each of two steps adds the gradient of all logical ranks, divided by their number.
     expected = before - 0.2 * torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None]
     assert torch.allclose(model.table.weight, expected)
+
+
+def test_a_metric_is_not_computed_within_a_step(fit):
+    def step(model, batch):
+        model.mean.update(model(batch).sum())
+        return model.mean.compute()
+
+    with pytest.raises(SettingError, match="MeanMetric is computed over all processes in the step"):
+        fit(make_model(step, mean=MeanMetric()))
+
+
+def test_a_checkpoint_needs_the_same_logical_ranks_and_threads(fit, tmp_path):
+    path = tmp_path / "saved.ckpt"
+    fit().save_checkpoint(path)
+    with pytest.raises(InexactResumeError, match="saved with logical_ranks=4; now it is 2"):
+        fit(ranks=2, resumed=path, max_steps=8)
+    threads = torch.get_num_threads() + 1
+    with pytest.raises(InexactResumeError, match=f"CPU threads; now they have {threads}"):
+        fit(callbacks=[DeterminismCallback(threads=threads)], resumed=path)
+
+
+def test_the_variable_sets_the_number_of_logical_ranks(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "6")
+    strategy = L.Trainer(strategy="ddp_d9m", devices=1, **QUIET).strategy
+    assert isinstance(strategy, DDPDeterministicStrategy)
+    assert strategy.logical_ranks == 6
+    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "six")
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_LOGICAL_RANKS is 'six'"):
+        DDPDeterministicStrategy()
+    monkeypatch.delenv("LIGHTNING_D9M_LOGICAL_RANKS")
+    assert DDPDeterministicStrategy().logical_ranks is None
+
+
+def test_more_processes_than_logical_ranks_are_refused(monkeypatch):
+    strategy = DDPDeterministicStrategy(logical_ranks=2)
+    monkeypatch.setattr(type(strategy), "world_size", 3)
+    with pytest.raises(SettingError, match="There are 3 processes, but only 2 logical ranks"):
+        strategy.blocks  # noqa: B018 - it raises

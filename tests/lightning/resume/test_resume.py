@@ -252,3 +252,23 @@ def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fit
     words = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
     straight = fits.fit(datamodule=Reloaded, **words)
     assert evidence(fits.fit(datamodule=ReloadedWithWorkers, **words)) == evidence(straight)
+
+
+def schedule_by_estimated_steps(self):
+    """Read the number of steps, for which Lightning loads the data before it restores its loops."""
+    optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+    steps = self.trainer.estimated_stepping_batches
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("place", ["in the middle of an epoch", "at the end of an epoch"])
+def test_a_schedule_by_estimated_steps_does_not_load_the_first_epoch_again(fits, place, workers):
+    run = {
+        "model": lambda: make_model(configure_optimizers=schedule_by_estimated_steps),
+        "loader": partial(make_loader, num_workers=workers, persistent_workers=workers > 0),
+    }
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at=PLACES[place])
+    agree(straight, fits.resume(**run))

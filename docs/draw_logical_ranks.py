@@ -1,0 +1,81 @@
+"""Draw the tree of eight logical ranks on two, three and four processes.
+
+python docs/draw_logical_ranks.py writes docs/images/logical-ranks.svg.
+"""
+
+from pathlib import Path
+
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.tree import Node, list_roots
+
+LEAVES = 8
+STEP = 36
+ROW = 46
+TOP = 52
+PANEL = LEAVES * STEP + 40
+COLORS = ("#4c78a8", "#e8833a", "#54a24b", "#b279a2")
+TEXT = 'font-family="system-ui, sans-serif" font-size="13" text-anchor="middle"'
+
+
+def list_nodes() -> list[Node]:
+    """Return all nodes of the tree, level by level from the leaves."""
+    return [
+        Node(start, start + width) for width in (1, 2, 4, 8) for start in range(0, LEAVES, width)
+    ]
+
+
+def place(node: Node, left: float) -> tuple[float, float]:
+    """Return the center of a node."""
+    level = (node.stop - node.start).bit_length() - 1
+    return left + STEP * (node.start + node.stop) / 2, TOP + ROW * (3 - level)
+
+
+def draw_panel(processes: int, left: float) -> list[str]:
+    """Draw the tree, with each node in the color of the process that computes it alone."""
+    blocks = Blocks(LEAVES, processes)
+    roots = list_roots(blocks)
+    title = f"{processes} processes"
+    parts = [f'<text x="{left + LEAVES * STEP / 2}" y="24" {TEXT} fill="#222">{title}</text>']
+    nodes = list_nodes()
+    for node in nodes:
+        width = node.stop - node.start
+        if width > 1:
+            x, y = place(node, left)
+            for start in (node.start, node.start + width // 2):
+                cx, cy = place(Node(start, start + width // 2), left)
+                parts.append(f'<path d="M{x} {y}L{cx} {cy}" stroke="#999" fill="none"/>')
+    for node in nodes:
+        x, y = place(node, left)
+        owners = {blocks.owner(leaf) for leaf in range(node.start, node.stop)}
+        color = COLORS[min(owners)] if len(owners) == 1 else "#fff"
+        sent = any(node in own for own in roots)
+        edge = 'stroke="#222" stroke-width="3"' if sent else 'stroke="#777"'
+        parts.append(f'<circle cx="{x}" cy="{y}" r="11" fill="{color}" {edge}/>')
+        if node.stop - node.start == 1:
+            label = f'<text x="{x}" y="{y + 30}" {TEXT} fill="#222">{node.start}</text>'
+            parts.append(label)
+    return parts
+
+
+def draw() -> str:
+    """Return the picture."""
+    width, height = 3 * PANEL, TOP + 3 * ROW + 50
+    parts = [
+        part
+        for number, count in enumerate((2, 3, 4))
+        for part in draw_panel(count, number * PANEL + 20)
+    ]
+    about = "One tree over eight logical ranks, computed by two, three and four processes"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            f"<title>{about}</title>",
+            f'<rect width="{width}" height="{height}" fill="#fff"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("images").joinpath("logical-ranks.svg").write_text(draw())
