@@ -49,7 +49,7 @@ class LogicalRanksMixin(_Base):
     logical_ranks: int | None = None
     _steps: LogicalSteps | None = None
     _logged: LoggedValues | None = None
-    _metrics: MetricStates | None = None
+    _metric_states: MetricStates | None = None
     _session: Any = None
 
     def set_logical_ranks(self, logical_ranks: int | None) -> None:
@@ -142,14 +142,14 @@ class LogicalRanksMixin(_Base):
         )
         logged.attach(self._patches)
         watch_collectives(self._patches, lambda: steps.step_rank)
-        metrics = self._metrics = steps.metrics = MetricStates(
+        metrics = self._metric_states = steps.metrics = MetricStates(
             trainer, self.block, lambda: steps.logical_rank, self.gather_bytes
         )
         metrics.attach(self._patches)
 
     def _end_logical_ranks(self) -> None:
         self._patches.undo()
-        self._steps = self._logged = self._metrics = None
+        self._steps = self._logged = self._metric_states = None
 
     # Loaders
 
@@ -246,12 +246,12 @@ class LogicalRanksMixin(_Base):
 
     def capture_metric_states(self) -> dict[str, dict[int, Any]]:
         """Return the states of metrics by path and logical rank."""
-        return {} if self._metrics is None else self._metrics.capture()
+        return {} if self._metric_states is None else self._metric_states.capture()
 
     def restore_metric_states(self, states: dict[str, dict[int, Any]]) -> None:
         """Restore the states of metrics, of those logical ranks that are here."""
-        if self._metrics is not None:
-            self._metrics.restore(states)
+        if self._metric_states is not None:
+            self._metric_states.restore(states)
 
     def capture_logged(self) -> dict[str, Any]:
         """Return the sums of the logged values of the epoch, of the logical ranks here."""
