@@ -1,5 +1,6 @@
 """Each piece of what a checkpoint holds matters: without it, the bits are others, or it is said."""
 
+import os
 import random
 
 import lightning.pytorch as L
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from resuming import DrawingCollate, DrawingDigits, Fits, OwnOrder, agree, evidence
+from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -376,7 +378,50 @@ def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
     assert lacking != straight
 
 
+def make_logging_model():
+    """Return a model that logs a mean and a metric over the epoch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        self.average.update(loss)
+        self.log("average", self.average, on_step=False, on_epoch=True)
+        return loss
+
+    model = make_model(training_step=training_step)
+    model.average = MeanMetric()
+    return model
+
+
+@pytest.fixture
+def logical(monkeypatch):
+    """Return the words of a fit with two logical ranks in this process."""
+    monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "2")
+    before = dict(os.environ)
+    yield {"model": make_logging_model, "strategy": "ddp_d9m", "devices": 1}
+    for name in os.environ.keys() - before:  # Lightning's launcher sets the address of the group
+        del os.environ[name]
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("piece", "empty", "scalar"), [("logged", [], "mean_loss"), ("metric_states", {}, "average")]
+)
+def test_what_logical_ranks_have_logged_matters_within_an_epoch(
+    tmp_path, new_process, logical, piece, empty, scalar
+):
+    fits = Fits(tmp_path, new_process)
+    straight = evidence(fits.fit(**logical))
+    fits.interrupt(**logical, at={"batch": 2})
+    whole, lacking = without(fits, [piece], empty, **logical)
+    assert whole == straight
+    values = [found["epoch", 1]["scalars"][scalar] for found in (whole, lacking)]
+    assert values[0] != values[1]
+
+
 ELSEWHERE = {
+    ("logged",): test_what_logical_ranks_have_logged_matters_within_an_epoch,
+    ("metric_states",): test_what_logical_ranks_have_logged_matters_within_an_epoch,
     ("train_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("pending", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
