@@ -405,7 +405,7 @@ NOT_OF_LIGHTNING = {
     },
     "torch.amp": {"_get_scale_async"},
     "torch.distributed": {"_Options", "_devices", "_get_default_store", "_timeout"},
-    "torchmetrics": {"_defaults"},
+    "torchmetrics": {"_computed", "_defaults", "_reductions"},
 }
 
 
