@@ -117,9 +117,10 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
         """Return the bytes of every process."""
         return self.communicator.gather_objects(data)
 
-    def _run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
+    def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
+        """Run the backward pass of a loss, in the scope of the sums."""
         with nullcontext() if self._sums is None else self._sums.backward():
-            return super()._run_backward(loss, optimizer, *args, **kw)
+            return super().run_backward(loss, optimizer, *args, **kw)
 
     def teardown(self) -> None:
         """End the run."""

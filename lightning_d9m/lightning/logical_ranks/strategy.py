@@ -186,20 +186,21 @@ class LogicalRanksMixin(_Base):
         """Run ``training_step`` of the module for each logical rank of this process."""
         if self._steps is None:
             return super().training_step(*args, **kwargs)
-        return self._steps.train(super().training_step, self._run_backward, *args, **kwargs)
+        return self._steps.train(super().training_step, self.run_backward, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
         if self._steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        loss = self._run_backward(closure_loss, optimizer, *args, **kwargs)
+        loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         self._steps.finish_gradients()
         module: Any = self.lightning_module
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
 
-    def _run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
+    def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
+        """Run the backward pass of a loss, without the hooks after it."""
         module: Any = self.lightning_module
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
