@@ -46,7 +46,7 @@ def test_grid_sample(mode: str, padding: str, corners: bool, dims: int) -> None:
         sampled = nnf.grid_sample(image, grid, mode, padding, corners)
         return torch.autograd.grad(sampled, (image, grid), gradient)
 
-    assert_alike(differentiate, tolerance=0 if mode == "nearest" else 256)
+    assert_alike(differentiate, tolerance=256)
     if mode == "bilinear":
 
         def differentiate_one() -> Tensor:

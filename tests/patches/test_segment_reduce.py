@@ -13,7 +13,6 @@ from lightning_d9m.patches.primitives.segment_reduce import (
     reduce_into,
     reduce_segments,
     sum_segments,
-    sum_weighted_rows,
 )
 
 keys_of = st.lists(st.integers(-2, 7), max_size=60)
@@ -58,41 +57,6 @@ def test_last_is_the_last(keys: list[int]) -> None:
     last = {key: place for place, key in enumerate(keys)}
     found = find_last(torch.tensor(keys, dtype=torch.int64))
     assert found.tolist() == [last[key] for key in keys]
-
-
-@settings(deadline=None, max_examples=60)
-@given(keys=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30))
-def test_weighted_rows_leave_out_what_has_no_output(keys: list[tuple[int, int]]) -> None:
-    """Key 6 stands for no output of 6, even with an infinite weight."""
-    draws = torch.Generator().manual_seed(0)
-    rows, weights = torch.randn(len(keys), 2, generator=draws), torch.ones(len(keys), 2)
-    where = torch.tensor(keys)
-    weights[where == 6] = torch.inf
-    expected = torch.zeros(6, 2, dtype=torch.float64)
-    for row, pair in zip(rows.double(), keys, strict=True):
-        for key in pair:
-            if key < 6:
-                expected[key] += row
-    actual = sum_weighted_rows(where, weights, rows, 6)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_entries_without_an_output_are_read_in_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread reads a run: 1,000 skipped entries are not one run."""
-    longest = []
-    run = segment_reduce.sum_bags
-
-    def watch(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-        ends = torch.cat([offsets[1:], torch.tensor([len(reads)])])
-        longest.append(int((ends - offsets).max()))
-        return run(rows, reads, offsets, weights)
-
-    monkeypatch.setattr(segment_reduce, "sum_bags", watch)
-    keys = torch.full((500, 2), 3)
-    keys[7, 1] = 2
-    sums = sum_weighted_rows(keys, torch.ones(500, 2), torch.ones(500, 4), 3)
-    assert sums.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]
-    assert longest == [64]
 
 
 @settings(deadline=None, max_examples=60)

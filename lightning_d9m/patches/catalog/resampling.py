@@ -1,6 +1,6 @@
 """Catalog entries of interpolation, grid sampling and padding."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, FlagEffect, Op
+from lightning_d9m.patches.catalog.op import ATOMICS, EXACT, GATHER, ROUNDED_ONCE, FlagEffect, Op
 
 _GRID_SAMPLE = "lightning_d9m.patches.kernels.grid_sample"
 _INTERPOLATION = "lightning_d9m.patches.kernels.interpolation"
@@ -84,13 +84,8 @@ RESAMPLING: tuple[Op, ...] = (
             documented=("torch.nn.functional.grid_sample",),
             torch_does=_RAISES,
             cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004 - a number of dimensions
-            instead=(
-                "The reads of all outputs are sorted by the input they touched; those of one input "
-                "are added in order, weighted."
-            ),
-            bits=(
-                "Within a few rounding errors. A NaN coordinate contributes nothing, as on CUDA."
-            ),
+            instead=f"{EXACT} The grid's gradient is added by one thread for each sample.",
+            bits=f"{ROUNDED_ONCE} A NaN coordinate contributes nothing, as on CUDA.",
             kernels={
                 f"grid_sampler_{dims}d_backward": f"{_GRID_SAMPLE}:grid_sampler_{dims}d_backward",
                 **(

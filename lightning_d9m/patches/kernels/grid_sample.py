@@ -1,8 +1,8 @@
 """Gradients of ``grid_sample`` in 2 and 3 dimensions.
 
 torch's CUDA kernel starts one thread per output and adds into the input with atomics. Here the
-reads of all outputs are sorted by the input element that they touched, and the contributions to
-each element are added in their order. Coordinates and weights follow torch's ``GridSampler.h``.
+contributions to an element of the input are added as integers; see ``exact_sum``. Coordinates and
+weights follow torch's ``GridSampler.h``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.kernels.exact_sum import (
+    FORMATS,
+    FloatFormat,
+    Limbs,
+    plan_limbs,
+    sum_by_index,
+)
 from lightning_d9m.patches.kernels.interpolation import CUBIC, weigh_cubic_inner, weigh_cubic_outer
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_weighted_rows
+from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
+from lightning_d9m.patches.triton.launch import run_kernel
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
@@ -96,11 +104,39 @@ def _differentiate(
     align_corners: bool,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor]:
-    batch, channels, *sizes = image.shape
-    outputs = prod(grid.shape[1:-1])
     if not grad_output.numel():
         grad_image = torch.zeros_like(image, memory_format=torch.contiguous_format)
         return grad_image if output_mask[0] else None, torch.zeros_like(grid)
+    neighbors = {_BILINEAR: 2, _NEAREST: 1, _BICUBIC: 4}[mode] ** (image.dim() - 2)
+    return run_kernel(
+        "grid_sample:differentiate",
+        _differentiate_by_torch_ops,
+        grad_output,
+        image,
+        grid,
+        mode,
+        padding,
+        align_corners,
+        plan_limbs(image.dtype, prod(grid.shape[1:-1]) * neighbors),
+        FORMATS[image.dtype],
+        by_image=output_mask[0],
+    )
+
+
+def _differentiate_by_torch_ops(
+    grad_output: Tensor,
+    image: Tensor,
+    grid: Tensor,
+    mode: int,
+    padding: int,
+    align_corners: bool,
+    _limbs: Limbs,
+    _form: FloatFormat,
+    *,
+    by_image: bool,
+) -> tuple[Tensor | None, Tensor]:
+    batch, channels, *sizes = image.shape
+    outputs = prod(grid.shape[1:-1])
     dtype = accumulation_dtype(image.dtype)
     coordinates = grid.reshape(batch, outputs, len(sizes)).to(dtype)
     taps = [
@@ -128,19 +164,23 @@ def _differentiate(
                 )
                 slopes[side] = slopes[side] + torch.where(inside, match * factor, 0)
         first = torch.arange(batch, device=image.device)[:, None] * pixels.shape[2]
-        places.append(torch.where(inside, place + first, batch * pixels.shape[2]))
+        places.append(torch.where(inside, place + first, -1))
         weights.append(_multiply(tap.weight for tap in corner))
     grad_grid = torch.stack(slopes[::-1], dim=-1).to(grid.dtype).view(grid.shape)
-    if not output_mask[0]:
+    if not by_image:
         return None, grad_grid
-    sums = sum_weighted_rows(
-        torch.stack(places, dim=-1).view(batch * outputs, -1),
-        torch.stack(weights, dim=-1).view(batch * outputs, -1),
-        gradients.transpose(1, 2).reshape(batch * outputs, channels),
+    # One row of channels for each neighbor of each output.
+    terms = torch.stack(weights, dim=-1)[..., None] * gradients.transpose(1, 2)[:, :, None]
+    sums = sum_by_index(
+        torch.stack(places, dim=-1).flatten(),
+        terms.reshape(1, -1, channels),
         batch * pixels.shape[2],
+        image.dtype,
     )
     grad_image = sums.view(batch, -1, channels).transpose(1, 2)
-    return grad_image.to(image.dtype).reshape(image.shape).contiguous(), grad_grid
+    # Strides of one, as torch's, also where a size is 1.
+    grad_image = grad_image.reshape(image.shape).clone(memory_format=torch.contiguous_format)
+    return grad_image, grad_grid
 
 
 def _find_taps(
@@ -196,8 +236,11 @@ def _pad(
             distance = position - low
             slope = torch.where(distance < 0, -slope, slope)
             distance = distance.abs()
-            rest = distance.fmod(span)
-            even = (distance / span).floor().fmod(2) == 0
+            flips = (distance / span).floor()
+            rest = distance - flips * span
+            before = rest < 0  # the quotient was rounded up
+            flips, rest = flips - before.to(flips.dtype), torch.where(before, rest + span, rest)
+            even = flips.fmod(2) == 0
             position = torch.where(even, rest + low, span - rest + low)
             slope = torch.where(even, slope, -slope)
     if padding != _ZEROS:

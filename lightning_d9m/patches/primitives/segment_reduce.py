@@ -33,7 +33,6 @@ _REDUCTIONS: dict[Reduction, tuple[Callable[[Tensor, Tensor], Tensor], float]] =
 _INT32_LIMIT = 2**31 - 1
 _MODE_SUM = 0
 _LONG = 64  # average number of elements per run from which a block of threads per run pays
-_SKIPPED_RUN = 64  # most entries without an output that one thread reads
 
 
 @dataclass(frozen=True)
@@ -128,28 +127,6 @@ def reduce_into(
     reduced = runs.reduce(rows, reduce)
     # The elements of a run write equal values, so the order of the writes has no effect.
     target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
-
-
-def sum_weighted_rows(keys: Tensor, weights: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Add each row, times its weights, to the outputs that its keys name.
-
-    Args:
-        keys: Integers of shape ``[m, k]``; ``count`` stands for no output.
-        weights: One for each key, of the rows' dtype.
-        rows: Of shape ``[m, features]``, float32 or float64.
-        count: Number of outputs.
-
-    Returns:
-        Sums of shape ``[count, features]``, each in the order of the rows and of their keys.
-    """
-    flat = keys.flatten()
-    # Entries without an output are split into short runs: one run would be read by one thread.
-    skipped = torch.arange(flat.numel(), device=flat.device) // _SKIPPED_RUN
-    total = count + -(-flat.numel() // _SKIPPED_RUN)
-    sorted_keys, order = _sort(torch.where(flat < count, flat, count + skipped), total)
-    offsets = _find_offsets(sorted_keys, total)[:-1]
-    reads = torch.div(order, keys.shape[1], rounding_mode="floor")
-    return sum_bags(rows, reads, offsets, weights.flatten().index_select(0, order))[:count]
 
 
 def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

@@ -77,6 +77,20 @@ def test_sums_use_native_atomics(benchmark, op, tmp_path, monkeypatch):
         assert (compiled["stack"], compiled["spilled"], compiled["atomics"]) == (0, 0, [])
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_grid_samples_spill_nothing(benchmark, place, tmp_path, monkeypatch):
+    """In 2 and 3 dimensions; the atomics are those of sums."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    workload = [one for one in benchmark.WORKLOADS if one.op.startswith("grid_sampler")][place]
+    recorded, torch_ops = benchmark.run_workload(workload)
+    assert torch_ops == {}
+    by_grid, _, raise_keys, add_terms, _ = recorded
+    for one, atomics in [(by_grid, []), (raise_keys, ["MAX.S32"]), (add_terms, ["ADD.64"])]:
+        compiled = benchmark.compile_kernel(one, 90)
+        assert (compiled["stack"], compiled["spilled"]) == (0, 0)
+        assert compiled["atomics"] == [f"REDG.E.{kind}.STRONG.GPU" for kind in atomics]
+
+
 def test_operators_of_torch_are_found(benchmark):
     """The torch ops of a workload without a kernel, and the launches of one that has several."""
     (workload,) = (one for one in benchmark.WORKLOADS if one.op == "nll_loss2d")
