@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_d9m.patches.primitives import segment_reduce
 from lightning_d9m.patches.primitives.segment_reduce import (
     find_last,
-    reduce_into,
+    multiply_into,
     reduce_segments,
     sum_segments,
 )
@@ -55,7 +55,7 @@ def test_products_have_the_bits_of_a_loop(keys: list[int], seed: int, whole: boo
 def test_last_is_the_last(keys: list[int]) -> None:
     """Every element points at the last one with its key."""
     last = {key: place for place, key in enumerate(keys)}
-    found = find_last(torch.tensor(keys, dtype=torch.int64))
+    found = find_last(torch.tensor(keys, dtype=torch.int64), 8)
     assert found.tolist() == [last[key] for key in keys]
 
 
@@ -79,7 +79,7 @@ def test_an_update_has_the_bits_of_a_loop(
         expected[key] = expected[key] * value if include_self or key in seen else value
         seen.add(key)
     where = torch.tensor(keys)
-    reduce_into(target, (where,), where, count, values, "prod", include_self=include_self)
+    multiply_into(target, (where,), where, count, values, include_self=include_self)
     assert torch.equal(target, expected)
 
 

@@ -24,7 +24,7 @@ from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_
 from lightning_d9m.patches.primitives.segment_reduce import (
     Update,
     accumulation_dtype,
-    reduce_into,
+    multiply_into,
 )
 
 _REDUCTIONS = ("prod", "mean", "amax", "amin")
@@ -57,7 +57,7 @@ def index_reduce(
     def write(target: Tensor) -> None:
         places = (target if target.dim() else target.view(1)).movedim(axis, 0)
         if reduce == "prod":
-            reduce_into(places, (keys,), keys, count, slices, "prod", include_self=include_self)
+            multiply_into(places, (keys,), keys, count, slices, include_self=include_self)
             return
         update = (
             partial(_average, include_self=include_self)

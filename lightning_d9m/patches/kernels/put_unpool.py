@@ -38,7 +38,7 @@ def put(
     places = torch.where(places < 0, size, places)  # out of range, also for index_put_
     if not accumulate:
         # All values for one place become equal, so the order of the writes has no effect.
-        values = values.index_select(0, find_last(places))
+        values = values.index_select(0, find_last(places, size + 1))
 
     def write(target: Tensor) -> None:
         try:

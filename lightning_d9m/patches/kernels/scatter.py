@@ -18,7 +18,7 @@ from lightning_d9m.patches.kernels.exact_sum import (
     unravel,
 )
 from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import Reduction, Update, reduce_into
+from lightning_d9m.patches.primitives.segment_reduce import Reduction, Update, multiply_into
 
 _LEGACY: dict[str, Reduction] = {"add": "sum", "multiply": "prod"}
 
@@ -93,13 +93,12 @@ def _scatter(
     def write(target: Tensor) -> None:
         places = _find_places(index, shape, axis)
         flat = target.is_contiguous()
-        reduce_into(
+        multiply_into(
             target.view(-1) if flat else target,
             (places,) if flat else unravel(places, shape),
             places,
             target.numel(),
             values.flatten(),
-            reduce,
             include_self=include_self,
         )
 

@@ -5,7 +5,6 @@ thread, or one fixed tree of threads, then reduces each run. No two threads writ
 no race changes the rounding. Nothing is read back to the host.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -13,22 +12,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-Reduction: TypeAlias = Literal["sum", "prod", "max", "min"]
-
-
-def _maximum(left: Tensor, right: Tensor) -> Tensor:
-    return torch.where(right.isnan() | (left < right), right, left)  # the left one of -0.0 and 0.0
-
-
-def _minimum(left: Tensor, right: Tensor) -> Tensor:
-    return torch.where(right.isnan() | (right < left), right, left)
+Reduction: TypeAlias = Literal["sum", "prod"]
 
 
 _REDUCTIONS: dict[Reduction, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "sum": (torch.add, 0),
     "prod": (torch.mul, 1),
-    "max": (_maximum, -math.inf),
-    "min": (_minimum, math.inf),
 }
 _INT32_LIMIT = 2**31 - 1
 _MODE_SUM = 0
@@ -85,25 +74,23 @@ def reduce_segments(keys: Tensor, values: Tensor, count: int, reduce: Reduction)
 
     Returns:
         Of shape ``[count]`` or ``[count, features]``. For a key that does not occur: 0 for
-        ``"sum"``, 1 for ``"prod"``; undefined for ``"max"`` and ``"min"``. Half and bfloat16 are
-        reduced and returned in float32.
+        ``"sum"``, 1 for ``"prod"``. Half and bfloat16 are reduced and returned in float32.
     """
     sorted_keys, order = _sort(keys, count)
     rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
     return _reduce_sorted(rows, sorted_keys, _find_offsets(sorted_keys, count), reduce)
 
 
-def reduce_into(
+def multiply_into(
     target: Tensor,
     indices: tuple[Tensor, ...],
     keys: Tensor,
     count: int,
     values: Tensor,
-    reduce: Reduction,
     *,
     include_self: bool = True,
 ) -> None:
-    """Reduce values into the places of a tensor that indices name, from first to last.
+    """Multiply values into the places of a tensor that indices name, from first to last.
 
     Time and memory grow with the number of values, not with the size of the target.
 
@@ -113,18 +100,16 @@ def reduce_into(
         keys: The same places as integers in ``0 .. count - 1``; shape ``[m]``, from 1 element.
         count: Number of places.
         values: Of shape ``[m, *rest]``, where ``rest`` are the other dimensions of the target.
-        reduce: The reduction.
-        include_self: Whether the target's value is the first one that is reduced.
+        include_self: Whether the target's value is the first factor.
     """
     runs = _sort_into_runs(keys, count)
     places = tuple(index.index_select(0, runs.order) for index in indices)
     rows = values.index_select(0, runs.order).to(accumulation_dtype(values.dtype))
     wide = (-1, *[1] * (rows.dim() - 1))
     if include_self:
-        fold, _ = _REDUCTIONS[reduce]
         first = torch.cat([torch.ones_like(runs.run[:1]), runs.run.diff()]) != 0
-        rows = torch.where(first.view(wide), fold(target[places].to(rows.dtype), rows), rows)
-    reduced = runs.reduce(rows, reduce)
+        rows = torch.where(first.view(wide), target[places].to(rows.dtype) * rows, rows)
+    reduced = runs.reduce(rows, "prod")
     # The elements of a run write equal values, so the order of the writes has no effect.
     target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
 
@@ -145,17 +130,18 @@ def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | Non
     return sums
 
 
-def find_last(keys: Tensor) -> Tensor:
+def find_last(keys: Tensor, count: int) -> Tensor:
     """Return for each element the position of the last element with the same key.
 
     Args:
         keys: Integers of shape ``[m]``.
+        count: Number of keys.
 
     Returns:
         Positions of shape ``[m]``, int64.
     """
-    sorted_keys, order = torch.sort(keys, stable=True)
-    last = torch.searchsorted(sorted_keys, keys, right=True) - 1
+    sorted_keys, order = _sort(keys, count)
+    last = torch.searchsorted(sorted_keys, keys.to(sorted_keys.dtype), right=True) - 1
     return order.index_select(0, last)
 
 
