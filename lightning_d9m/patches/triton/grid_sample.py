@@ -283,7 +283,7 @@ def differentiate_grid(
 
 
 def differentiate(grad_output, image, grid, mode, padding, corners, limbs, form, *, by_image):
-    """Return the gradient of the image, if it is asked for, and that of the grid."""
+    """Return the gradient of the image, or None without ``by_image``, and that of the grid."""
     channels, dims = image.shape[1], image.dim() - 2
     grad_output, image, grid = (part.contiguous() for part in (grad_output, image, grid))
     samples = grid.numel() // dims
