@@ -24,6 +24,7 @@ from lightning_d9m.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 HOOKS = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
 CALLBACK = "{class_path: lightning_d9m.DeterminismCallback, init_args: {sed: 1}}"
 LANGUAGES = {"diff", "python", "sh", "yaml", "json", "text"}
@@ -49,7 +50,7 @@ def read_command(example):
 
 
 def read_yaml(example):
-    """Build the callbacks of LightningCLI's YAML; look up the hooks of pre-commit's."""
+    """Build the callbacks of LightningCLI's YAML; look up pre-commit's hooks and our inputs."""
     match yaml.safe_load(example.parsed):
         case {"trainer": {"callbacks": callbacks}}:
             for callback in callbacks:
@@ -57,6 +58,9 @@ def read_yaml(example):
                 getattr(import_module(module), name)(**callback["init_args"])
         case {"repos": [{"hooks": hooks}]}:
             assert {hook["id"] for hook in hooks} <= HOOKS
+        case {"steps": [{"uses": _}, {"uses": action, "with": inputs}]}:
+            assert action.partition("@")[0].endswith("/lightning_d9m")
+            assert inputs.keys() <= ACTION["inputs"].keys()
         case other:
             raise ValueError(other)
 
