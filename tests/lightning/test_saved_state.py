@@ -69,7 +69,7 @@ def test_comes_back_as_it_was():
     checkpoint = save_and_load({KEY: STATE.as_plain()})
     found = SavedState.from_checkpoint(checkpoint)
     assert repr(found) == repr(STATE)
-    assert {type(found.position), type(found.of_rank(0, 2).results[0])} == {
+    assert {type(found.position), type(found.of_rank(0, 2, None).results[0])} == {
         LoopPosition,
         SavedResult,
     }
@@ -81,9 +81,9 @@ def test_tensors_are_not_copied():
 
 
 def test_the_state_of_a_rank():
-    assert STATE.of_rank(0, 2) is RANK
+    assert STATE.of_rank(0, 2, None) is RANK
     for rank, world in ((0, 3), (2, 2)):
-        assert STATE.of_rank(rank, world) == SavedRank()
+        assert STATE.of_rank(rank, world, None) == SavedRank()
 
 
 def test_untrained():

@@ -244,7 +244,7 @@ def test_large_batches_are_not_saved(monkeypatch):
 @pytest.mark.parametrize("common", [15, 16])
 def test_samples_and_lines_are_reported(common, monkeypatch):
     finding = SimpleNamespace(
-        place="train.py:3:1", code="list(names)", rule="D9M301", reason="Why."
+        location="train.py:3:1", code="list(names)", rule="D9M301", reason="Why."
     )
     scans = []
 
