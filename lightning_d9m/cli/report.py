@@ -86,22 +86,15 @@ def _compare_runs(runs: Mapping[int, Run], folder: Path) -> _Compared:
             "with two runs, such as d9m-runs/000, or two ledgers."
         )
     of_fit = [found for (_, name), found in timelines.items() if name == shown.name]
-    values = [_list_values(of_fit[0], side=0), *(_list_values(found, side=1) for found in of_fit)]
+    reference = {name: series.runs[0] for name, series in of_fit[0].values.items()}
+    others = [{name: series.runs[1] for name, series in one.values.items()} for one in of_fit]
     return _Compared(
         report.verdict,
         shown.comparison,
         timelines[shown.run, shown.name],
         (runs[1].fits[shown.name], shown.ledger),
-        RepeatedRuns(report.state_verdict(), report.rows, values),
+        RepeatedRuns(report.state_verdict(), report.rows, [reference, *others]),
     )
-
-
-def _list_values(timeline: Timeline, *, side: int) -> dict[str, list[tuple[int, float]]]:
-    """Return the logged values of the reference (side 0) or of the other run (1), by name."""
-    return {
-        name: [(step, value) for step, *both in series.points if (value := both[side]) is not None]
-        for name, series in timeline.values.items()
-    }
 
 
 def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, object]:

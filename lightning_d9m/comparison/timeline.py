@@ -101,6 +101,13 @@ class ValueSeries:
             self.points = self.points[::2]
             self._stride *= 2
 
+    @property
+    def runs(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """(step, value) of the reference, and the same of this run, where it has a record."""
+        reference = [(step, value) for step, value, _ in self.points if value is not None]
+        this_run = [(step, value) for step, _, value in self.points if value is not None]
+        return reference, this_run
+
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:

@@ -158,11 +158,9 @@ def _draw_values(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (name, drawing of the values, drawing of their difference) of each logged value."""
     for number, (name, series) in enumerate(timeline.values.items(), start=1):
-        pair: list[Points] = [
-            [(step, value) for step, *both in series.points if (value := both[side]) is not None]
-            for side in (0, 1)
-        ]
-        runs = pair if repeated is None else [run.get(name, ()) for run in repeated.values]
+        runs: Sequence[Points] = series.runs
+        if repeated is not None:
+            runs = [run.get(name, ()) for run in repeated.values]
         gaps = [
             (step, abs(one - other))
             for step, one, other in series.points
