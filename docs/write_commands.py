@@ -56,7 +56,7 @@ def _format_arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
         takes_value = action.nargs != 0 or not action.option_strings
         shown = f"{names} {value}".strip() if takes_value else names
         text = (action.help or "") % (vars(action) | {"prog": parser.prog})
-        yield f"| `{shown}` | {text} |\n".replace("|\n", "|\n")
+        yield f"| `{shown}` | {text} |\n"
 
 
 if __name__ == "__main__":

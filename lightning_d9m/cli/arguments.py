@@ -124,7 +124,7 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Return the two ledgers: those that were named, or the last two under a folder.
 
     Raises:
-        LedgerError: If fewer than two were named, and there are no two under the folder.
+        LedgerError: If fewer than two were named, and the folder holds fewer than two.
     """
     if arguments.actual is not None:
         return arguments.expected, arguments.actual

@@ -1,4 +1,8 @@
-"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
+"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop.
+
+The file is long because one public class answers every call of a loop, and all of its methods share
+one state; loaders, probes, ranks and the saved state are in the other files of this folder.
+"""
 
 import json
 import os
