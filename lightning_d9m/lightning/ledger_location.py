@@ -1,8 +1,6 @@
 """The folder in which a Trainer's run writes its ledger."""
 
-import json
 import os
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +13,7 @@ from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.recording.shared_folder import share_new_folder
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,27 +37,19 @@ def make_ledger_folder(
         LedgerError: On all ranks, if no folder can be made.
     """
     log_dir = trainer.log_dir  # a collective: every rank calls it
-    folder, problem = "", ""
+
+    def create() -> Path:
+        parent = _choose_parent(trainer, log_dir, ledger_dir, spare_cwd=spare_cwd)
+        return create_ledger_folder(parent, kind)
+
     # A program that overrides `is_global_zero` may leave a single process without a rank 0.
-    if trainer.is_global_zero or trainer.world_size == 1:
-        try:
-            parent = _choose_parent(trainer, log_dir, ledger_dir, spare_cwd=spare_cwd)
-            folder = str(create_ledger_folder(parent, kind))
-        except LedgerError as error:
-            advice = (
-                f"Set ledger_dir, or the variable {LEDGER_VARIABLE}, to a local folder that this "
-                "process may write to."
-            )
-            problem = f"{error} {advice}"
+    creates = trainer.is_global_zero or trainer.world_size == 1
+    advice = (
+        f"Set ledger_dir, or the variable {LEDGER_VARIABLE}, to a local folder that this process "
+        "may write to."
+    )
     # Not the strategy's broadcast, which pickles.
-    folder, problem = json.loads(ranks_of(trainer).broadcast_text(json.dumps([folder, problem])))
-    if problem:
-        raise LedgerError(problem)
-    # Nodes need not share a file system: each keeps the ledgers of its own ranks. If this fails,
-    # creating the file in it fails too, with a message that says why.
-    with suppress(OSError):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder)
+    return share_new_folder(ranks_of(trainer), create if creates else None, advice)
 
 
 def _choose_parent(

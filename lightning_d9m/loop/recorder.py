@@ -4,11 +4,11 @@ The file is long because one public class answers every call of a loop, and all 
 one state; loaders, probes, ranks and the saved state are in the other files of this folder.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,7 +19,7 @@ from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.generators import decode_rng, encode_rng
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, active_session, next_fit
-from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.training_state import describe_model, take_snapshot
 from lightning_d9m.launch.run import LEDGER_VARIABLE
@@ -38,6 +38,7 @@ from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.recorder import Policy
 from lightning_d9m.recording.recorder import Recorder as LedgerRecorder
 from lightning_d9m.recording.replicated_state import find_replicated_state
+from lightning_d9m.recording.shared_folder import share_new_folder
 from lightning_d9m.version import __version__
 
 if TYPE_CHECKING:
@@ -386,20 +387,9 @@ class Recorder:
         return RunFacts(model=model, parameters=parameters, train=train)
 
     def _make_folder(self) -> Path:
-        """Make the ledger's folder on rank 0, and return its path on all ranks."""
-        folder, problem = "", ""
-        if self._ranks.rank == 0:
-            try:
-                parent = Path(os.environ.get(LEDGER_VARIABLE) or self._ledger_dir)
-                folder = str(create_ledger_folder(parent))
-            except LedgerError as error:
-                problem = str(error)
-        folder, problem = json.loads(self._ranks.broadcast_text(json.dumps([folder, problem])))
-        if problem:
-            raise LedgerError(problem)
-        with suppress(OSError):  # nodes need not share a file system; the writer reports a failure
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        return Path(folder)
+        parent = Path(os.environ.get(LEDGER_VARIABLE) or self._ledger_dir)
+        create = partial(create_ledger_folder, parent)
+        return share_new_folder(self._ranks, create if self._ranks.rank == 0 else None)
 
     def _record(self, moment: str, epoch: int) -> None:
         assert self._recorder is not None, "begin() comes first"
