@@ -77,6 +77,8 @@ class DriftError(D9mError, RuntimeError):
         total: How many entries were compared.
         expected: The digest of the first of ``names`` in the reference (or on rank 0).
         actual: The digest of the first of ``names`` in this run (or on ``rank``).
+        expected_rank: The rank that ``rank`` differs from; None if the run differs from its
+            reference.
     """
 
     def __init__(  # noqa: PLR0913 - the facts of one drift, each named
@@ -93,6 +95,7 @@ class DriftError(D9mError, RuntimeError):
         total: int,
         expected: str,
         actual: str,
+        expected_rank: int | None = None,
     ) -> None:
         super().__init__(message)
         self.moment = moment
@@ -105,6 +108,7 @@ class DriftError(D9mError, RuntimeError):
         self.total = total
         self.expected = expected
         self.actual = actual
+        self.expected_rank = expected_rank
 
 
 class RanksDisagreeError(D9mError, RuntimeError):

@@ -189,6 +189,33 @@ class RankDependentNet(Net):
             self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
 
 
+class LateRankNet(Net):
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 1 and self.global_step == 4:
+            self.layers[0].weight.data.view(torch.int32)[2, 3] += 1
+
+
+class RankBufferNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 1 and self.global_step == 4:
+            self.scale[1] += 1
+
+
+class RankRateNet(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1 + 1e-9 * self.global_rank)
+
+
+class RankAveragedNet(Net):
+    def on_train_end(self):
+        if self.global_rank == 1:
+            self.layers[2].bias.data += 1
+
+
 class WeakGradientNet(Net):
     def on_after_backward(self):
         if self.global_step == 6 and is_hit():
@@ -262,7 +289,8 @@ def train(cause):
         samples = DATA.get(cause, Samples)()
     if cause == "urandom":
         words["num_workers"] = 1
-    ranks = {"strategy": "ddp", "devices": 2} if cause in ("ulp", "rank drift", "exchange") else {}
+    on_two = cause in ("ulp", "exchange") or cause.startswith("rank ")
+    ranks = {"strategy": "ddp", "devices": 2} if on_two else {}
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", enable_checkpointing=False, **QUIET, **ranks
     )
@@ -280,6 +308,10 @@ MODELS = {
     "thread": WatchedNet,
     "ulp": WeakCellNet,
     "rank drift": RankDependentNet,
+    "rank late": LateRankNet,
+    "rank buffer": RankBufferNet,
+    "rank rate": RankRateNet,
+    "rank averaged": RankAveragedNet,
     "gradient": WeakGradientNet,
     "initial": DrawnNet,
     "draws": ImpatientNet,

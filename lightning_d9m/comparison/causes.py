@@ -184,6 +184,7 @@ _RANK_TEXTS = {
     "batch before it began.",
     "optimizer": "When the batch begins, the ranks hold different optimizer state. It was equal "
     "when the batch before it began, and so were the weights.",
+    "buffer": "When the batch begins, the ranks hold different buffers. The weights are equal.",
     "gradient": "The optimizer uses different gradients on the ranks, although the ranks have "
     "exchanged them. The weights were equal when the batch began.",
 }
@@ -192,6 +193,7 @@ _RANK_ADVICE = (
     "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
     "the device or the memory of that rank."
 )
+_GROUP_NAMES = {"optimizers": "optimizer state", "schedulers": "scheduler state"}
 UNINITIALIZED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
 # By the group of the initial digests.
 _INITIAL = {
@@ -242,19 +244,22 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
 
     Args:
         drift: The first place at which a rank differs from the others.
-        steps_seen: Whether the weights at each step of that epoch were compared.
+        steps_seen: Whether the state at each step of that epoch was compared.
     """
+    state = _GROUP_NAMES.get(drift.kind, drift.kind)
     if drift.moment == "initial":
-        text = "The ranks hold different weights before the first step."
+        text = f"The ranks hold different {state} before the first step."
     elif drift.moment == "batch":
         text = _RANK_TEXTS[drift.kind]
+    elif drift.moment == "final":
+        text = f"After training the ranks hold different {state}."
     elif steps_seen:
         text = (
-            "At the end of the epoch the ranks hold different weights. They were equal when its "
-            "last batch began."
+            f"At the end of the epoch the ranks hold different {state}, and did not when its last "
+            "batch began."
         )
     else:
-        text = "The ranks hold different weights."
+        text = f"The ranks hold different {state}."
     return Cause("rank drift", text, _RANK_ADVICE)
 
 

@@ -9,29 +9,35 @@ from lightning_d9m.comparison.result import PLACES_KEPT, Divergence
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_layouts import unpack_places
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.records import Digests, End, RankDrift
 
-# The callback compares weights across ranks. A strategy may shard the others: these count only
-# after a batch in which all ranks agreed on them.
+# These must be equal. A strategy may shard the others: they count only after a batch in which all
+# ranks agreed on them.
 _WEIGHT = "weight"
 _MAYBE_SHARDED = frozenset({"optimizer", "gradient"})
+# Kind of probe by the group of the entry that the run itself found to differ.
+_KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
 
 def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
     """Return where ranks first differ from the others, for each rank that differs there.
 
+    The end of a run that a ``DriftError`` ended names the entry that differed. It counts from the
+    start, beside those that must be equal in every run.
+
     ``expected`` of a ``Divergence`` is the value on the rank that the others are compared with:
     rank 0, or rank 1 if all ranks but rank 0 agree.
 
     Args:
-        ledger: A run with several ranks. With probes of weights, gradients and the optimizer it
-            shows the step; without, the epoch.
+        ledger: A run with several ranks. With probes of weights, buffers, gradients and the
+            optimizer it shows the step; without, the epoch.
 
     Raises:
         LedgerError: If a record is malformed or was edited.
     """
     first, *others = ledger.files
-    found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank))]
+    known = _read_known_drift(ledger)
+    found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank, known))]
     start = min((drift.when for drift in found), default=None)
     found = [drift for drift in found if drift.when == start]
     alike = {(drift.kind, drift.name, drift.actual) for drift in found}
@@ -46,20 +52,54 @@ def reference_rank(drift: Divergence) -> int:
     return 1 if drift.rank == 0 else 0
 
 
-def _compare_ranks(ledger: Ledger, first: int, rank: int) -> Divergence | None:
+def _read_known_drift(ledger: Ledger) -> RankDrift | None:
+    """Return the difference that the run itself has found."""
+    ends = (
+        record for rank in ledger.files for record in ledger.records(rank) if type(record) is End
+    )
+    return next((end.drift for end in ends if end.drift is not None), None)
+
+
+def _compare_ranks(
+    ledger: Ledger, first: int, rank: int, known: RankDrift | None
+) -> Divergence | None:
     comparable = {_WEIGHT}
     with ledger.open(first) as one_file, ledger.open(rank) as other_file:
         for one, other in align_records(one_file, other_file):
             places: list[PlaceDifference] = []
             if isinstance(one, Digests) and isinstance(other, Digests) and one is not other:
-                places = [entry for entry in list_entries(one, other) if entry.kind == "weights"]
+                places = [
+                    entry
+                    for entry in list_entries(one, other)
+                    if entry.kind == "weights" or _is_known_entry(entry, other, known)
+                ]
             elif isinstance(one, Batch) and isinstance(other, Batch):
                 found = [] if one is other else compare_batches(one, other).differing
-                places = [place for place in found if place.kind in comparable]
+                places = [
+                    place
+                    for place in found
+                    if place.kind in comparable or _is_known_place(place, known)
+                ]
                 comparable |= _list_kinds(other) - {place.kind for place in found}
             if places and isinstance(other, Digests | Batch):
                 return _make_divergence(rank, other, places)
     return None
+
+
+def _is_known_entry(entry: PlaceDifference, record: Digests, known: RankDrift | None) -> bool:
+    """Return whether an entry of a record is the one that the run found there."""
+    return (
+        known is not None
+        and (entry.kind, entry.name) == (known.group, known.name)
+        and (record.moment, record.epoch, record.step) == (known.moment, known.epoch, known.step)
+    )
+
+
+def _is_known_place(place: PlaceDifference, known: RankDrift | None) -> bool:
+    """Return whether a place holds the entry that the run found to differ."""
+    if known is None or place.kind != _KINDS.get(known.group):
+        return False
+    return place.name == known.name or place.name.startswith(f"{known.name}:")
 
 
 def _list_kinds(batch: Batch) -> set[str]:
@@ -74,7 +114,7 @@ def _make_divergence(
     if isinstance(record, Batch):
         moment, batch, compared = "batch", record.batch, record.size
     else:
-        moment, batch, compared = record.moment, None, len(record.groups.get("weights", ()))
+        moment, batch, compared = record.moment, None, len(record.groups.get(first.kind, ()))
     return Divergence(
         rank=rank,
         moment=moment,

@@ -232,10 +232,11 @@ def name_call(name: str, call: int) -> str:
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return every leaf of a record but the text of an error, which is for people only."""
+    """Return every leaf of a record but the error, whose text is for people only."""
     fields = record.as_record()
     if isinstance(record, End):
         fields.pop("error", None)
+        fields.pop("drift", None)  # the records before show it
     return _flatten(fields)
 
 

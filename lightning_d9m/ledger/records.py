@@ -5,8 +5,10 @@ ones.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
+
+from lightning_d9m.errors import DriftError
 
 Scalar: TypeAlias = str | int | float | bool | None
 Json: TypeAlias = Any
@@ -158,23 +160,62 @@ class Digests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankDrift:
+    """The difference between ranks that ended a fit.
+
+    Attributes:
+        moment: The moment of the digests that differ.
+        epoch: Counted from 0.
+        step: The global step.
+        rank: The first rank that differs.
+        group: The group of its entries that differ, such as ``"weights"``.
+        name: The first of these entries.
+    """
+
+    moment: str
+    epoch: int
+    step: int
+    rank: int
+    group: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """The last record of a fit that finished or failed; a killed fit has none.
 
     Attributes:
         status: ``"finished"`` or ``"failed"``.
         error: The error's message; never compared.
+        drift: The difference between ranks, if that is the error; never compared.
         extra: Fields that this version does not know.
     """
 
     status: str
     error: str | None = None
+    drift: RankDrift | None = None
     extra: Mapping[str, Json] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Json]:
         """Return the record that is written."""
         error = {} if self.error is None else {"error": self.error[:MAX_NAME]}
-        return {"kind": "end", "status": self.status, **error, **self.extra}
+        drift = {} if self.drift is None else {"drift": asdict(self.drift)}
+        return {"kind": "end", "status": self.status, **error, **drift, **self.extra}
+
+    @classmethod
+    def failed(cls, error: BaseException) -> "End":
+        """Return the end of a fit that raised an error."""
+        drift = None
+        if isinstance(error, DriftError) and error.expected_rank is not None:
+            drift = RankDrift(
+                moment=error.moment,
+                epoch=error.epoch,
+                step=error.step,
+                rank=error.rank,
+                group=error.group,
+                name=error.names[0][:MAX_NAME],
+            )
+        return cls(status="failed", error=f"{type(error).__name__}: {error}", drift=drift)
 
 
 @dataclass(frozen=True, slots=True)

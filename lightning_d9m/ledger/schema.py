@@ -22,6 +22,7 @@ from lightning_d9m.ledger.records import (
     ProbeKey,
     ProbeLayout,
     ProbesRecord,
+    RankDrift,
     Record,
     Resume,
     RunFacts,
@@ -272,7 +273,20 @@ def _parse_end(fields: _Fields) -> End:
         raise FieldError("status", f"must be 'finished' or 'failed', and is {quote(status)}")
     error = fields.text("error") if fields.rest.get("error") is not None else None
     fields.rest.pop("error", None)
-    return End(status=status, error=error, extra=fields.rest)
+    drift = _parse_rank_drift(fields.table("drift")) if "drift" in fields.rest else None
+    return End(status=status, error=error, drift=drift, extra=fields.rest)
+
+
+def _parse_rank_drift(table: dict[str, Json]) -> RankDrift:
+    fields = _Fields(table, "drift.")
+    return RankDrift(
+        moment=fields.text("moment"),
+        epoch=fields.whole("epoch"),
+        step=fields.whole("step"),
+        rank=fields.whole("rank", high=MAX_RANKS),
+        group=fields.text("group"),
+        name=fields.text("name"),
+    )
 
 
 _PARSERS: dict[str, Callable[[_Fields], Record]] = {

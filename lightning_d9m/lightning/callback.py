@@ -14,6 +14,7 @@ import torch
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.errors import SettingError
+from lightning_d9m.ledger.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
@@ -174,14 +175,15 @@ class DeterminismCallback(_Callback):
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Open the session, before the model is configured and any loader is made."""
         if self._session is not None:  # the error of another callback skipped our teardown
-            self._close("failed", "The run was given up without a call of on_exception.")
+            given_up = "The run was given up without a call of on_exception."
+            self._close(End(status="failed", error=given_up))
         close_group_at_exit()
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(trainer)
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Restore everything."""
-        self._close("finished")
+        self._close(End(status="finished"))
 
     def on_exception(
         self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
@@ -192,14 +194,15 @@ class DeterminismCallback(_Callback):
             with suppress(Exception):  # do not hide the error that is being raised
                 self._probe_recorder.flush()
                 self._checkpoint_state.keep(trainer, self._session, self._recorder, ended=False)
-        self._close("failed", f"{type(exception).__name__}: {exception}")
+        self._close(End.failed(exception))
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._checkpoint_state.begin(trainer, self._recorder)
         self._recorder.further_settings = self._probe_recorder.as_record()
-        self._recorder.begin(trainer, pl_module, self._open_session)
         self._probe_recorder.begin(trainer, pl_module, self._recorder, self._policy.on_drift)
+        self._probe_recorder.save_state(trainer, "initial")
+        self._recorder.begin(trainer, pl_module, self._open_session)
 
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
@@ -238,10 +241,12 @@ class DeterminismCallback(_Callback):
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._probe_recorder.flush()
+        self._probe_recorder.save_state(trainer, "epoch")
         self._recorder.record(trainer, pl_module, self._open_session, "epoch")
 
     def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
+        self._probe_recorder.save_state(trainer, "final")
         self._probe_recorder.end()
         self._recorder.record(trainer, pl_module, self._open_session, "final")
         self._checkpoint_state.keep(trainer, self._open_session, self._recorder, ended=True)
@@ -357,10 +362,10 @@ class DeterminismCallback(_Callback):
                 f"{problem} LIGHTNING_D9M=1 switches it off during this run and records that."
             )
 
-    def _close(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
+    def _close(self, end: End) -> None:
         try:
             self._probe_recorder.end()
-            self._recorder.end(status, error)
+            self._recorder.end(end)
         finally:
             session, self._session = self._session, None
             if session is not None:

@@ -259,14 +259,14 @@ class TrainerRecorder:
         )
         self._recorder.append(digests.as_record())
 
-    def end(self, status: Literal["finished", "failed"], error: str | None = None) -> None:
+    def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open."""
         if self._recorder is not None:
             self._append_evaluations()
         recorder, self._recorder = self._recorder, None
         self._loss = self._model_tensors = None
         if recorder is not None:
-            recorder.end(End(status=status, error=error))
+            recorder.end(end)
 
     def _capture_digests(
         self,

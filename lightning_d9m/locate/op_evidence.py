@@ -21,6 +21,7 @@ from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.probes.dumps import (
     find_batches,
     find_dumps,
+    find_states,
     read_dump,
     read_index,
     replay_op,
@@ -156,7 +157,11 @@ def _read_values(
     found: Divergence, kind: str, folder: Path, rank: int
 ) -> Iterator[tuple[tuple[str, str, int], Any]]:
     """Yield (place, value) for each value that was saved at a place or its leaves."""
-    for batch in find_batches(folder, step=found.step, **_batch_filter(found) | {"rank": rank}):
+    batches = find_batches(folder, step=found.step, **_batch_filter(found) | {"rank": rank})
+    if found.moment != "batch":
+        states = find_states(folder, step=found.step, rank=rank, moment=found.moment)
+        batches = states or batches
+    for batch in batches:
         for entry in read_index(batch):
             own = entry["name"] == found.name or entry["name"].startswith(f"{found.name}:")
             if own and entry["kind"] == kind and entry["call"] == found.call:

@@ -1,12 +1,12 @@
 """Narrow down the first place at which the ranks of a run differ from each other."""
 
-from lightning_d9m.comparison.causes import find_rank_cause
+from lightning_d9m.comparison.causes import find_rank_cause, kind_of_place
 from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.launch.run_pair import Runner, RunPair
 from lightning_d9m.locate.result import SearchResult, describe_place
 
-_PROBES = "weight,optimizer,gradient"
+_PROBES = "weight,buffer,optimizer,gradient"
 
 
 def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> None:
@@ -21,6 +21,7 @@ def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> Non
     found.pair, found.ranks = pair, len(pair.expected.files)
     _report(found, "whole run", drift, steps_seen=False)
     if drift[0].moment == "initial":
+        _measure(runner, pair, found, drift[0].step)
         return
     low, high = pair.steps_of_epoch(drift[0].epoch)
     steps = f"{low}:{max(high, low + 1)}"
@@ -30,8 +31,7 @@ def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> Non
         found.looks.append("steps of the epoch: the drift did not occur again")
         return
     _report(found, "steps of the epoch", narrowed, steps_seen=True)
-    if narrowed[0].moment == "batch":
-        _measure(runner, pair, found, low)
+    _measure(runner, pair, found, low)
 
 
 def _report(
@@ -48,6 +48,9 @@ def _measure(runner: Runner, pair: RunPair, found: SearchResult, low: int) -> No
     from lightning_d9m.locate.op_evidence import measure_saved
 
     first = found.divergences[0]
+    kind = kind_of_place(first)
+    if kind is None:  # the state of a scheduler
+        return
     # The step before shows that the ranks were still equal there.
     steps = f"{max(low, first.step - 1)}:{first.step + 1}"
     run = runner.run("values", dump=first.name, probes=_PROBES, probe_steps=steps)
@@ -58,5 +61,5 @@ def _measure(runner: Runner, pair: RunPair, found: SearchResult, low: int) -> No
         return
     found.looks.append(f"values: {describe_place(again)}")
     found.magnitude = measure_saved(
-        first, first.kind, [run.dump, run.dump], ranks=(reference_rank(first), first.rank)
+        first, kind, [run.dump, run.dump], ranks=(reference_rank(first), first.rank)
     )

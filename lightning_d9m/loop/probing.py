@@ -8,10 +8,10 @@ import torch
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.lightning.probing.batch_state import take_states
 from lightning_d9m.lightning.probing.module_hooks import hook_model
-from lightning_d9m.probes.dumps import Dump
+from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, Write
+from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, StatePoint, Write
 
 
 class LoopProbes:
@@ -38,6 +38,7 @@ class LoopProbes:
         self._model = model
         self._optimizers = optimizers
         dump = None if settings.dump is None else Dump(settings.dump, rank, settings.dump_names)
+        self._dump = dump
         self._collector = ProbeCollector(write, None if dump is None else dump.save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
         self._hooks: ExitStack | None = None
@@ -62,6 +63,12 @@ class LoopProbes:
             for name, value in sorted(scalars.items()):
                 self._collector.add("scalar", name, value)
         self._collector.end()
+
+    def save_state(self, point: StatePoint) -> None:
+        """Save the state that the ledger is about to record, if values are saved at this step."""
+        if self._dump is not None and point.step in self._settings.steps:
+            listener = StateDump(self._dump, point)
+            take_states(self._tensors, self._optimizers, self._settings, listener)
 
     def flush(self) -> None:
         """Write the pending records."""

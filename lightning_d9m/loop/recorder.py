@@ -32,7 +32,7 @@ from lightning_d9m.loop.probing import LoopProbes
 from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
-from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.recorder import Policy
@@ -393,6 +393,8 @@ class Recorder:
 
     def _record(self, moment: str, epoch: int) -> None:
         assert self._recorder is not None, "begin() comes first"
+        if self._probes is not None:
+            self._probes.save_state(StatePoint(epoch, self.global_step, moment))
         digests = self._ranks.raise_on_all(lambda: self._take_digests(moment, epoch))
         self._digest = digests.totals["weights"]
         self._recorder.record(digests)
@@ -421,7 +423,7 @@ class Recorder:
         try:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
         except BaseException as error:
-            self._recorder.end(End(status="failed", error=f"{type(error).__name__}: {error}"))
+            self._recorder.end(End.failed(error))
             raise
         self._recorder.end(End(status="finished"))
 

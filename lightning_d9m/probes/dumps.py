@@ -1,8 +1,10 @@
 """Dumps: the tensors at probed places as files, to inspect them and to replay ops.
 
 A folder ``rank-<r>/epoch-<e>.step-<s>.batch-<b>`` holds one file for each place and ``index.jsonl``
-with one line for each file. A file is torch's own format without any code: tensors, numbers, texts,
-lists and dicts. ``read_dump`` reads it with ``weights_only=True``.
+with one line for each file. The state before the first batch, at the end of an epoch and after
+training is in folders that end in ``.initial``, ``.epoch`` and ``.final``. A file is torch's own
+format without any code: tensors, numbers, texts, lists and dicts. ``read_dump`` reads it with
+``weights_only=True``.
 """
 
 import json
@@ -17,8 +19,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.records import ProbeKey
-from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.probes.trace import ProbePoint, StatePoint
 
 _INDEX = "index.jsonl"
 # The key of a dict that stands for a value of another type.
@@ -48,11 +51,13 @@ class Dump:
     def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
         self._folder = folder / f"rank-{rank}"
         self._names = tuple(names)
-        self._moment: ProbePoint | None = None
+        self._moment: ProbePoint | StatePoint | None = None
         self._batch = self._folder
         self._count = 0
 
-    def save(self, moment: ProbePoint, place: ProbeKey, content: Mapping[str, Any]) -> None:
+    def save(
+        self, moment: ProbePoint | StatePoint, place: ProbeKey, content: Mapping[str, Any]
+    ) -> None:
         """Save the value at a place, as ``{"kind", "name", "call", **content}``.
 
         Raises:
@@ -63,8 +68,7 @@ class Dump:
             return
         if moment != self._moment:
             self._moment = moment
-            epoch, step, batch = moment
-            self._batch = self._folder / f"epoch-{epoch}.step-{step}.batch-{batch}"
+            self._batch = self._folder / moment.folder
             self._count = 0
         entry: dict[str, Any] = {"kind": kind, "name": name, "call": call}
         file = f"{self._count:06d}.pt"
@@ -79,6 +83,30 @@ class Dump:
             raise LedgerError(
                 f"The dump {self._batch / file} cannot be written: {error}"
             ) from error
+
+
+class StateDump:
+    """Saves the state of one moment; a listener of probed values.
+
+    Args:
+        dump: Saves the values.
+        point: The moment.
+    """
+
+    def __init__(self, dump: Dump, point: StatePoint) -> None:
+        self._dump = dump
+        self._point = point
+
+    def add(self, kind: str, name: str, value: object) -> None:
+        """Save each leaf of a value."""
+        for path, leaf in list_pytree_leaves(value):
+            place = (kind, f"{name}:{path}" if path else name, 0)
+            self._dump.save(self._point, place, {"value": leaf})
+
+    def add_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Save tensors by name."""
+        for name, tensor in tensors.items():
+            self.add(kind, name, tensor)
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
@@ -104,6 +132,11 @@ def find_batches(
     """Return the folders of a global step's batches: all, or those of a rank, epoch or batch."""
     own, at, number = ("*" if value is None else value for value in (rank, epoch, batch))
     return sorted(folder.glob(f"rank-{own}/epoch-{at}.step-{step}.batch-{number}"))
+
+
+def find_states(folder: Path, *, step: int, rank: int, moment: str) -> list[Path]:
+    """Return the folders of the state at a moment of a rank, at a global step."""
+    return sorted(folder.glob(f"rank-{rank}/epoch-*.step-{step}.{moment}"))
 
 
 def find_dumps(folder: Path, *, step: int, place: ProbeKey, **where: int | None) -> Iterator[Path]:

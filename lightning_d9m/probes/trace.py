@@ -41,6 +41,24 @@ class ProbePoint(NamedTuple):
     step: int
     batch: int
 
+    @property
+    def folder(self) -> str:
+        """The name of the folder for its values."""
+        return f"epoch-{self.epoch}.step-{self.step}.batch-{self.batch}"
+
+
+class StatePoint(NamedTuple):
+    """A moment whose state a ledger records: ``"initial"``, ``"epoch"`` or ``"final"``."""
+
+    epoch: int
+    step: int
+    moment: str
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder for its values."""
+        return f"epoch-{self.epoch}.step-{self.step}.{self.moment}"
+
 
 Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
 

@@ -219,6 +219,7 @@ def rank_error(
         total=difference.total,
         expected=difference.expected,
         actual=difference.actual,
+        expected_rank=expected_rank,
     )
 
 

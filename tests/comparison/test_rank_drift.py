@@ -9,7 +9,7 @@ from lightning_d9m.ledger.folder import read_ledger
 PLACES = (("weight", "a.weight"), ("optimizer", "0.exp_avg.a.weight"), ("gradient", "a.weight"))
 
 
-def find(runs, *, world_size=2, steps=4, changes=(), places=PLACES):
+def find(runs, *, world_size=2, steps=4, changes=(), places=PLACES, known=None):
     """Write a run with probes and compare its ranks; ``changes`` are (rank, first step, kind)."""
 
     def digest(rank, step, kind):
@@ -29,6 +29,8 @@ def find(runs, *, world_size=2, steps=4, changes=(), places=PLACES):
             }
             for step in range(steps)
         ]
+        if known is not None:
+            records[-1] |= {"status": "failed", "drift": known}
 
     return find_rank_drift(read_ledger(runs.write(1, edit=edit, world_size=world_size)))
 
@@ -66,6 +68,36 @@ def test_buffers_do_not_count(runs):
     """DDP broadcasts them from rank 0 in each forward pass."""
     places = (("weight", "a.weight"), ("buffer", "a.running_mean"))
     assert find(runs, changes=[(1, 2, "buffer")], places=places) == ()
+
+
+BUFFER = {"moment": "epoch", "epoch": 2, "step": 45, "rank": 1, "group": "buffers"}
+
+
+def test_a_buffer_that_the_run_names(runs):
+    """The other buffer differs earlier, and not by mistake."""
+    places = (("weight", "a.weight"), ("buffer", "b.mean"), ("buffer", "a.mean"))
+    known = BUFFER | {"name": "a.mean"}
+    (drift,) = find(runs, changes=[(1, 2, "buffer")], places=places, known=known)
+    assert place(drift) == (1, "batch", 2, "buffer", "a.mean")
+    assert "different buffers" in find_rank_cause(drift, steps_seen=True).text
+
+
+@pytest.mark.parametrize(("group", "name"), [("buffers", "c.mean"), ("optimizers", "0.group.0")])
+def test_an_entry_that_the_run_names_at_the_end_of_an_epoch(runs, group, name):
+    def edit(rank, records):
+        epochs = [record for record in records if record.get("moment") == "epoch"]
+        for record in epochs:
+            record["groups"][group] = {name: f"{rank:032x}"}
+        last = {key: epochs[-1][key] for key in ("moment", "epoch", "step")}
+        records[-1] |= {"drift": BUFFER | last | {"group": group, "name": name}}
+        ends.append(epochs[-1]["step"])
+
+    ends = []
+    (drift,) = find_rank_drift(read_ledger(runs.write(3, edit=edit, world_size=2)))
+    assert place(drift) == (1, "epoch", ends[0], group, name)
+    assert (drift.count, drift.compared) == (1, 1)
+    texts = {find_rank_cause(drift, steps_seen=seen).text for seen in (False, True)}
+    assert len(texts) == 2
 
 
 def test_the_ranks_that_differ_first(runs):

@@ -12,7 +12,15 @@ from lightning_d9m.ledger import reader as rank_file
 from lightning_d9m.ledger.encoding import encode_record
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, Opaque, RunFacts
+from lightning_d9m.ledger.records import (
+    Digests,
+    End,
+    Header,
+    LoaderFacts,
+    Opaque,
+    RankDrift,
+    RunFacts,
+)
 from lightning_d9m.ledger.writer import LedgerWriter
 
 
@@ -423,6 +431,16 @@ records = st.one_of(
         End,
         status=st.sampled_from(["finished", "failed"]),
         error=st.none() | names,
+        drift=st.none()
+        | st.builds(
+            RankDrift,
+            moment=names,
+            epoch=counts,
+            step=counts,
+            rank=st.integers(0, 65_535),
+            group=names,
+            name=names,
+        ),
         extra=unknown,
     ),
     st.builds(Opaque, names.map(lambda name: f"kind {name}"), unknown),

@@ -170,6 +170,26 @@ def test_a_rank_that_drifts_in_every_run(locate):
     assert shows(found)
 
 
+@pytest.mark.parametrize(
+    ("cause", "where", "kind", "name", "index"),
+    [
+        ("rank late", ("epoch", 1, 4), "weights", "layers.0.weight", [2, 3]),
+        ("rank buffer", ("epoch", 1, 4), "buffers", "scale", [1]),
+        ("rank rate", ("initial", 0, 0), "optimizers", "0.group.0", []),
+        ("rank averaged", ("final", 1, 4), "weights", "layers.2.bias", [0]),
+    ],
+)
+def test_a_rank_that_drifts_outside_of_steps(locate, cause, where, kind, name, index):
+    """After the last step, before the first, and in what is not a weight."""
+    status, found = locate(cause, ranks=2)
+    assert status == 1
+    assert (found["cause"], found["ranks"], found["reference_rank"]) == ("rank drift", [1], 0)
+    assert (found["moment"], found["epoch"], found["step"]) == where
+    assert (found["kind"], found["name"]) == (kind, name)
+    assert found["magnitude"]["count"] == 1
+    assert found["magnitude"]["examples"][0][0] == index
+
+
 def test_filled_memory_does_not_change_a_value_from_outside(locate):
     status, found = locate("clock in step")
     assert status == 1

@@ -7,8 +7,18 @@ from hypothesis import strategies as st
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
-from lightning_d9m.probes.dumps import Dump, find_dumps, keep, read_dump, replay_op, revive
-from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.probes.dumps import (
+    Dump,
+    StateDump,
+    find_dumps,
+    find_states,
+    keep,
+    read_dump,
+    read_index,
+    replay_op,
+    revive,
+)
+from lightning_d9m.probes.trace import ProbePoint, StatePoint
 
 MOMENT = ProbePoint(0, 3, 5)
 
@@ -39,6 +49,21 @@ def test_a_place_is_saved_and_found(tmp_path):
     assert torch.equal(dumped["value"], x)
     assert dumped["value"].stride() == x.stride()
     assert not list(find_dumps(tmp_path, step=4, place=("output", "layers.0", 0)))
+
+
+def test_the_state_of_a_moment_is_beside_the_batch_of_the_same_step(tmp_path):
+    dump = Dump(tmp_path, 1, ["w", "0.group.0:lr"])
+    dump.save(ProbePoint(0, 3, 0), ("weight", "w", 0), {"value": torch.zeros(2)})
+    state = StateDump(dump, StatePoint(0, 3, "initial"))
+    state.add_tensors("weight", {"w": torch.ones(2), "v": torch.ones(2)})
+    state.add("optimizer", "0.group.0:lr", 0.5)
+    (folder,) = find_states(tmp_path, step=3, rank=1, moment="initial")
+    values = [read_dump(folder / entry["file"])["value"] for entry in read_index(folder)]
+    assert [entry["name"] for entry in read_index(folder)] == ["w", "0.group.0:lr"]
+    assert (values[0].tolist(), values[1]) == ([1, 1], 0.5)
+    assert find_states(tmp_path, step=3, rank=1, moment="epoch") == []
+    (file,) = find_dumps(tmp_path, step=3, place=("weight", "w", 0))
+    assert read_dump(file)["value"].tolist() == [0, 0]
 
 
 def test_every_kind_of_argument_comes_back():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_d9m.ledger.records import End
 from lightning_d9m.recording.rank_agreement import compare_ranks, encode_digests, rank_error
 
 digests = st.binary(min_size=16, max_size=16).map(bytes.hex)
@@ -118,6 +119,10 @@ class TestRankError:
         assert (error.group, error.count, error.total) == ("weights", 14, 20)
         assert error.names == tuple(names[3:13])
         assert (error.expected, error.actual) == ("a" * 32, "b" * 32)
+        assert error.expected_rank == 0
+        drift = End.failed(error).drift
+        assert (drift.moment, drift.epoch, drift.step, drift.rank) == ("epoch", 4, 115, 2)
+        assert (drift.group, drift.name) == ("weights", "layers.3.weight")
 
     def test_many_ranks(self):
         """They are listed up to a bound."""

@@ -17,16 +17,16 @@ from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
-from lightning_d9m.probes.dumps import Dump
+from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbeCollector, ProbePoint
+from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, StatePoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 # Attributes that belong to one fit.
-_OF_ONE_FIT = ("_probes", "_model_tensors", "_hooks", "_ops", "_replay", "_replayed")
+_OF_ONE_FIT = ("_probes", "_dump", "_model_tensors", "_hooks", "_ops", "_replay", "_replayed")
 
 
 class ProbeRecorder:
@@ -43,6 +43,7 @@ class ProbeRecorder:
         self._settings = settings
         self._kinds: frozenset[str] = frozenset()
         self._probes: ProbeCollector | None = None
+        self._dump: Dump | None = None
         self._model_tensors: ModelTensors | None = None
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
@@ -72,7 +73,7 @@ class ProbeRecorder:
         recorder: TrainerRecorder,
         on_drift: str,
     ) -> None:
-        """Begin a fit, whose ledger is open.
+        """Begin a fit, before or after its ledger is opened.
 
         Raises:
             SettingError: When a rank is to be probed that the training does not have, or no step
@@ -83,6 +84,7 @@ class ProbeRecorder:
         if self._kinds and self._settings.takes_rank(trainer.global_rank):
             folder, names = self._settings.dump, self._settings.dump_names
             dump = None if folder is None else Dump(folder, trainer.global_rank, names)
+            self._dump = dump
             self._probes = ProbeCollector(recorder.append, None if dump is None else dump.save)
             self._model_tensors = ModelTensors(module, self._settings.takes_parameter)
             _warn_of_idle_patterns(self._settings, module)
@@ -121,6 +123,14 @@ class ProbeRecorder:
             self._hooks = self._hook(trainer.strategy, module, probes)
         if self._ops is not None:
             self._ops.begin()
+
+    def save_state(self, trainer: "Trainer", moment: str) -> None:
+        """Save the state that the ledger is about to record, if values are saved at this step."""
+        step = trainer.global_step
+        if self._dump is None or self._model_tensors is None or step not in self._settings.steps:
+            return
+        listener = StateDump(self._dump, StatePoint(trainer.current_epoch, step, moment))
+        take_states(self._model_tensors, trainer.optimizers, self._settings, listener)
 
     def take_loss(self, loss: Tensor) -> None:
         """Take the loss that is about to be differentiated."""
@@ -166,7 +176,7 @@ class ProbeRecorder:
         try:
             self.flush()
         finally:
-            self._probes = self._model_tensors = self._replay = None
+            self._probes = self._dump = self._model_tensors = self._replay = None
             self._end_replay()
             self._unhook()
 
