@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.seeded_dataset import RngGuard
 from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeded_dataset import RngGuard
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.trainer_session import TrainerSession
 

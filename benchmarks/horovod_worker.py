@@ -102,7 +102,7 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode.startswith("static"):
-        from lightning_d9m.horovod.communicator import Communicator
+        from lightning_d9m.horovod.communication.communicator import Communicator
         from lightning_d9m.horovod.environment import set_variables
         from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets
         from lightning_d9m.horovod.malloc import disable_malloc_trim

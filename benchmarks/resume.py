@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.resumable_sampler import SeededIndex
+from lightning_d9m.control.data.seeded_dataset import RngGuard, SeededDataset
 from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.resumable_sampler import SeededIndex
-from lightning_d9m.control.seeded_dataset import RngGuard, SeededDataset
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000_000

@@ -23,16 +23,7 @@ from lightning_d9m.control import session
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-collect_ignore = [  # run by ranks
-    "ddp_probing.py",
-    "ddp_training.py",
-    "logical_resuming.py",
-    "logical_trainings.py",
-    "loop_training.py",
-    "lost_rank_training.py",
-    "resume_training.py",
-]
-
+collect_ignore = ["support"]  # helpers, and scripts that ranks run
 
 SLOW = tuple(
     line

@@ -21,7 +21,7 @@ _MAX_WIDTH = 100
 _GROUPS = {
     "Is a training deterministic?": {
         "repeat": (
-            "lightning_d9m.cli.repeat",
+            "lightning_d9m.cli.repeat.command",
             "run a command several times and compare the runs bit for bit",
         ),
         "compare": (
@@ -58,7 +58,7 @@ _GROUPS = {
             "list the ops that torch leaves nondeterministic, and what is done about each",
         ),
         "audit": (
-            "lightning_d9m.cli.audit",
+            "lightning_d9m.cli.audit.command",
             "measure the nondeterminism of ops, trainings and inference on this machine",
         ),
         "install-horovod": (

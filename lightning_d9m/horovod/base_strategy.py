@@ -13,7 +13,14 @@ from torch.nn import Module
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
-from lightning_d9m.horovod.communicator import Communicator
+from lightning_d9m.horovod.communication.communicator import Communicator
+from lightning_d9m.horovod.communication.intents import CollectiveIntent
+from lightning_d9m.horovod.communication.liveness_store import connect_liveness
+from lightning_d9m.horovod.communication.reductions import (
+    gather_with_gradients,
+    reduce_over_ranks,
+    refuse_group,
+)
 from lightning_d9m.horovod.environment import (
     SavedEnvironment,
     check_ranks,
@@ -22,14 +29,7 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
-from lightning_d9m.horovod.intents import CollectiveIntent
-from lightning_d9m.horovod.liveness_store import connect_liveness
 from lightning_d9m.horovod.malloc import disable_malloc_trim
-from lightning_d9m.horovod.reductions import (
-    gather_with_gradients,
-    reduce_over_ranks,
-    refuse_group,
-)
 from lightning_d9m.horovod.torchmetrics_sync import MetricSync
 from lightning_d9m.lightning.packages import combined_base, import_packages
 

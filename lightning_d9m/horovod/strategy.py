@@ -12,7 +12,7 @@ from torch.nn import Module
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.horovod.base_strategy import HorovodBaseStrategy
-from lightning_d9m.horovod.communicator import Communicator
+from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients

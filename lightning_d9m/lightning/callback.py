@@ -16,16 +16,16 @@ from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
-from lightning_d9m.lightning.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
-from lightning_d9m.lightning.process_group import close_group_at_exit
-from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
+from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
+from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
+from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.strategies import register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
-from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.recording.rank_liveness import RankLiveness

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.seeding import derive_seed, seed_all
 from lightning_d9m.control.settings import Settings
 

@@ -28,8 +28,8 @@ from lightning_d9m.output.comparison_text import (
     state_verdict,
 )
 from lightning_d9m.output.run_table import RunRow
-from lightning_d9m.output.svg_timeline import draw_growth, draw_strip, draw_timeline
-from lightning_d9m.output.svg_values import Points, draw_gaps, draw_values
+from lightning_d9m.output.svg.timeline import draw_growth, draw_strip, draw_timeline
+from lightning_d9m.output.svg.values import Points, draw_gaps, draw_values
 from lightning_d9m.text import describe_value, pluralize, quote
 from lightning_d9m.version import __version__
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lightning_d9m.control.loaders import LoaderControl
+from lightning_d9m.control.data.loaders import LoaderControl
 
 SIZE = 12
 WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]

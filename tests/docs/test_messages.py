@@ -197,14 +197,14 @@ CASES = [
         ("… cannot be read: …", "{folder} cannot be read: ", "Is a directory"),
     ),
     (
-        "cli.audit_model",
+        "cli.audit.model",
         lambda g: g.module._train(["true"], "with", g.folder, None),
         "succeeded but wrote no ledger.",
     ),
-    ("cli.audit_ops", asks("_read_settings", runs=1), "One run cannot be compared."),
-    ("cli.audit_ops", asks("_read_settings", timeout=0), "allowed: more than 0 seconds."),
+    ("cli.audit.ops", asks("_read_settings", runs=1), "One run cannot be compared."),
+    ("cli.audit.ops", asks("_read_settings", timeout=0), "allowed: more than 0 seconds."),
     (
-        "cli.audit_inference",
+        "cli.audit.inference",
         asks("_validate_arguments", runs=1, samples=9, batch_sizes=[]),
         ("… is …; allowed: … to ….", "--runs is 1; allowed: 2 to "),
     ),
@@ -229,7 +229,7 @@ CASES = [
         lambda g: g.module._start(["true"], {}, g.folder / "none" / "log"),
         ("The log … cannot be made: …", "The log {folder}/none/log cannot", "No such file"),
     ),
-    ("cli.repeat", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
+    ("cli.repeat.command", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
     (
         "launch.output_folder",
         lambda g: g.module.make_output(g.folder),
@@ -255,7 +255,7 @@ CASES = [
         ),
     ),
     (
-        "cli.repeat_interrupted",
+        "cli.repeat.interrupted",
         lambda g: (g.file("x", g.module.SURVEY), g.module._read_survey(g.folder)),
         ("… cannot be read: …", "{folder}/", "Expecting value: line 1 column 1"),
     ),
@@ -325,12 +325,12 @@ CASES = [
         "is not allowed: pass a whole number, 0 or more.",
     ),
     (
-        "horovod.reductions",
+        "horovod.communication.reductions",
         lambda g: g.module._combine([torch.ones(1)] * 2, "median"),
         "is not known: pass 'mean', 'sum', 'min', 'max' or 'product'.",
     ),
     (
-        "horovod.reductions",
+        "horovod.communication.reductions",
         lambda g: g.module.refuse_group("a group"),
         "this strategy has one group, all ranks. Pass None.",
     ),

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-# Scripts of the ranks.
-collect_ignore = [
-    f"{name}.py"
-    for name in (
-        *("faults", "fusion", "logical", "models", "ported", "resume", "surface", "train"),
-    )
-]
+SCRIPTS = Path(__file__).parent / "scripts"
+collect_ignore = ["scripts"]  # run by ranks
 _LIMIT_SECONDS = 240
 
 
@@ -76,7 +70,7 @@ def horovodrun():
 
     def run(ranks, script, *arguments, variables=None):
         command = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
-        command += [sys.executable, str(HERE / script), *map(str, arguments)]
+        command += [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
         statuses, output = _run([(command, _environment(variables))])
         return statuses[0], output
 
@@ -104,7 +98,7 @@ def ddp_run():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        command = [sys.executable, str(HERE / script), *map(str, arguments)]
+        command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
         ranks = [_environment(shared | {"NODE_RANK": "0", "LOCAL_RANK": rank}) for rank in "01"]
         statuses, output = _run([(command, environment) for environment in ranks])
         assert statuses == [0, 0], output[-4000:]

@@ -9,7 +9,7 @@ import pytest
 from lightning_d9m.cli.main import main
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
-PORTED = Path(__file__).parent / "ported.py"
+PORTED = Path(__file__).parent / "scripts" / "ported.py"
 
 
 def test_horovods_own_fusion_is_located_in_the_allreduce(tmp_path, monkeypatch, capsys):

@@ -10,9 +10,9 @@ import torch
 
 from lightning_d9m.cli import install_horovod
 from lightning_d9m.errors import CommandError, RanksDisagreeError, SettingError
-from lightning_d9m.horovod.communicator import Communicator
+from lightning_d9m.horovod.communication.communicator import Communicator
+from lightning_d9m.horovod.communication.intents import CollectiveIntent
 from lightning_d9m.horovod.environment import import_horovod
-from lightning_d9m.horovod.intents import CollectiveIntent
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 

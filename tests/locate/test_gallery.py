@@ -20,7 +20,7 @@ from lightning_d9m.launch.run import run_once
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 
-TRAINING = Path(__file__).parents[1] / "gallery_training.py"
+TRAINING = Path(__file__).parents[1] / "support" / "gallery_training.py"
 PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 

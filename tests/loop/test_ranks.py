@@ -9,7 +9,7 @@ from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.loop.ranks import find_ranks
 
-SCRIPT = Path(__file__).parents[1] / "loop_training.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "loop_training.py"
 
 
 def test_two_ranks(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_d9m.audit.ops.verdict import judge_op
 from lightning_d9m.output.markdown import markdown_table, short
-from lightning_d9m.output.svg_charts import draw_dots
+from lightning_d9m.output.svg.charts import draw_dots
 
 CONDITION_TITLES = {
     "default": "torch",

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_d9m.audit.training.runs import CONDITIONS, Fit, Training
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.run_table import RunRow, format_table
-from lightning_d9m.output.svg_charts import draw_lines
+from lightning_d9m.output.svg.charts import draw_lines
 
 _EXPLANATION = """\
 Each run is compared with the first one in its condition. Vermv is the mean of |A - B| / |A| over

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_d9m.control.micro_batches import MicroBatches
+from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import (
     BEFORE_BATCH_TRANSFER,

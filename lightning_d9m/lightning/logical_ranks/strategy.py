@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.micro_batches import MicroBatches
+from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues

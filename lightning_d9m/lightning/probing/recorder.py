@@ -16,7 +16,7 @@ from lightning_d9m.lightning.probing.batch_state import take_states
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
-from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
+from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings

@@ -22,7 +22,7 @@ from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.ledger.records import Json
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
-from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.resumable_sampler import find_position_problem
+from lightning_d9m.control.data.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
-from lightning_d9m.lightning.gather import gather_values
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.ranks import ranks_of
+from lightning_d9m.lightning.ranks.gather import gather_values
+from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
+from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.exactness import (
     describe_reloaded_generators,
@@ -46,7 +47,6 @@ from lightning_d9m.lightning.saved_state import (
     SavedState,
 )
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
-from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ finds the others.
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.control.resumable_sampler import find_position_problem, find_worker_problem
+from lightning_d9m.control.data.resumable_sampler import find_position_problem, find_worker_problem
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
@@ -14,7 +15,6 @@ from lightning_d9m.control.generators import (
     find_generators,
     restore_generators,
 )
-from lightning_d9m.control.seeded_dataset import SeededCollate
 from lightning_d9m.control.seeding import RngState, restore_rng
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume import logged_results

@@ -12,7 +12,7 @@ import pytest
 from lightning_d9m.cli.main import main
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
-PROJECT = Path(__file__).parents[2] / "autoload_training.py"
+PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
 ENTRY_POINTS = {
     "torch.backends": "load",
     "lightning.pytorch.callbacks_factory": "make_lightning_callbacks",

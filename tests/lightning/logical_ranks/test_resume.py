@@ -8,7 +8,7 @@ from rank_processes import run_ranks, start_ranks
 from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.records import Digests
 
-SCRIPT = Path(__file__).parents[2] / "logical_resuming.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "logical_resuming.py"
 PLACES = ("epoch", "batch0", "batch2")
 
 

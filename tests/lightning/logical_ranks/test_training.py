@@ -8,7 +8,7 @@ from rank_processes import run_ranks
 from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.records import Digests
 
-SCRIPT = Path(__file__).parents[2] / "logical_trainings.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
 COUNTS = (1, 2, 3, 4)
 VARIANTS = ("workers", "drop_last", "branches", "scaler")
 MATRIX = [(net, ranks) for net in ("mlp", "cnn", "transformer") for ranks in (2, 4, 6, 8)]

@@ -14,7 +14,7 @@ from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.resumed_runs import find_breaks
 
-SCRIPT = Path(__file__).parents[2] / "resume_training.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "resume_training.py"
 
 
 def run(commands):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from patches.exact_cases import DTYPES, bits, make_special, make_terms
+from patches.kernels.exact_cases import DTYPES, bits, make_special, make_terms
 from patches.triton.interpreted import interpreted, kernels_on_cpu, refuse
 from torch import Tensor
 

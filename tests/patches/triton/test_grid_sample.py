@@ -3,7 +3,7 @@
 import os
 
 import torch
-from patches.exact_cases import DTYPES, bits
+from patches.kernels.exact_cases import DTYPES, bits
 from patches.triton.comparison import assert_close
 from patches.triton.interpreted import interpreted, kernels_on_cpu, refuse
 from torch import Tensor

@@ -1,0 +1,1 @@
+"""``d9m audit`` and its commands."""

@@ -1,0 +1,34 @@
+"""``d9m audit``: measure the nondeterminism of ops, trainings and inference, and its cost."""
+
+import argparse
+from importlib import import_module
+
+_COMMANDS = {
+    "ops": (
+        "lightning_d9m.cli.audit.ops",
+        "measure every op that is, or is documented as, nondeterministic",
+    ),
+    "model": (
+        "lightning_d9m.cli.audit.model",
+        "measure the spread of several trainings without and with determinism",
+    ),
+    "inference": (
+        "lightning_d9m.cli.audit.inference",
+        "check that a model is repeatable and that a sample's output does not depend on its batch",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``d9m audit`` and of its commands."""
+    commands = parser.add_subparsers(dest="audit", metavar="WHAT", required=True)
+    for name, (module, summary) in _COMMANDS.items():
+        imported = import_module(module)
+        command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        imported.add_arguments(command)
+        command.set_defaults(audit_run=imported.run, refuse=command.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen command."""
+    return int(arguments.audit_run(arguments))

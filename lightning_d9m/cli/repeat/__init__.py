@@ -1,0 +1,1 @@
+"""``d9m repeat`` and its variants."""

@@ -1,0 +1,158 @@
+"""``d9m repeat``: run a command several times and compare the runs bit for bit."""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_d9m.cli.arguments import (
+    MOST_RUNS,
+    add_command_arguments,
+    add_format_arguments,
+    get_command,
+    whole_number,
+)
+from lightning_d9m.cli.repeat.interrupted import interrupt_and_resume
+from lightning_d9m.cli.repeat.processes import (
+    LOGICAL_RANKS,
+    PlannedRun,
+    plan_runs,
+    process_counts,
+)
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.launch.fit_pairs import pair_fits
+from lightning_d9m.launch.output_folder import make_output
+from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
+from lightning_d9m.output.repeat_text import RepeatReport
+
+_MIN_RUNS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``d9m repeat``."""
+    parser.usage = (
+        "d9m repeat [-n RUNS | --processes P,P,... | --interrupt [--allow-objects]]\n"
+        "                  [-o DIR] [--timeout SECONDS] [--format FORMAT | --json] [-v]\n"
+        "                  -- COMMAND ..."
+    )
+    parser.add_argument(
+        "-n",
+        "--runs",
+        type=whole_number(_MIN_RUNS, MOST_RUNS),
+        help="number of runs (default: 2)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=process_counts,
+        metavar="P,P,...",
+        help="numbers of processes, such as 1,2,4: run once on each, started as torchrun starts "
+        "them; a command that contains {processes} starts them itself",
+    )
+    parser.add_argument(
+        "--interrupt",
+        action="store_true",
+        help="kill runs at several points, resume them, and compare them with a straight run",
+    )
+    parser.add_argument(
+        "--allow-objects",
+        action="store_true",
+        help="with --interrupt: resume also from checkpoints that hold Python objects, as "
+        "fit(..., weights_only=False) does",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="new folder for ledgers and logs (default: the next free d9m-runs/NNN)",
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show whole digests and the bits of losses"
+    )
+    add_format_arguments(parser)
+    add_command_arguments(parser, "a training with Lightning", with_json=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and print the comparison.
+
+    Returns:
+        0 if all runs are equal, 1 if some differ, 2 if none differs but some failed.
+    """
+    argv = get_command(arguments, "repeat")
+    _check(arguments)
+    output = make_output(arguments.output)
+    if arguments.interrupt:
+        report = interrupt_and_resume(
+            argv, output, timeout=arguments.timeout, allow_objects=arguments.allow_objects
+        )
+    else:
+        count = arguments.runs or _MIN_RUNS
+        plans = (
+            [PlannedRun(argv, f"run {number} of {count}") for number in range(1, count + 1)]
+            if arguments.processes is None
+            else plan_runs(argv, arguments.processes)
+        )
+        report = RepeatReport(_repeat(plans, output, arguments.timeout), output, argv)
+    if arguments.format == "markdown":
+        print(report.as_markdown())
+    else:
+        report.print_out(as_one_object=arguments.format == "json", verbose=arguments.verbose)
+    return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
+
+
+def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) -> dict[int, Run]:
+    runs: dict[int, Run] = {}
+    for number, plan in enumerate(plans, start=1):
+        folder = make_run_folder(output, f"run-{number:03d}")
+        start = time.monotonic()
+        try:
+            run_once(
+                plan.command,
+                folder,
+                title=plan.title,
+                timeout=timeout,
+                variables=plan.variables,
+                processes=plan.started,
+                expected_seconds=runs[number - 1].seconds if runs else None,
+            )
+            seconds = time.monotonic() - start
+            fits = read_fits(folder, plan.command)
+            fits = pair_fits(runs[1].fits, fits) if runs else fits
+            runs[number] = Run(fits, processes=plan.processes, seconds=seconds)
+        except CommandError as error:
+            before = f" (run {number - 1} succeeded)" if runs else ""
+            raise CommandError(f"In {plan.title}{before}: {error}") from error
+    return runs
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.processes is not None:
+        _check_processes(arguments)
+    if arguments.interrupt and arguments.runs is not None:
+        raise SettingError(
+            f"--runs is {arguments.runs}, but --interrupt makes one run for each point that it "
+            "chooses. Leave one of them out."
+        )
+    if arguments.allow_objects and not arguments.interrupt:
+        raise SettingError(
+            "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
+            "add --interrupt."
+        )
+
+
+def _check_processes(arguments: argparse.Namespace) -> None:
+    given = ",".join(map(str, arguments.processes))
+    for name in ("interrupt", "runs"):
+        if getattr(arguments, name):
+            raise SettingError(
+                f"--processes is {given}, and --{name} is given too. --processes makes one run on "
+                f"each number of processes. Leave one of them out."
+            )
+    logical_ranks = os.environ.get(LOGICAL_RANKS, "")
+    if logical_ranks.isdigit() and max(arguments.processes) > int(logical_ranks):
+        raise SettingError(
+            f"--processes is {given}, but {LOGICAL_RANKS} is {logical_ranks}: each process needs "
+            f"at least one logical rank. Allowed: numbers from 1 to {logical_ranks}."
+        )

@@ -1,0 +1,1 @@
+"""Seeded and resumable loaders, samplers and datasets."""

@@ -1,0 +1,282 @@
+"""A sampler that numbers batches and can continue within an epoch.
+
+The seed of a batch depends on its position in the epoch. Its draws therefore depend neither on the
+worker that loads it nor on earlier batches, and a resumed run does not load consumed batches again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
+
+from lightning_d9m.control.data.micro_batches import MicroBatchIndices
+from lightning_d9m.control.generators import find_generators
+from lightning_d9m.control.random_streams import RandomStreams
+from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
+
+# Samplers of these packages draw only from the generator that they are given.
+_LIBRARIES = {
+    "builtins",
+    "torch",
+    "torchdata",
+    "lightning",
+    "lightning_d9m",
+    "lightning_fabric",
+    "pytorch_lightning",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SeededIndex:
+    """A request of a loader to its dataset. Workers receive it, so it can be pickled.
+
+    Attributes:
+        indices: The indices of a batch, or one index.
+        seed: The seed for the draws of the batch.
+        epoch: The epoch of the batch.
+    """
+
+    indices: Any
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        # torch iterates over it to fetch a batch of an iterable dataset. In the main process such a
+        # dataset draws from the generators of the training, which a checkpoint holds.
+        if get_worker_info() is not None:
+            seed_host(self.seed)
+        return iter(self.indices)
+
+
+class SeededMicroBatches(list[SeededIndex]):
+    """A request for one micro-batch of each logical rank of a process."""
+
+
+class ResumableSampler:
+    """A proxy of a loader's sampler that numbers its batches.
+
+    All other attributes come from the user's sampler.
+
+    Args:
+        sampler: The user's batch sampler, or the sampler of a loader that does not batch.
+        stream: The loader's random streams.
+        foreign: True if a sampler comes from the user's code and may draw from the generators of
+            the process. It then gets separate states of them, so that its order depends neither on
+            the draws of training nor on how far workers prefetch.
+        draws: False if making a batch draws no random numbers, so that it needs no seed.
+    """
+
+    def __init__(self, sampler: Any, stream: RandomStreams, *, foreign: bool, draws: bool) -> None:
+        vars(self).update(
+            _user_sampler=sampler, _stream=stream, _foreign=foreign, _draws=draws,
+            _round=0, _skip=0, _cycled=bool,
+        )  # fmt: skip
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._user_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._user_sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._user_sampler, name, value)
+
+    def __len__(self) -> int:
+        return len(self._user_sampler)
+
+    def start_epoch(self, skip: int = 0, cycled: Callable[[], bool] = bool) -> None:
+        """Begin an epoch.
+
+        Args:
+            skip: Number of its batches that were consumed before.
+            cycled: Returns whether the loader is iterated again within the epoch when it ends.
+        """
+        vars(self).update(_round=0, _skip=skip, _cycled=cycled)
+
+    def __iter__(self) -> Iterator[SeededIndex | SeededMicroBatches]:
+        # A generator, because torch makes two iterators for new workers and uses only the second.
+        while True:
+            number = self._round
+            # The epoch may change before the last batch is requested.
+            stream = self._stream.at_epoch()
+            batches = self._iterate()
+            skipped = 0
+            if self._skip:
+                batches, skipped = skip_batches(batches, self._skip)
+            vars(self).update(_round=number + 1, _skip=self._skip - skipped)
+            if not self._skip:
+                break
+            if not self._cycled() or not skipped:
+                vars(self)["_skip"] = 0
+                return
+        for place, indices in enumerate(batches, skipped):
+            index = f"{number}.{place}"
+            if type(indices) is not MicroBatchIndices:
+                yield self._seed(indices, stream, index)
+                continue
+            yield SeededMicroBatches(
+                self._seed(part, replace(stream, rank=rank), index)
+                for rank, part in enumerate(indices, indices.first)
+            )
+
+    def _seed(self, indices: Any, stream: RandomStreams, index: str) -> SeededIndex:
+        seed = stream.derive("batch", index=index) if self._draws else 0
+        return SeededIndex(indices, seed, stream.epoch)
+
+    def _iterate(self) -> Iterable[Any]:
+        if not self._foreign:
+            return self._user_sampler  # type: ignore[no-any-return]
+        # The same on all ranks, because the sampler may split one order among them.
+        seed = self._stream.derive("sampler", index=self._round, shared=True)
+        return iterate_apart(self._user_sampler, seed)
+
+
+def find_position_problem(loader: Any) -> str | None:
+    """Return a sentence if a loader cannot continue exactly within an epoch, else None."""
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    if not isinstance(loader, DataLoader):
+        return None if has_state else _no_position(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return _find_stream_problem(loader) if has_state else _no_position(loader.dataset)
+    return find_worker_problem(loader)
+
+
+def find_worker_problem(loader: Any) -> str | None:
+    """Return a sentence if workers hold generators whose state cannot be saved, else None.
+
+    Workers that end with the epoch start the next one with a copy of the main process's generators.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return None
+    kept = find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
+    if not kept:
+        return None
+    # Remove the names of our proxies from the paths.
+    paths = ", ".join(kept).replace("._dataset.", ".").replace("_fn.user_function.", "_fn.")
+    return (
+        f"The loader of {loader.dataset.__class__.__name__} draws from its own generators "
+        f"({paths}), whose state in the loader's workers cannot be "
+        "saved. Draw from the generators of Python, NumPy or torch, which are "
+        "seeded for each batch."
+    )
+
+
+def _find_stream_problem(loader: Any) -> str | None:
+    name = loader.dataset.__class__.__name__
+    if not hasattr(loader.dataset, "__len__"):
+        return (
+            f"{name} does not have __len__, so Lightning fetches one batch ahead, "
+            "and the loader's state is one batch ahead of the training. Give it a __len__."
+        )
+    if loader.num_workers > 0 and loader.batch_size is None:
+        return (
+            f"{name} makes its own batches in workers, whose generators cannot be "
+            "saved. Set batch_size so that the loader makes them, or use num_workers=0."
+        )
+    return None
+
+
+def _no_position(data: Any) -> str:
+    return (
+        f"{data.__class__.__name__} does not save its position, so a resumed run "
+        "would train on the same batches again. Load it with "
+        "torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
+    )
+
+
+def unwrap(sampler: Any) -> Any:
+    """Return the user's sampler of a ``ResumableSampler``, or any other sampler unchanged."""
+    return vars(sampler)["_user_sampler"] if type(sampler) is ResumableSampler else sampler
+
+
+def is_foreign(samplers: Iterable[Any]) -> bool:
+    """Return whether a sampler may draw from the generators of the process."""
+    return any(type(sampler).__module__.partition(".")[0] not in _LIBRARIES for sampler in samplers)
+
+
+def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int]:
+    """Skip the first ``count`` batches; return the rest, and the number of skipped batches.
+
+    Only the sampler runs; no batch is loaded.
+    """
+    if type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
+        # Index by index, without a list for each batch.
+        skipped = min(count, len(batches))
+        indices = _skip_indices(batches.sampler, skipped * batches.batch_size)
+        if skipped == len(batches):
+            _exhaust(indices)  # the sampler may draw when it ends
+        return iter(BatchSampler(indices, batches.batch_size, batches.drop_last)), skipped
+    iterator = iter(batches)
+    skipped = sum(1 for _ in islice(iterator, count))
+    return iterator, skipped
+
+
+def _skip_indices(sampler: Any, count: int) -> Iterator[Any]:
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    once = shuffles and sampler.num_samples == len(sampler.data_source)
+    # Without a generator the sampler creates one from the generators of the process.
+    if once and sampler.generator is not None and _shuffles_alike():
+        return _shuffle(sampler, count)
+    indices: Iterator[Any] = iter(sampler)
+    _exhaust(islice(indices, count))
+    return indices
+
+
+def _shuffle(sampler: Any, skip: int) -> Iterator[int]:
+    """Do the same as torch's sampler, but convert only the remaining indices to Python numbers."""
+    size, generator = sampler.num_samples, sampler.generator
+    yield from torch.randperm(size, generator=generator)[skip:].tolist()
+    torch.randperm(size, generator=generator)  # torch draws this one too, and uses 0 of it
+
+
+@cache
+def _shuffles_alike() -> bool:
+    """Return whether the installed torch shuffles in the same way as ``_shuffle``."""
+    orders, states = [], []
+    for iterate in (iter, partial(_shuffle, skip=0)):
+        generator = torch.Generator().manual_seed(0)
+        orders.append(list(iterate(RandomSampler(range(7), generator=generator))))
+        states.append(generator.get_state().tolist())
+    return orders[0] == orders[1] and states[0] == states[1]
+
+
+def _exhaust(iterator: Iterator[Any]) -> None:
+    deque(iterator, maxlen=0)
+
+
+def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Iterate over a sampler with separate states of the process's generators."""
+    iterator: Iterator[Any] | None = None
+    own: RngState | None = None
+    while True:
+        main = capture_host_rng()
+        try:
+            if iterator is None or own is None:
+                seed_host(seed)
+                iterator = iter(sampler)
+            else:
+                restore_rng(own)
+            item = next(iterator)
+            own = capture_host_rng()
+        except StopIteration:
+            return
+        finally:
+            restore_rng(main)
+        yield item

@@ -1,0 +1,1 @@
+"""The ranks of a Trainer, and what they send each other."""

@@ -1,0 +1,121 @@
+"""The folder in which a Trainer's run writes its ledger."""
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.lightning.packages import rank_zero
+from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
+from lightning_d9m.recording.shared_folder import share_new_folder
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_NAME = "d9m"
+
+
+def make_ledger_folder(
+    trainer: "Trainer", ledger_dir: str | Path | None, kind: str, *, spare_cwd: bool = False
+) -> Path:
+    """Make the folder of a ledger on rank 0, and return its path on all ranks.
+
+    Args:
+        trainer: The Trainer.
+        ledger_dir: The callback's argument.
+        kind: First part of the folder's name, such as ``"fit"``.
+        spare_cwd: Whether to write nothing into the working folder if the Trainer does not either,
+            because the program has not asked for a ledger.
+
+    Raises:
+        LedgerError: On all ranks, if no folder can be made.
+    """
+    log_dir = trainer.log_dir  # a collective: every rank calls it
+
+    def create() -> Path:
+        parent = _choose_parent(trainer, log_dir, ledger_dir, spare_cwd=spare_cwd)
+        return create_ledger_folder(parent, kind)
+
+    # A program that overrides `is_global_zero` may leave a single process without a rank 0.
+    creates = trainer.is_global_zero or trainer.world_size == 1
+    advice = (
+        f"Set ledger_dir, or the variable {LEDGER_VARIABLE}, to a local folder that this process "
+        "may write to."
+    )
+    # Not the strategy's broadcast, which pickles.
+    return share_new_folder(ranks_of(trainer), create if creates else None, advice)
+
+
+def _choose_parent(
+    trainer: "Trainer", log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
+) -> Path:
+    chosen = os.environ.get(LEDGER_VARIABLE) or ledger_dir
+    if chosen:
+        if not _is_local(chosen):
+            raise LedgerError(
+                f"The folder for ledgers is {str(chosen)!r}; allowed: a local folder, because a "
+                "ledger is a file that grows by one record at a time."
+            )
+        return _local_path(chosen)
+    preferred = log_dir or trainer.default_root_dir
+    # Programs list the folder of their checkpoints, and expect nothing else there.
+    excluded = _list_checkpoint_folders(trainer)
+    if spare_cwd and not _writes_into_cwd(trainer):
+        excluded.add(Path.cwd())
+    for folder in (preferred, trainer.default_root_dir, Path.cwd()):
+        if _is_local(folder) and _local_path(folder).absolute() not in excluded:
+            parent = _local_path(folder) / _NAME
+            break
+    else:
+        parent = _state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
+    if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
+        rank_zero().rank_zero_info(
+            f"The ledger is written to {parent}, because {preferred} is the folder of the "
+            "checkpoints, not a local folder, or the working folder of a Trainer that writes no "
+            f"files into it. Set {LEDGER_VARIABLE} to choose another folder."
+        )
+    return parent
+
+
+def _list_checkpoint_folders(trainer: "Trainer") -> set[Path]:
+    return {
+        _local_path(folder).absolute()
+        for callback in trainer.checkpoint_callbacks
+        if (folder := getattr(callback, "dirpath", None)) and _is_local(folder)
+    }
+
+
+def _writes_into_cwd(trainer: "Trainer") -> bool:
+    """Return whether a logger or a checkpoint callback writes below the working folder."""
+    logged = {
+        _local_path(folder).absolute()
+        for logger in trainer.loggers
+        if (folder := logger.save_dir) is not None and _is_local(folder)
+    }
+    saves = trainer.state.fn == "fit" and not cast(Any, trainer).fast_dev_run
+    written = (_list_checkpoint_folders(trainer) if saves else set()) | logged
+    return any(folder.is_relative_to(Path.cwd()) for folder in written)
+
+
+def _state_folder() -> Path:
+    """Return a folder for the ledgers of this working folder among the user's files of state."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    cwd = Path.cwd()
+    # Working folders of the same name must not share a folder.
+    short = blake2b(str(cwd).encode(), digest_size=4).hexdigest()
+    return Path(base, "lightning_d9m", f"{cwd.name}-{short}")
+
+
+def _is_local(folder: str | Path) -> bool:
+    return "://" not in str(folder) or get_protocol(str(folder)) in ("file", "local")
+
+
+def _local_path(folder: str | Path) -> Path:
+    """Return a path, also for a URL such as ``file:///logs``."""
+    return Path(strip_protocol(str(folder)) if "://" in str(folder) else folder)

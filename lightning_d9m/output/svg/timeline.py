@@ -1,0 +1,175 @@
+"""Drawings of the page that ``d9m report`` writes; they hold numbers and no names of a ledger."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
+from lightning_d9m.output.svg.elements import Scale, element, line, round_up, text
+
+_WIDTH, _HEIGHT = 720, 200
+_LEFT, _RIGHT, _BOTTOM, _TOP = 64, 708, 172, 14
+_ROW, _MIN_MARK, _STRIP = 20, 4, 240
+_MAX_LABELS, _HALF_LABEL, _MAX_DOTS = 8, 30, 200
+_INSETS = {"equal": 5, "alone": 3, "different": 0}  # the last is drawn on top of the others
+
+
+def _scale_steps(steps: Sequence[TimelineStep]) -> Scale:
+    low, high = steps[0].first, max(step.last for step in steps)
+    return Scale(low, max(high, low + 1), _LEFT, _RIGHT)
+
+
+def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
+    """Draw the axis of steps, with its first and last step and as many epochs as fit.
+
+    The name of an epoch stands below its steps, between the ticks where it begins and ends: a
+    record at the end of epoch 2 is at the tick between epochs 2 and 3.
+    """
+    starts = sorted((step, epoch) for epoch, step in epochs.items())
+    ends = [step for step, _ in starts[1:]] + [scale.high]
+    shown = [
+        (max(start, scale.low), min(end, scale.high), epoch)
+        for (start, epoch), end in zip(starts, ends, strict=False)
+        if start < scale.high and end > scale.low
+    ]
+    parts = [line(_LEFT, base, _RIGHT, base, class_="axis")]
+    for start, end, epoch in shown[:: -(-len(shown) // _MAX_LABELS) or 1]:
+        x = max(scale.at((start + end) / 2), _LEFT + _HALF_LABEL)
+        parts += [
+            line(scale.at(at), base, scale.at(at), base + 6, class_="axis") for at in (start, end)
+        ]
+        parts.append(text(min(x, _RIGHT - _HALF_LABEL), base + 19, f"epoch {epoch:,}", "middle"))
+    parts.append(text(_LEFT, base + 36, f"step {scale.low:,}"))
+    parts.append(text(_RIGHT, base + 36, f"{scale.high:,}", "end"))
+    return "".join(parts)
+
+
+def frame(label: str, height: int, parts: Sequence[str]) -> str:
+    """Return a whole drawing, with a label for a reader that does not see it."""
+    return element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
+
+
+def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int]) -> str:
+    """Draw a line for each rank: the steps at which its records agree, differ, or are unmatched.
+
+    Differences have another color and are also taller.
+    """
+    lines = {rank: histogram.ordered() for rank, histogram in ranks.items()}
+    scale = _scale_steps(sorted(chain.from_iterable(lines.values()), key=lambda step: step.first))
+    parts = []
+    for number, (rank, steps) in enumerate(lines.items()):
+        top = number * _ROW + 4
+        parts.append(text(_LEFT - 6, top + 13, f"rank {rank}", "end"))
+        parts += _draw_marks(scale, steps, top)
+    base = len(lines) * _ROW + 8
+    parts.append(draw_axis(scale, epochs, base))
+    return frame("Timeline: the records of each rank by step", base + 42, parts)
+
+
+def draw_strip(differing: StepHistogram, low: int, high: int) -> str:
+    """Draw the steps at which a module differs in one line; the darker, the more differs.
+
+    Args:
+        differing: The number of differences by step.
+        low: The first step of the line.
+        high: The last step.
+    """
+    scale = Scale(low, max(high, low + 1), 0, _STRIP)
+    steps = differing.ordered()
+    most = max((step.differing for step in steps), default=1)
+    cells = [
+        element(
+            "rect",
+            element("title", f"step {step.first:,}: {step.differing:,} differ"),
+            class_="different",
+            x=min(scale.at(step.first), _STRIP - 3),
+            y=0,
+            width=max(3, scale.at(step.last + 1) - scale.at(step.first)),
+            height=_ROW // 2,
+            opacity=0.25 + 0.75 * step.differing / most,
+        )
+        for step in steps
+    ]
+    return element("svg", *cells, viewBox=f"0 0 {_STRIP} {_ROW // 2}", class_="strip")
+
+
+def _status(step: TimelineStep) -> str:
+    return "different" if step.differing else "alone" if step.alone else "equal"
+
+
+def _draw_marks(scale: Scale, steps: Sequence[TimelineStep], top: int) -> list[str]:
+    """Draw one mark for successive steps of one status."""
+    marks: list[tuple[str, int, int]] = []
+    for step in steps:
+        status = _status(step)
+        if marks and marks[-1][0] == status and step.first <= marks[-1][2] + 1:
+            marks[-1] = (status, marks[-1][1], step.last)
+        else:
+            marks.append((status, step.first, step.last))
+    drawn = []
+    for status, first, last in sorted(marks, key=lambda mark: list(_INSETS).index(mark[0])):
+        left = min(scale.at(first), _RIGHT - _MIN_MARK)
+        inset = _INSETS[status]
+        words = {"alone": "in one run only"}.get(status, status)
+        steps_named = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        drawn.append(
+            element(
+                "rect",
+                element("title", f"{steps_named}: {words}"),
+                class_=status,
+                x=left,
+                y=top + inset,
+                width=max(_MIN_MARK, min(scale.at(last + 1), _RIGHT) - left),
+                height=_ROW - 4 - 2 * inset,
+            )
+        )
+    return drawn
+
+
+def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) -> str:
+    """Draw the share that differs, by step; at least one step must differ.
+
+    A line connects successive steps only: nothing is drawn where no record is.
+    """
+    steps = [step for step in growth.ordered() if step.compared]
+    shares = [step.differing / step.compared for step in steps]
+    limit = round_up(max(shares))
+    across, up = _scale_steps(steps), Scale(0.0, limit, _BOTTOM, _TOP)
+    start = next(step.first for step in steps if step.differing)
+    x = across.at(start)
+    anchor, gap = ("end", -6) if x > 3 * _LEFT else ("start", 6)
+    parts = [
+        line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis"),
+        line(x, _TOP - 6, x, _BOTTOM, class_="mark"),
+        text(x + gap, _TOP + 4, f"from step {start:,}", anchor),
+    ]
+    for share in (0.0, limit / 2, limit):
+        y = up.at(share)
+        parts.append(line(_LEFT - 4, y, _LEFT, y, class_="axis"))
+        parts.append(text(_LEFT - 7, y + 4, f"{100 * share:.3g}%", "end"))
+    parts.append(draw_axis(across, epochs, _BOTTOM))
+    parts += _draw_curve(steps, shares, across, up)
+    return frame(title, _HEIGHT + 14, parts)
+
+
+def _draw_curve(
+    steps: Sequence[TimelineStep], shares: Sequence[float], across: Scale, up: Scale
+) -> list[str]:
+    """Draw a line through each series of successive steps, and a dot at each step if they fit."""
+    lines: list[list[tuple[float, float]]] = []
+    dots = []
+    last = None
+    for step, share in zip(steps, shares, strict=True):
+        y = up.at(share)
+        if last is None or step.first > last + 1:
+            lines.append([])
+        # Merged steps are one level: their own shares are not known.
+        lines[-1] += [(across.at(number), y) for number in dict.fromkeys((step.first, step.last))]
+        last = step.last
+        if len(steps) <= _MAX_DOTS or step.first == last:
+            title = element("title", f"step {step.first:,}: {100 * share:.3g}%")
+            dots.append(element("circle", title, cx=across.at(step.first), cy=y, r=2.5))
+    return [
+        element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
+        for points in lines
+        if points[1:]
+    ] + dots

@@ -1,0 +1,93 @@
+"""Drawings of logged values for the report; they hold numbers and no names of a ledger."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from lightning_d9m.output.svg.elements import (
+    COLORS,
+    LogScale,
+    Scale,
+    element,
+    find_powers,
+    line,
+    text,
+)
+from lightning_d9m.output.svg.timeline import draw_axis, frame
+
+_LEFT, _RIGHT, _BOTTOM, _TOP, _HEIGHT = 64, 708, 172, 14, 214
+_MAX_TICKS = 6
+
+# (step, value), in order of the steps.
+Points = Sequence[tuple[int, float]]
+
+
+def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -> str:
+    """Draw the values of several runs over each other; the reference is the widest line.
+
+    Args:
+        label: What is drawn, for a reader that does not see it.
+        runs: The values of each run, the reference first. NaN and infinities are left out.
+        epochs: The first step of each epoch.
+    """
+    finite = [[(step, value) for step, value in run if math.isfinite(value)] for run in runs]
+    values = [value for run in finite for _, value in run] or [0.0]
+    low, high = min(values), max(values)
+    margin = (high - low) / 20 or abs(high) / 20 or 1.0
+    up = Scale(low - margin, high + margin, _BOTTOM, _TOP)
+    across = _scale_steps(finite)
+    parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
+    for value in dict.fromkeys((low, (low + high) / 2, high)):
+        parts += _draw_tick(up.at(value), f"{value:.4g}")
+    for number, run in enumerate(finite):
+        points = [(across.at(step), up.at(value)) for step, value in run]
+        color, width = COLORS[number % len(COLORS)], 1.5 if number else 4
+        style = f"fill:none;stroke:{color};stroke-width:{width};opacity:{1 if number else 0.45}"
+        parts.append(
+            element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), style=style)
+        )
+        parts += [
+            element(
+                "circle",
+                element("title", f"run {number + 1}, step {step:,}: {value!r}"),
+                cx=x,
+                cy=y,
+                r=2.0 if number else 3.5,
+                style=f"fill:{color}",
+            )
+            for (step, value), (x, y) in zip(run, points, strict=True)
+        ]
+    parts.append(draw_axis(across, epochs, _BOTTOM))
+    return frame(label, _HEIGHT, parts)
+
+
+def draw_gaps(label: str, gaps: Points, epochs: Mapping[int, int]) -> str:
+    """Draw the size of a difference by step, on a logarithmic scale; at least one is positive.
+
+    A step without a difference has no dot.
+    """
+    positive = [(step, gap) for step, gap in gaps if gap > 0 and math.isfinite(gap)]
+    low, high = find_powers([gap for _, gap in positive])
+    up = LogScale(low, high, _BOTTOM, _TOP)
+    across = _scale_steps([gaps])
+    parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
+    powers = list(up.powers)
+    for power in powers[:: -(-len(powers) // _MAX_TICKS)]:
+        parts += _draw_tick(up.at(10.0**power), f"1e{power}")
+    for step, gap in positive:
+        title = element("title", f"step {step:,}: {gap:.3g}")
+        parts.append(element("circle", title, cx=across.at(step), cy=up.at(gap), r=3.0))
+    parts.append(draw_axis(across, epochs, _BOTTOM))
+    return frame(label, _HEIGHT, parts)
+
+
+def _draw_tick(y: float, label: str) -> list[str]:
+    return [
+        line(_LEFT - 4, y, _LEFT, y, class_="axis"),
+        text(_LEFT - 7, y + 4, label, "end"),
+    ]
+
+
+def _scale_steps(runs: Sequence[Points]) -> Scale:
+    steps = [step for run in runs for step, _ in run] or [0]
+    low, high = min(steps), max(steps)
+    return Scale(low, max(high, low + 1), _LEFT, _RIGHT)

@@ -1,0 +1,339 @@
+"""``d9m audit ops``: it finds what varies, checks torch's documentation, and survives its cases."""
+
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_d9m.audit.ops import worker_process
+from lightning_d9m.audit.ops.case import Case, Inputs, NotHereError
+from lightning_d9m.audit.ops.cases import list_cases
+from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
+from lightning_d9m.audit.ops.rows import RowFile
+from lightning_d9m.audit.ops.verdict import judge_op
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.catalog.torch_docs import find_lines, read_documentation
+
+LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
+DOCSTRINGS = (Path(__file__).parents[2] / "patches" / "catalog" / "docstrings").glob("*.txt")
+OTHER_LINES = [line for path in DOCSTRINGS for line in read_documentation(path.read_text())]
+FEW = Budget(runs=2, seconds=0.0)
+
+
+def case_of(make, **changes):
+    return Case(**({"op": "an_op", "parameters": {"size": 1}, "make": make} | changes))
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.alone
+def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
+    """2,000,000 values into 50 bins: it varies by default, and in no other condition."""
+    case = next(
+        case
+        for case in list_cases()
+        if case.op == "index_put_accumulate" and case.parameters["values"] == 2_000_000
+    )
+    conditions = measure_case(case, "cpu", "float32", Budget(runs=30, seconds=60))
+    outputs = {condition: entry["spread"]["distinct"] for condition, entry in conditions.items()}
+    assert outputs.pop("default") > 1
+    assert outputs == {"deterministic": 1, "patched": 1, "oracle": 1}
+    assert [entry["spread"]["runs"] for entry in conditions.values()] == [2, 30, 30, 30]
+    assert conditions["default"]["spread"]["vermv"] > 0
+    assert conditions["default"]["spread"]["vc"] > 0
+    assert conditions["patched"]["ratio"] > 0
+    row = begin_row(case, "cpu", "float32", LINES) | {"conditions": conditions}
+    assert judge_op([row]) == ["As documented."]
+
+
+def test_an_op_that_varies_in_every_condition_is_reported():
+    drawn = torch.Generator()  # never reseeded: each call draws something else
+
+    def make(inputs):
+        return lambda: torch.rand(3, generator=drawn)
+
+    conditions = measure_case(case_of(make), "cpu", "float32", FEW)
+    assert all(entry["spread"]["distinct"] > 1 for entry in conditions.values())
+    row = {"conditions": conditions, "documented": []}
+    assert judge_op([row]) == [
+        "Varies, and torch does not document it.",
+        "Varies although deterministic algorithms are on, and does not raise.",
+    ]
+
+
+def raise_(error):
+    def make(inputs):
+        raise error
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (RuntimeError("put_ does not have a deterministic implementation, but ..."), "raised"),
+        (MemoryError(), "out of memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"), "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory"),
+        (NotImplementedError("no kernel for 'aten::x' on this backend"), "missing"),
+        (RuntimeError("\"histogram_cpu\" not implemented for 'Half'"), "missing"),
+        (NotHereError("The package flash_attn is not installed."), "missing"),
+        (ValueError("shapes do not match\nand more"), "failed"),
+    ],
+)
+def test_what_goes_wrong_becomes_the_row(error, outcome):
+    conditions = measure_case(case_of(raise_(error)), "cpu", "float32", FEW)
+    assert {entry["outcome"] for entry in conditions.values()} == {outcome}
+    for entry in conditions.values():
+        assert entry["reason"].startswith(type(error).__name__)
+        assert "\n" not in entry["reason"]
+
+
+def test_an_op_of_another_device_is_a_row_too():
+    conditions = measure_case(
+        case_of(raise_(AssertionError()), devices=("cuda",)), "cpu", "float32", FEW
+    )
+    assert conditions["default"] == {"outcome": "missing", "reason": "The op exists on cuda only."}
+
+
+def test_the_oracle_sees_the_numbers_that_were_rounded():
+    measured = Inputs("cpu", torch.bfloat16).normal(50)
+    oracle = Inputs("cpu", torch.float64, torch.bfloat16).normal(50)
+    assert torch.equal(measured.double(), oracle)
+
+
+def test_no_two_cases_share_a_key():
+    keys = [case.key(dtype) for case in list_cases() for dtype in case.dtypes]
+    assert len(keys) == len(set(keys))
+
+
+def test_the_catalog_is_covered():
+    """But for the entry that speaks of a kind of device, and of no op."""
+    listed = {case.entry or case.op for case in list_cases()}
+    assert {op.name for op in OPS} - listed == {"apple_devices"}
+
+
+def test_every_line_of_the_documentation_has_a_case():
+    """Of the torch that is installed, and of others."""
+    known = {pair for case in list_cases() for pair in case.documented}
+    missing = [
+        line.text
+        for line in (*LINES, *OTHER_LINES)
+        if not find_lines((line,), known, (*line.devices, "cpu")[0])
+    ]
+    assert missing == []
+
+
+def test_each_documented_case_has_a_line():
+    for case in list_cases():
+        for pair in case.documented:
+            devices = ("cpu", "cuda", "mps")
+            assert any(find_lines((*LINES, *OTHER_LINES), [pair], d) for d in devices), pair
+
+
+def test_the_documentation_is_read_with_its_conditions():
+    put = [line for line in LINES if line.name == "torch.Tensor.put_"]
+    assert {(line.kind, line.devices) for line in put} == {
+        ("switches", ("cpu",)),
+        ("raises", ()),
+        ("raises", ("cuda",)),
+    }
+    modes = [line for line in LINES if line.name == "torch.nn.functional.interpolate"]
+    assert "``bicubic``" in modes[0].text
+    assert find_lines(LINES, [("torch.nn.AvgPool3d", "")], "cpu") == ()
+    assert len(find_lines(LINES, [("torch.nn.AvgPool3d", "")], "cuda")) == 1
+
+
+def test_documentation_without_its_lists_is_refused():
+    with pytest.raises(SettingError, match="cannot be checked"):
+        read_documentation("Nothing is listed here.")
+
+
+def ran(distinct):
+    return {"outcome": "ran", "spread": {"distinct": distinct}}
+
+
+RAISED = {"outcome": "raised", "reason": "RuntimeError: refused"}
+
+
+@pytest.mark.parametrize(
+    ("documented", "default", "deterministic", "patched", "findings"),
+    [
+        ([], ran(1), ran(1), ran(1), "As documented."),
+        (["switches"], ran(3), ran(1), ran(1), "As documented."),
+        (["raises"], ran(3), RAISED, RAISED, "As documented."),
+        ([], ran(2), ran(1), ran(1), "Varies, and torch does not document it."),
+        (["switches"], ran(1), ran(1), ran(1), "Documented as nondeterministic, and did not vary"),
+        ([], ran(2), ran(2), ran(1), "and does not raise"),
+        ([], ran(1), RAISED, RAISED, "Raises, and torch does not document it."),
+        (["raises"], ran(2), ran(1), ran(1), "Documented as raising, and ran."),
+        (["raises"], ran(2), RAISED, ran(1), "although a deterministic version exists"),
+        ([], {"outcome": "missing", "reason": "gone"}, RAISED, RAISED, "Not measured: gone"),
+    ],
+)
+def test_each_way_to_stand_to_the_documentation(
+    documented, default, deterministic, patched, findings
+):
+    conditions = {"default": default, "deterministic": deterministic, "patched": patched}
+    assert findings in " ".join(judge_op([{"conditions": conditions, "documented": documented}]))
+
+
+# A worker that measures three cases at once, and does not survive what `fate` says.
+FAKE = """
+import json, os, signal, sys, time
+request = json.loads(sys.stdin.read())
+def say(event, value):
+    print(json.dumps({"event": event, "value": value}), flush=True)
+print("a library printed this")
+say("facts", {"torch": "0", "threads": 1, "unknown": []})
+say("plan", ["a", "b", "c"])
+for key in ("a", "b", "c"):
+    if key in request["done"]:
+        continue
+    row = {"key": key, "op": key, "parameters": {}, "dtype": "float32", "documented": []}
+    say("begin", row)
+    if key == "b":
+        FATE
+    ran = {"outcome": "ran", "microseconds": 1.0, "ratio": 1.0, "spread": {
+        "distinct": 2 if key == "c" and VARIES else 1, "runs": 2, "vs": None, "vermv": 0.0,
+        "vermv_max": 0.0, "vc": 0.0, "vc_max": 0.0, "varying": 0.0, "ulps": 0}}
+    conditions = ("default", "deterministic", "patched", "oracle")
+    say("row", row | {"conditions": dict.fromkeys(conditions, ran)})
+"""
+
+
+@pytest.fixture
+def audit(tmp_path, monkeypatch, capsys):
+    """Return a function that audits with a worker of that fate; it gives status and output."""
+
+    def run(*words, fate="pass", varies=False):
+        worker = tmp_path / "worker.py"
+        worker.write_text(FAKE.replace("FATE", fate).replace("VARIES", str(varies)))
+        monkeypatch.setattr(worker_process, "_WORKER", [sys.executable, str(worker)])
+        status = main(["audit", "ops", "--quick", "-o", str(tmp_path / "out"), *words])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def keys_of(path):
+    return [json.loads(line)["key"] for line in path.read_text().splitlines()[1:]]
+
+
+def test_rows_json_markdown_and_plot_are_left(audit, tmp_path):
+    status, out, err = audit()
+    assert status == 0
+    assert "[2 of 3] b" in err
+    assert "Ops: 3, in 3 cases; varied: 0;" in out
+    folder = tmp_path / "out"
+    assert keys_of(folder / "ops.jsonl") == ["a", "b", "c"]
+    assert json.loads((folder / "ops.json").read_text())["ops"][0]["findings"] == ["As documented."]
+    assert "| `a` | no | no | no | As documented. |" in (folder / "ops.md").read_text()
+    assert (folder / "ops.svg").read_text().count("<circle") == 2 + 6
+
+
+def test_a_case_that_ends_its_process_is_a_row(audit):
+    status, out, _ = audit("--json", fate="os.kill(os.getpid(), signal.SIGKILL)")
+    rows = {row["key"]: row["conditions"]["default"] for row in json.loads(out)["rows"]}
+    assert status == 0
+    assert list(rows) == ["a", "b", "c"]
+    assert rows["b"]["outcome"] == "lost"
+    assert "runs out of memory" in rows["b"]["reason"]
+    assert rows["c"]["outcome"] == "ran"
+
+
+@pytest.mark.alone
+def test_a_case_that_hangs_is_ended(audit):
+    _, out, _ = audit("--json", "--timeout", "1.5", fate="signal.pause()")
+    rows = {row["key"]: row["conditions"]["default"] for row in json.loads(out)["rows"]}
+    assert "still running after 1.5 s" in rows["b"]["reason"]
+    assert rows["c"]["outcome"] == "ran"
+
+
+def test_a_worker_that_never_begins_is_an_error(audit, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    status, _, err = audit()
+    assert status == 2
+    assert "before its first case" in err
+
+
+def test_a_patched_op_that_varies_is_found(audit):
+    status, out, _ = audit(varies=True)
+    assert status == 1
+    assert "the patched op varied: c" in out
+
+
+def test_an_interrupted_audit_goes_on_where_it_was(audit, tmp_path):
+    rows = tmp_path / "out" / "ops.jsonl"
+    audit()
+    text = rows.read_bytes().splitlines(keepends=True)
+    rows.write_bytes(b"".join(text[:2]) + text[2][:20])  # one row whole, the second one torn
+    status, _, err = audit()
+    assert status == 0
+    assert "] a" not in err
+    assert keys_of(rows) == ["a", "b", "c"]
+
+
+def test_other_settings_are_not_mixed_in(audit):
+    audit()
+    status, _, err = audit("--runs", "7")
+    assert status == 2
+    assert "runs: expected: 30" in err
+    assert "runs: actual:   7" in err
+
+
+def test_a_foreign_file_is_left_alone(tmp_path):
+    file = tmp_path / "ops.jsonl"
+    file.write_text("hello\n")
+    with pytest.raises(CommandError, match="not a file of rows"):
+        RowFile(file, {})
+    assert file.read_text() == "hello\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--runs", "1"], "allowed: 2 to 1000000"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--timeout", "0"], "--timeout is 0"),
+    ],
+)
+def test_values_that_are_not_allowed(audit, words, message):
+    status, _, err = audit(*words)
+    assert status == 2
+    assert message in err
+
+
+def test_the_real_worker(tmp_path, capsys):
+    """One op, measured in a real worker process."""
+    words = ["audit", "ops", "--quick", "--ops", "cumsum", "-o", str(tmp_path), "--json"]
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["torch"] == torch.__version__
+    assert [row["op"] for row in result["rows"]] == ["cumsum"]
+    assert result["rows"][0]["conditions"]["patched"]["spread"]["distinct"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "nowhere"], "--device is 'nowhere', on which torch"),
+        (["--ops", "no_such_op"], "--ops contains 'no_such_op', which matches no op of the audit"),
+    ],
+)
+def test_the_worker_says_what_cannot_be_and_the_folder_stays_free(tmp_path, capsys, words, message):
+    assert main(["audit", "ops", "--quick", "-o", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
+    with closing(RowFile(tmp_path / "ops.jsonl", {"other": "settings"})) as rows:
+        assert rows.rows == []

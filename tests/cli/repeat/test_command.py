@@ -1,0 +1,247 @@
+"""``d9m repeat`` compares runs and names every way in which a command can fail."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_d9m.cli.main import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+# A command that writes ledgers as a training does, without importing torch.
+RUN = """
+import os, sys
+from pathlib import Path
+from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+
+for seed, value in {fits!r}:
+    folder = create_ledger_folder(Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"]))
+    with LedgerWriter(rank_path(folder, 0)) as ledger:
+        ledger.write(Header(rank=0, world_size=1, fit=0, seed=seed, created="", package="0",
+                            settings={{}}, stack={{}}).as_record())
+        ledger.write(RunFacts(model="m", parameters=1, train=[]).as_record())
+        digest = f"{{value:032x}}"
+        for moment in ("initial", "epoch", "final"):
+            ledger.write(Digests(moment=moment, epoch=0, step=0, totals={{"weights": digest}},
+                                 groups={{"weights": {{"w": digest}}}},
+                                 loss=(0.1).hex()).as_record())
+        ledger.write(End(status="finished").as_record())
+"""
+# The number of the run, from the folder that the command was given.
+NUMBER = 'int(os.environ["LIGHTNING_D9M_LEDGER_DIR"][-3:])'
+
+
+@pytest.fixture
+def repeat(tmp_path, monkeypatch, capsys):
+    """Return a function that repeats Python code; it gives (status, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code, *options, n=2):
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        status = main(["repeat", "-n", str(n), *options, "--", sys.executable, str(script)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def fits(*values, seed=42):
+    """Return code that leaves one ledger for each expression that gives its digest."""
+    pairs = ", ".join(f"({seed}, {value})" for value in values)
+    return RUN.format(fits=0).replace("in 0:", f"in [{pairs}]:")
+
+
+def table_rows(output):
+    """Return the lines of the table, which stands below the verdict."""
+    return output.split("\n\n")[1].splitlines()[1:]
+
+
+def test_equal_runs(repeat):
+    status, out, err = repeat(fits(7), n=3)
+    assert status == 0
+    assert "equal: 3 runs agree bit for bit in 5 records each." in out
+    assert [line.split()[-1] for line in table_rows(out)] == ["reference", "equal", "equal"]
+    assert "run 2 of 3: done, 1 epoch\n" in err
+
+
+def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
+    status, out, _ = repeat(fits(f"1 if {NUMBER} == 2 else 7"), n=3)
+    assert status == 1
+    assert [line.split()[-1] for line in table_rows(out)] == ["reference", "differs", "equal"]
+    assert "Rank 0 diverges first, in the initial state." in " ".join(out.split())
+    assert out.startswith("different: 1 of 3 runs differs from run 1. Run 2: ")
+    assert "  d9m locate -- " in out
+    assert (
+        max(len(line) for line in out.splitlines() if not re.search("d9m-runs|  d9m", line)) <= 80
+    )
+
+
+def test_json(repeat):
+    status, out, _ = repeat(fits(f"{NUMBER}"), "--json")
+    result = json.loads(out)
+    assert status == 1
+    assert result["verdict"] == "different"
+    assert [run["loss_hex"] for run in result["runs"]] == [(0.1).hex()] * 2
+    assert result["differing"][0]["comparison"]["verdict"] == "different"
+    assert json.loads(repeat(fits(7), "--json")[1])["verdict"] == "equal"
+
+
+def test_markdown(repeat):
+    status, out, _ = repeat(fits(f"{NUMBER}"), "--format", "markdown")
+    assert status == 1
+    assert out.startswith("**different**: 1 of 2 runs differs from run 1. ")
+    assert "\n| run | seed | weights | final loss | verdict |\n| --- |" in out
+    assert out.count("```") == 2
+    assert repeat(fits(7), "--format", "markdown")[1].startswith("**equal**: 2 runs agree")
+
+
+def test_several_fits_are_compared_one_by_one(repeat):
+    status, out, _ = repeat(fits(7, f"{NUMBER}"))
+    assert status == 1
+    assert "differs from run 1. Run 2, fit 2: " in out
+
+
+def test_all_fits_count_as_records(repeat):
+    assert "agree bit for bit in 10 records each" in repeat(fits(7, 8))[1]
+
+
+@pytest.mark.parametrize(("values", "seen"), [((7, 7), ""), ((7, f"{NUMBER}"), "Run 2, fit 1")])
+def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(repeat, values, seen):
+    code = fits(*values).replace("]:", f"][-{NUMBER}:]:")
+    status, out, _ = repeat(code, n=3)
+    assert status == 1
+    assert "Run 1 left 1 ledger, run 2 left 2:\n  reference: fit-000\n" in out
+    assert "  this run:  fit-000, fit-001\nThe ledgers that both left were compared.\n" in out
+    assert "different: 2 of 3 runs differ from run 1" in out
+    assert seen in out
+    assert [line.split()[0] for line in table_rows(out)] == ["1.1", "2.1", "2.2", "3.1", "3.2"]
+    assert table_rows(out)[2].split()[-2:] == ["no", "match"]
+
+
+def test_nothing_is_overwritten(repeat, tmp_path):
+    repeat(fits(7))
+    repeat(fits(7))
+    assert sorted(p.name for p in (tmp_path / "d9m-runs").iterdir()) == ["000", "001"]
+    (tmp_path / "mine").mkdir()
+    status, _, err = repeat(fits(7), "-o", "mine")
+    assert status == 2
+    assert "mine exists already, and nothing is overwritten" in err
+
+
+def test_an_output_that_cannot_be_made(repeat, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = repeat(fits(7), "-o", "file/below")
+    assert status == 2
+    assert "file/below cannot be made: Not a directory" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--", __file__], "does not start: Permission denied"),
+        (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
+        (["--", "bad\0name"], "does not start: embedded null"),
+        (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null"),
+        (["--allow-objects", "--", "true"], "--allow-objects is only for --interrupt"),
+        (["--", "true"], "'true' ended well but wrote no ledger"),
+        (["--", "false"], "'false' ended with exit status 1"),
+        (["--", "no-such-program"], "does not start: No such file"),
+        (["--timeout", "0.3", "--", "sleep", "60"], "still running after 0.3 s"),
+    ],
+)
+def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["repeat", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.count("d9m: error:") == 1
+    assert message in error
+
+
+def test_a_disk_that_is_full_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    original = Path.mkdir
+
+    def mkdir(path, *arguments, **words):
+        if path.name == "run-001":
+            raise OSError(28, "No space left on device")
+        original(path, *arguments, **words)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert main(["repeat", "--", "true"]) == 2
+    assert "run-001 cannot be made: No space left on device. Free some" in capsys.readouterr().err
+
+
+def test_a_ledger_that_cannot_be_read_is_named(repeat, tmp_path):
+    code = fits(7) + "\nrank_path(folder, 0).write_bytes(b'{')"
+    status, _, err = repeat(code)
+    assert status == 2
+    assert "run-001/fit-000/rank-0.jsonl is not a ledger" in err
+
+
+def test_a_ledger_cut_short_is_no_agreement(repeat):
+    cut = "\nif {} == 2: os.truncate(rank_path(folder, 0), rank_path(folder, 0).stat().st_size - 5)"
+    status, out, _ = repeat(fits(7) + cut.format(NUMBER))
+    assert status == 1
+    assert "this run was ended before it finished its ledger" in " ".join(out.split())
+
+
+def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
+    code = fits(7) + f"\nprint('so far so good')\nsys.exit({NUMBER} - 1)"
+    status, _, err = repeat(code)
+    assert status == 2
+    assert "| so far so good" in err
+    assert "error: In run 2 of 2 (run 1 succeeded): The command" in err
+    assert "run 2 of 2: stopped" in err
+    (log,) = tmp_path.glob("d9m-runs/000/run-002/output.log")
+    assert log.read_text() == "so far so good\n"
+    assert list(tmp_path.glob("d9m-runs/000/run-002/fit-000/rank-0.jsonl"))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("random", "0"), ("5", "5")])
+def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given, expected):
+    if given is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", given)
+    repeat(fits(7) + "\nprint(os.environ['PYTHONHASHSEED'])")
+    (log,) = tmp_path.glob("d9m-runs/000/run-001/output.log")
+    assert log.read_text() == f"{expected}\n"
+
+
+def repeat_example(name, *options, runs, cwd):
+    """Run ``d9m repeat`` on an example as a user does, and return its output."""
+    # The suite may run with one thread, which would leave nothing to race.
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "lightning_d9m", "repeat", "-n", str(runs), "--"),
+            *(sys.executable, EXAMPLES / name, "--epochs", "1", *options),
+        ],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Where the runs differ, the divergence is on standard output.
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_main_job(tmp_path):
+    """Train the digits network of the examples twice, with loader workers, and agree."""
+    output = repeat_example("digits.py", "--workers", "1", runs=2, cwd=tmp_path)
+    assert "equal: 2 runs agree bit for bit" in output
+
+
+def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path):
+    """Pooling over graph edges by ``index_put_``; test_examples shows that it differs without."""
+    output = repeat_example("graph.py", runs=3, cwd=tmp_path)
+    assert "equal: 3 runs agree bit for bit" in output

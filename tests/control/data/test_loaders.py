@@ -1,0 +1,224 @@
+"""Loaders are taken over wherever they are, once a stage, and given back as they were."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from control.drawing import (
+    SIZE,
+    WORKERS,
+    Draws,
+    Stream,
+    epochs,
+    make,
+    order,
+    rows,
+    snapshot,
+)
+from torch.utils.data import (
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from lightning_d9m.control.data.loaders import LoaderControl
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("words", [{}, *WORKERS], ids=["none", "workers", "persistent"])
+def test_everything_of_the_users_is_put_back(words, per_sample):
+    loader = make(**words)
+    before = snapshot(loader)
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
+    control.wrap_loader(loader, "train")
+    control.start_epoch("train", 0)
+    assert snapshot(loader) != before
+    control.release()
+    assert snapshot(loader) == before
+    assert isinstance(loader.dataset, Draws)
+
+
+@pytest.mark.parametrize("words", [{}, *WORKERS], ids=["none", "workers", "persistent"])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_one_loader_for_training_and_validation_serves_both(words, per_sample):
+    """What validation draws never changes what training draws."""
+
+    def found(validations):
+        loader = make(**words)
+        before = snapshot(loader)
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
+        validate = control.wrap_loader(loader, "validate")
+        train = control.wrap_loader(loader, "train")
+        assert control.wrap_loader(train, "train") is train
+        drawn = []
+        for epoch in range(2):
+            control.start_epoch("train", epoch)
+            iterator = iter(train)
+            batches = [next(iterator)]
+            for number in range(validations):
+                control.start_epoch("validate", 2 * epoch + number)
+                rows(validate)
+            drawn.append([*batches, *iterator])
+        control.release()
+        assert snapshot(loader) == before
+        return repr(drawn)
+
+    assert found(0) == found(2)
+
+
+def test_two_loaders_may_hold_one_sampler():
+    def found(validations):
+        sampler = RandomSampler(range(SIZE))
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+        train, validate = (
+            control.wrap_loader(make(shuffle=False, sampler=sampler), stage)
+            for stage in ("train", "validate")
+        )
+        drawn = []
+        for epoch in range(2):
+            control.start_epoch("train", epoch)
+            drawn.append(rows(train))
+            for number in range(validations):
+                control.start_epoch("validate", 2 * epoch + number)
+                rows(validate)
+        control.release()
+        assert sampler.generator is None
+        return order(drawn)
+
+    assert found(0) == found(2)
+
+
+def test_loaders_of_one_stage_draw_different_orders():
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    first, second = control.wrap_loader([make(), make()], "train")
+    control.start_epoch("train", 0)
+    assert order([rows(first)]) != order([rows(second)])
+    control.release()
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda x: dict(enumerate(x))])
+def test_loaders_in_containers_are_taken_over(container):
+    from lightning.pytorch.utilities import CombinedLoader
+
+    loaders = container([make(), [make(), range(3)]])
+    assert (
+        LoaderControl(1, fit=0, rank=0, per_sample_rng=False).wrap_loader(loaders, "t") is loaders
+    )
+    assert type(loaders[0].generator) is torch.Generator
+    assert type(loaders[1][0].generator) is torch.Generator
+    combined = CombinedLoader(loaders)
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    flattened = list(combined.flattened)
+    assert control.wrap_loader(combined, "validate") is combined
+    assert control.wrap_loader(combined, "train") is combined  # which takes copies
+    assert combined.flattened[0] is not flattened[0]
+    control.release()
+    assert all(new is old for new, old in zip(combined.flattened, flattened, strict=True))
+
+
+def test_a_loader_that_is_made_anew_every_epoch_is_not_kept_alive():
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
+    seen = weakref.WeakSet()
+    found = []
+    for epoch in range(3):
+        dataset = Draws()
+        loader = make(dataset)
+        seen.add(dataset)
+        control.wrap_loader(loader, "train")
+        control.start_epoch("train", epoch)
+        found.append(rows(loader))
+        del loader, dataset
+    gc.collect()
+    assert len(seen) <= 1
+    control.release()
+    gc.collect()
+    assert not seen
+    # A loader that lives on draws the same, and so does one of a run that is resumed.
+    assert found == epochs(make(), count=3, per_sample=True)
+
+
+def test_a_loader_that_is_handed_over_again_starts_its_epoch_anew():
+    """As for the training that follows a search for the learning rate."""
+    loader = make()
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(loader, "train")
+    control.start_epoch("train", 0)
+    first = rows(loader)
+    control.wrap_loader(loader, "train")
+    control.start_epoch("train", 0)
+    assert order([rows(loader)]) == order([first])
+    control.release()
+
+
+def test_long_lived_workers_of_the_users_are_set_aside():
+    """They were started before, and know nothing of the streams."""
+    loader = make(**WORKERS[1])
+    rows(loader)
+    users = loader._iterator
+    assert epochs(loader) == epochs(make(**WORKERS[1]))
+    assert loader._iterator is users
+    assert epochs(loader, fit=1) == epochs(make(**WORKERS[1]), fit=1)
+
+
+class FirstIsSlow(Draws):
+    """The batch that holds sample 0 takes longer than all others."""
+
+    def __getitem__(self, index):
+        time.sleep(1.5 * (index == 0))
+        return super().__getitem__(index)
+
+
+class FirstWorkerIsSlow(Stream):
+    """The stream of worker 0 starts later than all of worker 1's."""
+
+    def __iter__(self):
+        time.sleep(1.5 * (get_worker_info().id == 0))
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("words", WORKERS, ids=["workers", "persistent"])
+@pytest.mark.parametrize("dataset", [FirstIsSlow, FirstWorkerIsSlow])
+def test_batches_come_in_order_although_the_loader_allows_any(words, dataset):
+    """``in_order=False`` gives batches as workers finish them, which varies from run to run."""
+    loader = make(dataset(), shuffle=None, in_order=False, **words)
+    expected = epochs(make(dataset(), shuffle=None, **words), count=1)
+    with pytest.warns(UserWarning, match="A DataLoader has in_order=False"):
+        assert epochs(loader, count=1) == expected
+    assert loader.in_order is False
+    if words == WORKERS[0]:
+        assert order([rows(loader)]) != order(expected)  # without control the slow batch is late
+
+
+class Quack:
+    """Has all that a loader has, and is none."""
+
+    dataset = sampler = batch_sampler = generator = flattened = None
+    num_workers = 2
+    persistent_workers = True
+
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("other", [[1, 2, 3], range(4), SequentialSampler(range(3)), Quack()])
+def test_what_is_no_dataloader_is_left_alone(other):
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
+    assert control.wrap_loader(other, "train") is other
+    control.start_epoch("train", 0)
+    control.release()
+
+
+def test_an_epoch_that_was_started_is_not_started_again():
+    """Lightning makes the first iterator before it announces the first epoch."""
+    loader = make()
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(loader, "train")
+    control.start_epoch("train", 0)
+    iterator = iter(loader)
+    first = next(iterator)
+    control.start_epoch("train", 0)
+    found = order([[row for batch in (first, *iterator) for row in zip(*batch, strict=True)]])
+    control.release()
+    assert found == order(epochs(make(), count=1))

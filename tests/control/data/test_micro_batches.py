@@ -1,0 +1,126 @@
+"""Batches of a block of logical ranks are split from one order of the samples."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_d9m import SettingError
+from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.micro_batches import BlockBatchSampler, MicroBatches
+
+
+@given(
+    samples=st.integers(1, 60),
+    ranks=st.integers(1, 9),
+    processes=st.integers(1, 9),
+    batch_size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_each_logical_rank_gets_the_batches_of_a_distributed_sampler(
+    samples, ranks, processes, batch_size, drop_last, data
+):
+    drop_samples = data.draw(st.booleans()) and samples >= ranks
+    processes = min(processes, ranks)
+    found = {rank: [] for rank in range(ranks)}
+    lengths = set()
+    for process in range(processes):
+        block = range(process * ranks // processes, (process + 1) * ranks // processes)
+        whole = BatchSampler(range(samples), batch_size, drop_last)
+        grouped = BlockBatchSampler(whole, block, ranks, drop_last=drop_samples)
+        groups = list(grouped)
+        lengths |= {len(grouped), len(groups)}
+        for group in groups:
+            assert group.first == block.start
+            for rank, indices in zip(block, group, strict=True):
+                found[rank].append(indices)
+    assert len(lengths) == 1
+    for rank in range(ranks):
+        sampler = DistributedSampler(
+            range(samples), ranks, rank, shuffle=False, drop_last=drop_samples
+        )
+        assert found[rank] == list(BatchSampler(sampler, batch_size, drop_last))
+
+
+@given(samples=st.integers(0, 40), ranks=st.integers(1, 7), batch_size=st.integers(1, 3))
+def test_without_padding_every_sample_occurs_once(samples, ranks, batch_size):
+    whole = BatchSampler(range(samples), batch_size, drop_last=False)
+    groups = list(BlockBatchSampler(whole, range(ranks), ranks, padded=False))
+    indices = [index for group in groups for batch in group for index in batch]
+    assert sorted(indices) == list(range(samples))
+
+
+class LongerForTheSecond(BatchSampler):
+    """Makes more batches of samples that begin with an odd one."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter(batches + batches[: batches[0][0] % 2])
+
+
+def test_unequal_numbers_of_batches_are_refused():
+    whole = LongerForTheSecond(range(12), 2, drop_last=False)
+    with pytest.raises(SettingError, match="different numbers of batches of LongerForTheSecond"):
+        list(BlockBatchSampler(whole, range(2), 2))
+
+
+class Drawing(Dataset):
+    """Draws from all generators for each sample."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), float(torch.rand(()))])
+
+
+def collate(samples):
+    """Draw for the batch, too."""
+    return torch.stack(samples), random.random()
+
+
+def load(block, workers, *, skip=0):
+    """Return the micro-batches of two epochs, by logical rank."""
+    control = LoaderControl(3, fit=0, rank=0, per_sample_rng=False)
+    order = RandomSampler(range(22))
+    batches = BlockBatchSampler(BatchSampler(order, 2, drop_last=False), block, 4)
+    loader = DataLoader(Drawing(), num_workers=workers, collate_fn=collate)
+    object.__setattr__(loader, "batch_sampler", batches)
+    loader = control.wrap_loader(loader, "train")
+    found = {rank: [] for rank in block}
+    if skip:
+        control.resume_epoch("train", 0, batches=skip, cycled=bool)
+    for epoch in range(2):
+        control.start_epoch("train", epoch)
+        for group in loader:
+            assert type(group) is MicroBatches
+            for rank, (samples, drawn) in zip(block, group, strict=True):
+                found[rank].append((samples.tolist(), drawn))
+    control.release()
+    return found
+
+
+@pytest.fixture(scope="module")
+def together():
+    """Return the micro-batches that one process loads for all logical ranks."""
+    return load(range(4), 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("block", [range(4), range(2), range(1, 3), range(3, 4)])
+def test_what_a_logical_rank_draws_depends_on_no_other(together, block, workers):
+    assert load(block, workers) == {rank: together[rank] for rank in block}
+
+
+def test_logical_ranks_draw_different_numbers(together):
+    drawn = [drawn for batches in together.values() for _, drawn in batches]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_an_epoch_continues_after_the_steps_that_were_consumed(together):
+    assert load(range(1, 3), 0, skip=2) == {rank: together[rank][2:] for rank in (1, 2)}

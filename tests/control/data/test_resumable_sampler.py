@@ -1,0 +1,257 @@
+"""A resumed epoch goes on where it was, loads nothing again, and draws what it would have drawn."""
+
+import random
+import re
+
+import pytest
+import torch
+from control.drawing import SIZE, WORKERS, BatchDraws, Draws, Stream, make, rows
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from lightning_d9m.control.data import resumable_sampler
+from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.resumable_sampler import find_position_problem, skip_batches
+from lightning_d9m.control.seeding import seed_host
+
+
+class Loads(Draws):
+    """Counts what is loaded."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        return super().__getitem__(index)
+
+
+class Collated:
+    """A function that draws when it makes a batch."""
+
+    def __call__(self, samples):
+        return [*map(list, zip(*samples, strict=True)), [random.random()] * len(samples)]
+
+
+class DrawnBatches:
+    """A batch sampler of the user's that draws from Python's generator, batch by batch."""
+
+    def __iter__(self):
+        for _ in range(SIZE // 3):
+            yield random.sample(range(SIZE), 3)
+
+    def __len__(self):
+        return SIZE // 3
+
+
+LOADERS = {
+    "shuffled": make,
+    "in order": lambda **words: make(shuffle=False, **words),
+    "batches at once": lambda **words: make(BatchDraws(), **words),
+    "a collate function that draws": lambda **words: make(collate_fn=Collated(), **words),
+    "the last batch dropped": lambda **words: make(drop_last=True, **words),
+    "replacement": lambda **words: make(
+        shuffle=False, sampler=RandomSampler(range(SIZE), replacement=True), **words
+    ),
+    "a distributed sampler": lambda **words: make(
+        shuffle=False, sampler=DistributedSampler(range(2 * SIZE), 2, 1), **words
+    ),
+    "a batch sampler of the user's": lambda **words: DataLoader(
+        Draws(), batch_sampler=DrawnBatches(), **words
+    ),
+    "no batches": lambda **words: DataLoader(Draws(), batch_size=None, shuffle=True, **words),
+}
+
+
+def take(loader, *, skip=0, epoch=1, noise=0, per_sample=False):
+    """Return the batches of an epoch that follow the first ``skip``."""
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=per_sample)
+    control.wrap_loader(loader, "train")
+    if skip:
+        control.resume_epoch("train", epoch, batches=skip, cycled=bool)
+    control.start_epoch("train", epoch)
+    found = []
+    for batch in loader:
+        found.append(repr(batch))
+        for _ in range(noise):  # what training draws
+            random.random()
+    control.release()
+    return found
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("kind", LOADERS.values(), ids=LOADERS.keys())
+class TestLoader:
+    """A loader of each kind."""
+
+    def test_goes_on_where_it_was_with_any_number_of_workers(self, kind, per_sample):
+        straight = take(kind(), noise=3, per_sample=per_sample)
+        seed_host(99)
+        for words in ({}, WORKERS[1]):
+            assert take(kind(**words), per_sample=per_sample) == straight
+            for skip in (1, len(straight) - 1, len(straight)):
+                resumed = take(kind(**words), skip=skip, noise=1, per_sample=per_sample)
+                assert resumed == straight[skip:]
+
+    def test_leaves_the_generators_of_the_training_alone(self, kind, per_sample):
+        seed_host(5)
+        expected = random.random()
+        seed_host(5)
+        take(kind(), per_sample=per_sample)
+        assert random.random() == expected
+
+
+def test_what_was_consumed_is_not_loaded_again():
+    dataset = Loads()
+    take(make(dataset), skip=2)
+    assert dataset.count == SIZE - 6
+
+
+def test_the_epochs_after_a_resumed_one_are_whole():
+    def found(resumed):
+        loader = make(**WORKERS[1])
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+        control.wrap_loader(loader, "train")
+        if resumed:
+            control.resume_epoch("train", 1, batches=2, cycled=bool)
+        drawn = []
+        for epoch in (1, 2) if resumed else (0, 1, 2):
+            control.start_epoch("train", epoch)
+            drawn.append(rows(loader))
+        control.release()
+        return drawn
+
+    straight, resumed = found(False), found(True)
+    assert resumed == [straight[1][6:], straight[2]]
+
+
+@pytest.mark.parametrize("skip", [1, 4, 5, 8, 9])
+@pytest.mark.parametrize("words", [{}, WORKERS[0]], ids=["none", "workers"])
+def test_a_loader_that_is_cycled_goes_on_in_the_right_round(skip, words):
+    """Lightning begins the shorter of two loaders anew until the longer one ends."""
+
+    def found(consumed):
+        loader = make(**words)
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+        control.wrap_loader(loader, "train")
+        control.resume_epoch("train", 0, batches=consumed, cycled=lambda: True)
+        control.start_epoch("train", 0)
+        rounds = [repr(batch) for _ in range(3) for batch in loader]
+        control.release()
+        return rounds
+
+    rest = found(0)[skip:]
+    assert found(skip)[: len(rest)] == rest[: len(found(skip))]
+    assert rest
+
+
+def test_a_loader_that_ends_early_and_is_not_cycled_stays_at_its_end():
+    assert take(make(), skip=100) == []
+
+
+def test_a_stream_draws_by_batch_in_its_workers():
+    straight = take(make(Stream(), shuffle=False, **WORKERS[0]))
+    assert take(make(Stream(), shuffle=False, **WORKERS[1])) == straight
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", range(6))
+def test_batches_are_skipped_as_if_they_were_taken(count, drop_last):
+    batches = BatchSampler(range(10), 3, drop_last)
+    rest, skipped = skip_batches(batches, count)
+    assert list(rest) == list(batches)[count:]
+    assert skipped == min(count, len(batches))
+    rest, skipped = skip_batches(list(batches), count)
+    assert list(rest) == list(batches)[count:]
+    assert skipped == min(count, len(batches))
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["imitated", "iterated"])
+@pytest.mark.parametrize("words", [{}, {"num_samples": 6}, {"replacement": True}], ids=str)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", range(6))
+def test_a_shuffled_order_is_skipped_as_if_it_was_taken(
+    monkeypatch, count, drop_last, words, alike
+):
+    """What the generator has drawn at the end counts: the next epoch may draw on."""
+    if not alike:  # a torch that shuffles in another way
+        monkeypatch.setattr(resumable_sampler, "_shuffles_alike", lambda: False)
+
+    def epochs(take_first):
+        generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(range(10), generator=generator, **words)
+        first = take_first(BatchSampler(sampler, 3, drop_last))
+        return first, list(sampler), generator.get_state().tolist()
+
+    straight = epochs(lambda batches: list(batches)[count:])
+    assert epochs(lambda batches: list(skip_batches(batches, count)[0])) == straight
+
+
+def test_the_installed_torch_shuffles_as_it_is_imitated():
+    assert resumable_sampler._shuffles_alike()
+
+
+class OwnGenerator(Draws):
+    """A dataset that keeps a generator."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+
+
+class OwnCollate:
+    """A function that keeps a generator."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def __call__(self, samples):
+        return samples
+
+
+class Unsized(Stream):
+    """A stream."""
+
+
+class Stateful(DataLoader):
+    """Says where it is, as torchdata's loader does."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Sized(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return SIZE
+
+
+@pytest.mark.parametrize(
+    ("loader", "problem"),
+    [
+        (make, None),
+        (lambda: make(OwnGenerator()), None),
+        (lambda: make(OwnGenerator(), num_workers=2), r"its own generators \(dataset\.rng\)"),
+        (lambda: make(collate_fn=OwnCollate()), None),
+        (
+            lambda: make(collate_fn=OwnCollate(), num_workers=2),
+            r"its own generators \(collate_fn\.rng\)",
+        ),
+        (lambda: make(Sized(), shuffle=False), "Sized does not save its position"),
+        (lambda: [1, 2], "list does not save its position"),
+        (lambda: Stateful(Sized(), batch_size=3), None),
+        (lambda: Stateful(Unsized(), batch_size=3), "Unsized does not have __len__"),
+        (lambda: Stateful(Sized(), batch_size=None), None),
+        (lambda: Stateful(Sized(), batch_size=None, num_workers=1), "its own batches in workers"),
+    ],
+    ids=range(11),
+)
+def test_what_cannot_go_on_exactly_is_told(loader, problem):
+    loader = loader()
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(loader, "train")
+    found = find_position_problem(loader)
+    control.release()
+    assert (found is None) == (problem is None)
+    assert problem is None or re.search(problem, found)

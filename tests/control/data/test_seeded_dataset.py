@@ -1,0 +1,283 @@
+"""What workers and single samples draw depends on (seed, fit, rank, epoch, index) alone."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from control.drawing import (
+    SIZE,
+    WORKERS,
+    BatchDraws,
+    Draws,
+    Stream,
+    epochs,
+    make,
+    rows,
+)
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from lightning_d9m import SettingError
+from lightning_d9m.control.data.loaders import LoaderControl
+from lightning_d9m.control.data.seeded_dataset import draws_nothing
+
+
+@pytest.mark.parametrize("dataset", [Draws, BatchDraws, Stream])
+@pytest.mark.parametrize("workers", WORKERS, ids=["workers", "persistent"])
+def test_workers_draw_what_seed_rank_and_epoch_say(workers, dataset):
+    words = workers | ({"shuffle": False} if dataset is Stream else {})
+    base = epochs(make(dataset(), **words))
+    assert epochs(make(dataset(), **words)) == base
+    # Batches come from the workers by turns: the first two hold the draws of both.
+    draws = [row[1:4] for epoch in base for row in epoch]
+    assert len(set(draws)) == len(draws)
+    for other in ({"seed": 2}, {"fit": 1}, {"rank": 1}, {"start": 5}):
+        others = epochs(make(dataset(), **words), count=1, **other)
+        assert not {row[1:4] for row in others[0]} & set(draws)
+
+
+def test_a_long_lived_worker_draws_the_same_as_one_that_starts_anew():
+    """So that a resumed run, whose workers are new, can agree with a straight one."""
+    persistent = epochs(make(**WORKERS[1]), count=3)
+    assert epochs(make(**WORKERS[0]), count=3) == persistent
+    assert epochs(make(**WORKERS[1]), start=2, count=1) == persistent[2:]
+
+
+@pytest.mark.parametrize("dataset", [Draws, BatchDraws])
+def test_per_sample_rng_does_not_depend_on_workers(dataset):
+    found = {
+        repr(epochs(make(dataset(), **workers), count=3, per_sample=True))
+        for workers in ({}, {"num_workers": 1}, *WORKERS)
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("workers", [{}, WORKERS[1]], ids=["none", "persistent"])
+@pytest.mark.parametrize(
+    "index",
+    [lambda i: i, lambda i: f"name {i}", lambda i: (i, 0.5), np.int64, torch.tensor],
+    ids=["int", "str", "tuple", "numpy", "tensor"],
+)
+def test_per_sample_rng_takes_what_samplers_give(index, workers):
+    loader = make(Keyed(), shuffle=False, sampler=[index(i) for i in range(4)], **workers)
+    again = make(Keyed(), shuffle=False, sampler=[index(i) for i in (3, 2, 1, 0)], **workers)
+    found = epochs(loader, per_sample=True, count=1)[0]
+    assert epochs(again, per_sample=True, count=1)[0] == found[::-1]
+    assert len(set(found)) == 4
+
+
+class Keyed(Dataset):
+    def __getitem__(self, key):
+        return [random.random()]
+
+
+class Key:
+    """An index whose text differs between processes."""
+
+
+def test_per_sample_rng_refuses_an_index_that_names_no_sample():
+    loader = make(Keyed(), shuffle=False, sampler=[Key()])
+    with pytest.raises(SettingError, match=r"gives <.*Key object.* integers, strings"):
+        epochs(loader, per_sample=True)
+
+
+def test_per_sample_rng_does_not_depend_on_the_rank():
+    by_index = [
+        {row[0]: row for row in epochs(make(), rank=rank, per_sample=True, count=1)[0]}
+        for rank in (0, 1)
+    ]
+    assert by_index[0] == by_index[1]
+
+
+def test_per_sample_rng_of_a_stream_is_refused():
+    with pytest.raises(SettingError, match="Stream is an IterableDataset"):
+        epochs(make(Stream(), shuffle=False), per_sample=True)
+
+
+def test_an_epoch_that_was_cut_short_leaves_nothing_to_the_next():
+    """Of what long-lived workers prefetched and nobody took, the next epoch draws nothing."""
+
+    def found(workers):
+        loader = make(Draws(), prefetch_factor=2, **workers)
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+        control.wrap_loader(loader, "train")
+        batches = []
+        for epoch in range(3):
+            control.start_epoch("train", epoch)
+            batches.append(next(iter(loader)))
+            if loader.persistent_workers:
+                assert loader._iterator._tasks_outstanding > 0
+        control.release()
+        return repr(batches)
+
+    assert found(WORKERS[0]) == found(WORKERS[1])
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["workers", "persistent"])
+def test_a_loader_that_is_iterated_again_within_an_epoch_draws_anew(workers):
+    """Lightning cycles through the shorter of two loaders."""
+
+    def found():
+        loader = make(shuffle=False, **workers)
+        control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+        control.wrap_loader(loader, "train")
+        control.start_epoch("train", 0)
+        twice = rows(loader), rows(loader)
+        control.release()
+        return twice
+
+    first, second = found()
+    assert not {row[1:] for row in first} & {row[1:] for row in second}
+    assert found() == (first, second)
+
+
+class Shard(IterableDataset):
+    """The stream of torch's documentation, which a worker's function cuts."""
+
+    def __init__(self):
+        self.start, self.end = 0, SIZE
+
+    def __iter__(self):
+        return iter(range(self.start, self.end))
+
+
+def cut(worker):
+    dataset = get_worker_info().dataset
+    half = SIZE // 2
+    dataset.start, dataset.end = worker * half, (worker + 1) * half
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["workers", "persistent"])
+def test_a_worker_function_that_sets_attributes_reaches_the_users_dataset(workers):
+    loader = DataLoader(Shard(), worker_init_fn=cut, **workers)
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(loader, "train")
+    for epoch in range(2):
+        control.start_epoch("train", epoch)
+        assert sorted(map(int, loader)) == list(range(SIZE))
+    control.release()
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_every_way_to_start_workers_draws_the_same(context):
+    workers = WORKERS[1]
+    forked = epochs(make(**workers), per_sample=True)
+    assert epochs(make(**workers, multiprocessing_context=context), per_sample=True) == forked
+
+
+class Marked(Draws):
+    """Each sample also says what the user's function for workers left in the dataset."""
+
+    mark = 0.0
+
+    def __getitem__(self, index):
+        return [*super().__getitem__(index), self.mark]
+
+
+def mark(worker, *, by):
+    """A user's function for workers, called after they are seeded."""
+    get_worker_info().dataset.mark = random.random() + by
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_the_users_function_for_workers_is_kept_and_called(context):
+    def found(by):
+        init = functools.partial(mark, by=by)
+        words = {"num_workers": 1, "multiprocessing_context": context}
+        return epochs(make(Marked(), worker_init_fn=init, **words), count=1)[0]
+
+    zero, again, one = found(0), found(0), found(1)
+    assert zero == again
+    assert [row[4] + 1 for row in zero] == [row[4] for row in one]
+    assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
+
+
+def test_the_stand_in_answers_for_the_users_dataset():
+    dataset = Draws()
+    dataset.classes = ["a", "b"]
+    loader = make(dataset)
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
+    control.wrap_loader(loader, "train")
+    assert loader.dataset.classes == ["a", "b"]
+    assert len(loader.dataset) == SIZE
+    assert not hasattr(loader.dataset, "no_such_thing")
+    control.release()
+
+
+def test_the_stand_in_passes_for_the_users_dataset():
+    loader = make()
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
+    control.wrap_loader(loader, "train")
+    assert isinstance(loader.dataset, Draws)
+    loader.dataset.size = 3
+    assert loader.dataset.size == 3
+    del loader.dataset.size
+    loader.dataset.kept = 4
+    control.release()
+    assert loader.dataset.kept == 4
+    assert not hasattr(loader.dataset, "size")
+
+
+class NoisyTensor(torch.Tensor):
+    """A tensor that runs code of the user's when it is indexed."""
+
+
+class NoisyDataset(TensorDataset):
+    """A dataset that may draw."""
+
+
+NUMBERS = torch.arange(float(SIZE))
+
+
+@pytest.mark.parametrize(
+    ("nothing", "dataset", "words"),
+    [
+        (True, TensorDataset(NUMBERS), {}),
+        (True, TensorDataset(NUMBERS), {"batch_size": None}),
+        (True, Subset(Subset(TensorDataset(NUMBERS), range(9)), range(8)), {}),
+        (False, TensorDataset(NUMBERS), {"collate_fn": functools.partial(default_collate)}),
+        (False, TensorDataset(NUMBERS.as_subclass(NoisyTensor)), {}),
+        (False, NoisyDataset(NUMBERS), {}),
+        (False, Subset(NoisyDataset(NUMBERS), range(8)), {}),
+        (False, Draws(), {}),
+    ],
+    ids=["tensors", "unbatched", "subset", "collate", "subclass", "own", "subset of own", "draws"],
+)
+def test_data_that_draw_nothing_are_known(nothing, dataset, words):
+    assert draws_nothing(DataLoader(dataset, **words)) is nothing
+
+
+def test_a_way_of_the_users_to_make_batches_of_tensors_may_draw(monkeypatch):
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: torch.rand(2))
+    assert not draws_nothing(DataLoader(TensorDataset(NUMBERS)))
+
+
+@pytest.mark.parametrize("dataset", [Draws(), TensorDataset(NUMBERS)], ids=["draws", "still"])
+def test_loading_leaves_what_training_draws_alone(dataset):
+    def draw():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=True)
+    loader = control.wrap_loader(DataLoader(dataset, shuffle=True), "train")
+    found = []
+    try:
+        for batches in (0, 3):
+            control.start_epoch("train", batches)
+            random.seed(0), np.random.seed(0), torch.manual_seed(0)
+            for _ in zip(range(batches), loader, strict=False):
+                pass
+            found.append(draw())
+    finally:
+        control.release()
+    assert found[0] == found[1]

@@ -1,0 +1,90 @@
+"""Train 100 small parameters in a plain loop and write the digests of each way of fusing.
+
+Usage: fusion.py FOLDER default|ours REPETITIONS
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import models
+import torch
+from torch.nn import functional
+
+folder, mode, repetitions = sys.argv[1:]
+if mode == "ours":
+    from lightning_d9m.horovod import environment
+
+    environment.set_variables(initialized=False, stall_seconds=60)
+else:
+    assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
+import horovod.torch as hvd  # noqa: E402 - after the variables, as in the strategy
+
+STEPS = 5
+hvd.init()
+torch.set_num_threads(1)
+
+
+def train(reduced):
+    """Train from a fixed start; ``reduced(model, optimizer)`` returns the function of a step."""
+    torch.manual_seed(1)
+    model = models.many_small_layers()
+    models.jitter(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = reduced(model, optimizer)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(STEPS):
+        inputs = torch.randn(16, 24, generator=generator)
+        step(functional.mse_loss(model(inputs), inputs.roll(1, 1)))
+    return models.digest(model)
+
+
+def repeat(reduced):
+    """Return the digests of several trainings."""
+    return [train(reduced) for _ in range(int(repetitions))]
+
+
+def horovods_own(model, optimizer):
+    """Reduce with Horovod's optimizer and its dynamic fusion."""
+    distributed = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def step(loss):
+        distributed.zero_grad()
+        loss.backward()
+        distributed.step()
+
+    return step
+
+
+def buckets(size, communicator):
+    """Reduce with our buckets; a size of 0 reduces each gradient alone."""
+    from lightning_d9m.horovod.gradient_buckets import GradientBuckets
+
+    def reduced(model, optimizer):
+        own = GradientBuckets(model.named_parameters(), communicator, bucket_bytes=size)
+
+        def step(loss):
+            optimizer.zero_grad()
+            with own.backward():
+                loss.backward()
+            optimizer.step()
+
+        return step
+
+    return reduced
+
+
+if mode == "ours":
+    from lightning_d9m.horovod.communication.communicator import Communicator
+
+    communicator, result = Communicator(hvd), {}
+    for transport in ("horovod", "torch"):
+        if transport == "torch":
+            communicator.connect(limit_seconds=60)
+        for fusion, size in (("static", 65536), ("off", 0)):
+            result[f"{fusion} over {transport}"] = repeat(buckets(size, communicator))
+    communicator.disconnect()
+else:
+    result = {"default": repeat(horovods_own)}
+Path(folder, f"rank-{hvd.rank()}.json").write_text(json.dumps(result))

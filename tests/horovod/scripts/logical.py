@@ -1,0 +1,62 @@
+"""Trainings with logical ranks on the ranks of horovodrun; see test_logical_ranks.py.
+
+Usage: logical.py FOLDER
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))  # the trainings of all tests
+
+import logical_trainings
+import models
+
+from lightning_d9m import DDPDeterministicStrategy, HorovodDeterministicStrategy, SettingError
+
+RANKS = 4
+SIZE = int(os.environ["HOROVOD_SIZE"])
+
+
+def fit(folder, net, logical_ranks=RANKS, make=HorovodDeterministicStrategy, **options):
+    """Train, and return the digest of the model and the logged values."""
+    strategy = make(logical_ranks=logical_ranks, **options)
+    trainer = logical_trainings.fit(folder / net, net, RANKS, strategy=strategy)
+    return {
+        "digest": models.digest(trainer.lightning_module),
+        "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+    }
+
+
+def error_of(folder, **options):
+    """Return the message of the error that a training raises on every rank."""
+    try:
+        fit(folder / "refused", "mlp", **options)
+    except SettingError as error:
+        return str(error)
+    raise AssertionError("no error was raised")
+
+
+def main():
+    """Train several networks."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    folder = Path(sys.argv[1])
+    ledgers = folder / f"horovod-{SIZE}"
+    logical_trainings.PROCESSES = 1  # Horovod's launcher has started one device on each rank
+    found = {net: fit(ledgers, net) for net in ("mlp", "cnn", "branches")}
+    found["small buckets"] = fit(ledgers / "small", "mlp", bucket_bytes=256)
+    if SIZE == 1:
+        found["ddp"] = fit(ledgers / "ddp", "mlp", make=DDPDeterministicStrategy)
+    if SIZE > 2:
+        found["too many"] = error_of(ledgers, logical_ranks=2)
+    rank = int(os.environ["HOROVOD_RANK"])
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""With DDP, the error of a rank names the rank that was lost."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from torch import distributed
+from two_ranks import start_two_ranks
+
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks
+from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
+
+SCRIPT = Path(__file__).parents[2] / "support" / "lost_rank_training.py"
+GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("way", "state"),
+    [
+        ("killed", "was killed or exited."),
+        ("stopped", "is stopped."),
+        ("hung", "runs, but did not respond within 3 s: it hangs."),
+    ],
+)
+def test_a_lost_rank_is_named_by_the_survivor_and_in_its_ledger(tmp_path, way, state):
+    """Whatever the load: rank 0 never gets an answer, and reads the state of the process."""
+    folder = tmp_path / way
+    folder.mkdir()
+    statuses, output = start_two_ranks(SCRIPT, folder)
+    assert statuses == [0, -signal.SIGKILL], output
+    sentence = f"Rank 1 (process {(folder / 'pid-1').read_text()}) {state}"
+    assert (folder / "error-0").read_text().splitlines()[-1] == sentence
+    outcome = read_ledger(folder / "d9m" / "fit-000").outcome(0)
+    assert sentence in outcome.end.error
+
+
+@pytest.fixture
+def liveness():
+    """Return the liveness of two ranks in one process."""
+    store, processes = distributed.HashStore(), [identify_process()] * 2
+    return [RankLiveness(store, rank, processes, limit_seconds=0.1) for rank in range(2)]
+
+
+def test_an_error_of_another_rank_is_named(liveness):
+    add_lost_ranks(ValueError("the third batch is bad"), liveness[1])
+    error = RuntimeError(GLOO_ERROR)
+    add_lost_ranks(error, liveness[0])
+    assert str(error) == f"{GLOO_ERROR}\nRank 1 ended with ValueError: the third batch is bad."
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bad shape"), ValueError(GLOO_ERROR)])
+def test_an_error_that_no_collective_raised_is_left_alone(liveness, error):
+    before = str(error)
+    add_lost_ranks(error, liveness[0])
+    add_lost_ranks(error, None)
+    assert str(error) == before

@@ -1,0 +1,113 @@
+"""The edges of a run: checkpoints loaded outside it, threads, forks and incomplete worlds."""
+
+import os
+from threading import Thread
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from trainings import QUIET, make_loader, make_model
+
+from lightning_d9m import DeterminismCallback, SettingError
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.records import Digests, End
+from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
+
+
+def make_trainer(folder, **options):
+    options = QUIET | {"max_epochs": 1, "default_root_dir": folder} | options
+    return pl.Trainer(callbacks=[DeterminismCallback()], **options)
+
+
+def test_a_checkpoint_can_be_loaded_outside_a_run(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(make_model(), make_loader(), make_loader(shuffle=False))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    other, model = make_trainer(tmp_path), make_model()
+    other.strategy.connect(model)
+    other.state.fn = TrainerFn.FITTING
+    other._checkpoint_connector.restore(tmp_path / "saved.ckpt")
+    for expected, actual in zip(
+        trainer.lightning_module.parameters(), model.parameters(), strict=True
+    ):
+        assert torch.equal(expected, actual)
+
+
+@pytest.fixture
+def lonely_trainer():
+    """A Trainer of two ranks whose process group was never made."""
+    strategy = SimpleNamespace(root_device="cpu", all_gather=lambda tensor: tensor)
+    return SimpleNamespace(world_size=2, global_rank=0, strategy=strategy)
+
+
+def test_a_gather_without_the_other_ranks_says_so(lonely_trainer):
+    with pytest.raises(SettingError, match="The Trainer has 2 ranks, but all_gather of"):
+        ranks_of(lonely_trainer).gather([1])
+
+
+def test_a_failing_gather_does_not_hide_the_error_of_the_program(lonely_trainer):
+    def fail():
+        raise KeyError("of the program")
+
+    with pytest.raises(KeyError, match="of the program"):
+        ranks_of(lonely_trainer).raise_on_all(fail)
+    with pytest.raises(SettingError, match="The Trainer has 2 ranks"):
+        ranks_of(lonely_trainer).raise_on_all(lambda: None)
+
+
+def test_a_fit_in_a_second_thread_is_refused_at_its_start(tmp_path):
+    errors = []
+
+    def fit_inside():
+        try:
+            make_trainer(tmp_path / "inner").fit(
+                make_model(), make_loader(), make_loader(shuffle=False)
+            )
+        except SettingError as error:
+            errors.append(str(error))
+
+    def start_thread(self):
+        thread = Thread(target=fit_inside, name="second")
+        thread.start()
+        thread.join()
+
+    model = make_model(on_train_start=start_thread)
+    make_trainer(tmp_path / "outer").fit(model, make_loader(), make_loader(shuffle=False))
+    (error,) = errors
+    assert "is open in thread 'MainThread', so thread 'second' cannot open another one" in error
+    assert not (tmp_path / "inner").exists()
+    fit_inside()
+    assert len(errors) == 1
+
+
+class ForkEndedError(Exception):
+    """Ends the fit in the forked child."""
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_child_forked_within_a_fit_leaves_its_parents_ledger_alone(tmp_path):
+    def fork(self):
+        child = os.fork()
+        if child == 0:
+            raise ForkEndedError
+        os.waitpid(child, 0)
+
+    trainer = make_trainer(tmp_path)
+    parent = os.getpid()
+    try:
+        trainer.fit(
+            make_model(on_train_epoch_start=fork), make_loader(), make_loader(shuffle=False)
+        )
+    except BaseException:  # the child, after Lightning has called on_exception
+        if os.getpid() != parent:
+            os._exit(0)
+        raise
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    records = list(read_ledger(tmp_path / "d9m").records(0))
+    ends = [record for record in records if isinstance(record, End)]
+    assert [end.status for end in ends] == ["finished"]
+    assert [r.moment for r in records if isinstance(r, Digests)] == ["initial", "epoch", "final"]
