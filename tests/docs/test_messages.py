@@ -400,7 +400,9 @@ CASES = [
     ),
     (
         "probes.dumps",
-        lambda g: g.module.Dump(g.file(), 0).save((0, 0, 0), ("loss", "loss", 0), {}),
+        lambda g: g.module.Dump(g.file(), 0).save(
+            g.module.ProbePoint(0, 0, 0), ("loss", "loss", 0), {}
+        ),
         ("… cannot be written: …", "{folder}/file", "Not a directory"),
     ),
     ("ledger.folder", name_two_ledgers, "Name one of them."),
