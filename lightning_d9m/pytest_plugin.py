@@ -143,6 +143,7 @@ def golden_ledger(
     def compared(name: str | None = None, **settings: Any) -> Iterator[None]:
         from lightning_d9m.testing import as_first_run
 
+        __tracebackhide__ = True  # a failure shows the line of the test
         golden = home / re.sub(r"[^\w.-]+", "-", name or test).strip("-.")
         written = tmp_path / "d9m" / golden.name
         with as_first_run(written, None, **settings):
@@ -156,6 +157,7 @@ def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> 
     from lightning_d9m.ledger.folder import list_fits
     from lightning_d9m.testing import compare_fits
 
+    __tracebackhide__ = True
     fits = list_fits(written) if written.exists() else []
     if not fits:
         raise SettingError(

@@ -1,0 +1,111 @@
+"""The notebooks run as they stand, say what their pages show, and become pages.
+
+A cell that fails ends the run; the cells assert what the text claims.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from lightning_d9m.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def load(name):
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run_notebooks, notebook_pages = load("run_notebooks"), load("notebook_pages")
+
+
+@pytest.fixture(autouse=True)
+def as_a_user(monkeypatch):
+    """Let the kernel find ``d9m``, and train with a thread more than the tests."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "LIGHTNING_D9M", "PL_GLOBAL_SEED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def outputs(notebook):
+    """Return each cell's outputs without what differs in each run: digests, times, other numbers.
+
+    What a command writes to standard error comes before or after the rest.
+    """
+    return [
+        sorted(mask(output) for output in cell["outputs"])
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+def mask(output):
+    text = output.get("text") or output["data"].get("text/html") or output["data"]["text/plain"]
+    text = re.sub(r"\S*/pytest-\d+/", "", " ".join("".join(text).split()))
+    text = re.sub(r"\b[0-9a-f]{16}\b|\b[0-9a-f]{32}\b", "#", text)
+    return re.sub(r"-?\d[\d,.]*(e[+-]\d+)?", "#", text)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore")  # of the kernel's client, which is not ours
+def test_a_notebook_runs_and_shows_what_its_file_shows(path, tmp_path):
+    notebook = run_notebooks.run_notebook(path, tmp_path)
+    run_notebooks.clean(notebook, (tmp_path, ROOT, Path(sys.base_prefix)))
+    assert outputs(notebook) == outputs(json.loads(path.read_text()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cell_that_fails_is_found(tmp_path):
+    path = tmp_path / "wrong.ipynb"
+    cells = json.loads(NOTEBOOKS[0].read_text())
+    code = {"cell_type": "code", "id": "one", "metadata": {}, "outputs": []}
+    cells["cells"] = [code | {"source": "assert 1 > 2", "execution_count": None}]
+    path.write_text(json.dumps(cells))
+    with pytest.raises(CellExecutionError, match="assert 1 > 2"):
+        run_notebooks.run_notebook(path, tmp_path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_page_shows_all_cells_and_its_links_lead_somewhere(path):
+    cells = json.loads(path.read_text())["cells"]
+    page = notebook_pages.render_cells(cells, path.name)
+    assert page.startswith("# ")
+    for cell in cells[1:]:
+        assert "".join(cell["source"]).strip("\n").replace(".ipynb)", ".md)") in page
+    for output in (one for cell in cells for one in cell.get("outputs", ())):
+        assert "".join(output.get("text") or output["data"]["text/html"]).strip() in page
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page)]
+    assert path.name in links
+    for link in links:
+        target = path.parent / link
+        assert target.exists() or target.with_suffix(".ipynb").exists(), link
+
+
+def test_the_text_of_the_notebooks_names_commands_that_we_have():
+    named = 0
+    for path in NOTEBOOKS:
+        for cell in json.loads(path.read_text())["cells"]:
+            for line in "".join(cell["source"]).splitlines():
+                if line.lstrip("!").startswith("d9m "):
+                    words = line.lstrip("!").split()[1:]
+                    build_parser(words[0]).parse_args(words)
+                    named += 1
+    assert named
+
+
+def test_links_to_notebooks_lead_to_their_pages():
+    text = "[a](notebooks/one.ipynb), [b](two.ipynb#part), one.ipynb"
+    expected = "[a](notebooks/one.md), [b](two.md#part), one.ipynb"
+    assert notebook_pages.link_pages(text) == expected
