@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show more values that differ, and their bits"
     )
-    add_command_arguments(parser, "a training with Lightning")
+    add_command_arguments(parser, "a training")
 
 
 def run(arguments: argparse.Namespace) -> int:

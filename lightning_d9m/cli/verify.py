@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m verify``."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint that a Trainer saved")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint that a Trainer saved, or that has the weights under the key state_dict",
+    )
     parser.add_argument(
         "ledger",
         type=Path,

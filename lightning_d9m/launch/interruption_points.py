@@ -3,12 +3,15 @@
 Nothing here imports torch.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.text import pluralize
 
 INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
 FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
@@ -19,6 +22,7 @@ CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
 
 InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
+_PLURALS = {"batch": "batches", "step": "steps"}
 _PATTERN = re.compile(
     rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
 )
@@ -55,16 +59,62 @@ class EpochShape:
         batches: Number of training batches.
         accumulated: Number of batches for each optimizer step.
         validation: Number of validation batches within the epoch.
+        unit: ``"batch"``, or ``"step"`` if steps of the optimizer are counted in place of batches.
     """
 
     epoch: int
     batches: int
     accumulated: int
     validation: int
+    unit: str = "batch"
 
     def has_accumulation(self) -> bool:
         """Return whether a step has more than one batch."""
         return self.accumulated > 1 and self.batches > 1
+
+
+@dataclass(frozen=True)
+class InterruptRequest:
+    """What the variables ask of a fit.
+
+    Attributes:
+        resume: The checkpoint to resume from; None for none.
+        folder: The folder for the survey or the checkpoint; None if neither is wanted.
+        point: Where to save and kill; None for a survey.
+    """
+
+    resume: Path | None = None
+    folder: Path | None = None
+    point: InterruptionPoint | None = None
+
+
+class _FaultState:
+    """The number of fits that this process has begun."""
+
+    fits = 0
+
+
+def read_request(environment: Mapping[str, str] = os.environ) -> InterruptRequest:
+    """Return what the variables ask of the fit that begins; only of the first in a process.
+
+    Raises:
+        SettingError: If a variable has a value that is not allowed.
+    """
+    _FaultState.fits += 1
+    if _FaultState.fits > 1:
+        return InterruptRequest()
+    resume, request = environment.get(RESUME), environment.get(INTERRUPT)
+    path = Path(resume) if resume else None
+    if path is not None and not path.exists():
+        raise SettingError(f"The variable {RESUME} is '{path}', which does not exist.")
+    if not request:
+        return InterruptRequest(path)
+    if not (folder := environment.get(FOLDER)):
+        raise SettingError(
+            f"The variable {INTERRUPT} is {request!r} and {FOLDER} is not set. Set it to a "
+            "folder for the checkpoint."
+        )
+    return InterruptRequest(path, Path(folder), None if request == SURVEY else parse_point(request))
 
 
 def parse_point(text: str) -> InterruptionPoint:
@@ -107,8 +157,8 @@ def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, s
         later = shape.batches - done + 1 if shape is not epochs[-1] else 0
         yield (
             InterruptionPoint("batch", shape.epoch, done, later),
-            f"saved after batch {done} of {shape.batches} of epoch {shape.epoch}, killed "
-            + (f"{later} batches later" if later else "there"),
+            f"saved after {shape.unit} {done} of {shape.batches} of epoch {shape.epoch}, killed "
+            + (f"{pluralize(later, shape.unit, _PLURALS[shape.unit])} later" if later else "there"),
         )
     if shape := _nearest(epochs, EpochShape.has_accumulation):
         within = [n for n in range(1, shape.batches) if n % shape.accumulated]

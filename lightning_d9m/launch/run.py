@@ -135,8 +135,9 @@ def read_fits(folder: Path, command: Sequence[str]) -> dict[str, Ledger]:
     if not fits:
         raise CommandError(
             f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
-            "model with a Trainer, in the environment in which lightning_d9m is installed; where "
-            "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
-            f"[...]). Log: {folder / 'output.log'}."
+            "model with a Trainer of Lightning, in the environment in which lightning_d9m is "
+            "installed; where LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in "
+            "Trainer(callbacks=[...]). In any other loop, use lightning_d9m.Recorder. Log: "
+            f"{folder / 'output.log'}."
         )
     return fits

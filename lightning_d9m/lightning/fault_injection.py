@@ -18,17 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_d9m.errors import SettingError
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
-    FOLDER,
-    INTERRUPT,
     MARK,
-    RESUME,
     SURVEY,
     EpochShape,
     InterruptionPoint,
-    parse_point,
+    read_request,
 )
 from lightning_d9m.lightning.lightning_private import resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
@@ -43,12 +39,6 @@ else:
     _Checkpoint = combined_base("callbacks.Checkpoint")
 
 
-class _FaultState:
-    """The number of fits that this process has begun."""
-
-    fits = 0
-
-
 def apply_interrupt_variables(
     trainer: "Trainer", stage: str, environment: Mapping[str, str] = os.environ
 ) -> None:
@@ -59,29 +49,15 @@ def apply_interrupt_variables(
     """
     if stage != "fit":
         return
-    _FaultState.fits += 1
-    if _FaultState.fits > 1:
-        return
-    if path := environment.get(RESUME):
-        _resume(trainer, Path(path))
-    if request := environment.get(INTERRUPT):
-        if not (folder := environment.get(FOLDER)):
-            raise SettingError(
-                f"The variable {INTERRUPT} is {request!r} and {FOLDER} is not set. Set it to a "
-                "folder for the checkpoint."
-            )
+    request = read_request(environment)
+    if request.resume is not None:
+        resume_next_fit(trainer, request.resume)
+    if request.folder is not None:
         list_callbacks(trainer).append(
-            EpochShapeCallback(Path(folder))
-            if request == SURVEY
-            else CheckpointAndKill(Path(folder), parse_point(request))
+            EpochShapeCallback(request.folder)
+            if request.point is None
+            else CheckpointAndKill(request.folder, request.point)
         )
-
-
-def _resume(trainer: "Trainer", path: Path) -> None:
-    """Let the fit that is being set up resume from a checkpoint."""
-    if not path.exists():
-        raise SettingError(f"The variable {RESUME} is '{path}', which does not exist.")
-    resume_next_fit(trainer, path)
 
 
 class EpochShapeCallback(_Callback):

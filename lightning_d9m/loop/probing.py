@@ -7,6 +7,7 @@ import torch
 
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.lightning.probing.batch_state import take_states
+from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.monitor import monitors_heard
@@ -15,7 +16,7 @@ from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, StatePoint, W
 
 
 class LoopProbes:
-    """Takes the probes that the settings name; operations and replays need the callback.
+    """Takes the probes that the settings name; replays need the callback.
 
     Args:
         settings: Which, where and when.
@@ -42,6 +43,8 @@ class LoopProbes:
         self._collector = ProbeCollector(write, None if dump is None else dump.save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
         self._hooks: ExitStack | None = None
+        self._ops: OpMode | None = None
+        self._ops_entered = ExitStack()
 
     def start_batch(self, point: ProbePoint, batch: Any) -> None:
         """Record the state and the batch, and hook the model."""
@@ -54,9 +57,13 @@ class LoopProbes:
             self._collector.add("batch", "batch", batch)
         if self._hooks is None:
             self._hooks = self._hook()
+        if self._ops is not None:
+            self._ops.begin()
+        self._enter_ops()
 
     def end_batch(self, loss: torch.Tensor | None, scalars: dict[str, float]) -> None:
         """Record the results of the batch, and write its records."""
+        self._leave_ops()
         if loss is not None and "loss" in self._kinds:
             self._collector.add("loss", "loss", loss)
         if "scalar" in self._kinds:
@@ -76,19 +83,25 @@ class LoopProbes:
 
     def close(self) -> None:
         """Write the pending records and remove the hooks."""
+        self._leave_ops()
         hooks, self._hooks = self._hooks, None
+        self._ops = None
         if hooks is not None:
             hooks.close()
         self._collector.close()
 
     def _hook(self) -> ExitStack:
         with ExitStack() as stack:
+            if "op" in self._kinds:
+                self._ops = OpMode(self._settings, self._collector)
+                stack.enter_context(self._ops.attach(self._model))
             hooks = hook_model(self._model, self._settings, self._kinds, self._collector)
             stack.enter_context(hooks)
-            if "gradient" in self._kinds:
-                for optimizer in self._optimizers:
-                    handle = optimizer.register_step_pre_hook(self._take_gradients)
-                    stack.callback(handle.remove)
+            for optimizer in self._optimizers:
+                before = optimizer.register_step_pre_hook(self._start_step)
+                after = optimizer.register_step_post_hook(self._enter_ops)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
             if "monitor" in self._kinds:
                 heard = monitors_heard(
                     lambda name, value: self._collector.add("monitor", name, value)
@@ -96,7 +109,21 @@ class LoopProbes:
                 stack.enter_context(heard)
             return stack.pop_all()
 
-    def _take_gradients(self, optimizer: Any, *_: object) -> None:
+    def _enter_ops(self, *_: object) -> None:
+        """Record operations until the optimizer's step begins, or the loop's."""
+        if self._ops is not None and self._collector.listens:
+            self._leave_ops()
+            self._ops_entered.enter_context(self._ops.entered())
+
+    def _leave_ops(self) -> None:
+        self._ops_entered.close()
+
+    def _start_step(self, optimizer: Any, *_: object) -> None:
+        self._leave_ops()
+        if "gradient" in self._kinds:
+            self._take_gradients(optimizer)
+
+    def _take_gradients(self, optimizer: Any) -> None:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         gradients = {
             name: parameter.grad

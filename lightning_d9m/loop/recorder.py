@@ -22,12 +22,14 @@ from lightning_d9m.control.session import Session, active_session, next_fit
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.training_state import describe_model, take_snapshot
+from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
+from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes
 from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.saved_loop import SavedLoop
@@ -66,7 +68,7 @@ class Recorder:
         on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
             ``"warn"`` or ``"ignore"``.
         probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
-            ``"loss"`` or ``"output"``. Operations need the callback.
+            ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
         probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
         probe_ranks: Ranks that record probes; None means all.
@@ -127,6 +129,7 @@ class Recorder:
         self._probes: LoopProbes | None = None
         self._batches: Batches | None = None
         self._resumed: SavedLoop | None = None
+        self._interruption = Interruption(InterruptRequest(), {}, self._ranks)
         self._fit = 0
         self.next_epoch = 0
         self.global_step = 0
@@ -151,6 +154,9 @@ class Recorder:
         self._probe_settings.check_ranks(self._world_size)
         self._policy.check_reference()
         self._batches = Batches(session.settings, self._fit, self._ranks.rank)
+        parts = name_parts(self._model, self._optimizers, self._schedulers, self)
+        self._interruption = Interruption(read_request(), parts, self._ranks)
+        self._interruption.resume()
         return self
 
     def __exit__(
@@ -235,6 +241,7 @@ class Recorder:
         self.begin(loader)
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
+            self._interruption.start_epoch(epoch)
             source.start_epoch(epoch)
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed.batch
@@ -248,6 +255,7 @@ class Recorder:
                 self._probes.start_batch(point, batch)
             self._batch += 1
             yield batch
+            self._interruption.end_batch(epoch)
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -265,6 +273,7 @@ class Recorder:
         if self._probes is not None:
             self._probes.end_batch(kept, scalars)
         self.global_step += 1
+        self._interruption.end_step()
 
     def epoch(self, epoch: int | None = None, **scalars: float) -> None:
         """Record the end of an epoch; compare it with the reference and across ranks.
@@ -290,6 +299,7 @@ class Recorder:
         if self._probes is not None:
             self._probes.flush()
         self._record("epoch", self.next_epoch)
+        self._interruption.end_epoch(self.next_epoch, self._iterated)
         self.next_epoch += 1
         self._batch = self._iterated = 0
 
@@ -422,6 +432,7 @@ class Recorder:
             self._probes.close()
         try:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
+            self._interruption.finish()
         except BaseException as error:
             self._recorder.end(End.failed(error))
             raise

@@ -8,6 +8,7 @@ import torch
 from trainings import make_loader
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.lightning import fault_injection
 
@@ -32,7 +33,7 @@ def steered(fit, tmp_path, monkeypatch):
     """Return a function that trains 2 epochs of 6 batches as the first fit of a process."""
 
     def train(*, interrupt="", resume="", **words):
-        monkeypatch.setattr(fault_injection._FaultState, "fits", 0)
+        monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
         monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
         monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "steered"))
         monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
@@ -103,7 +104,7 @@ def test_only_the_first_fit_of_a_process_is_steered(steered, fit):
 
 def test_an_evaluation_is_not_steered(steered, fit, monkeypatch):
     steered()
-    monkeypatch.setattr(fault_injection._FaultState, "fits", 0)
+    monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
     monkeypatch.setenv("LIGHTNING_D9M_RESUME", "no-such-file")
     fit.trainer.validate(fit.trainer.lightning_module, make_loader(shuffle=False), verbose=False)
 
@@ -113,7 +114,7 @@ def test_misuse_is_named(steered, monkeypatch):
         steered(resume="no-such-file")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_INTERRUPT is 'soon'; allowed"):
         steered(interrupt="soon")
-    monkeypatch.setattr(fault_injection._FaultState, "fits", 0)
+    monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
         fault_injection.apply_interrupt_variables(
             None, "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}

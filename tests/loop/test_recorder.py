@@ -1,6 +1,7 @@
 """The recorder of any loop: its ledgers repeat, detect, and continue after a resume."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -251,3 +252,37 @@ def test_a_state_of_another_run_is_refused(tmp_path, change, message):
         with Recorder(tmp_path, model) as run, pytest.raises(CheckpointError) as caught:
             run.load_state_dict(state | change)
         assert message in str(caught.value)
+
+
+class Noise(nn.Module):
+    """Adds numbers of a generator that no seed controls."""
+
+    def forward(self, values):
+        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big"))
+        return values + torch.randn(values.shape, generator=generator)
+
+
+def test_operations_are_probed_within_forward_and_backward(tmp_path):
+    """The hooks of the optimizer's step keep its operations out."""
+    ledgers = []
+    for _ in range(2):
+        with deterministic(seed=1):
+            model = nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 1))
+            optimizer = torch.optim.Adam(model.parameters())
+            with Recorder(tmp_path, model, optimizer, probes=("op", "gradient")) as run:
+                for batch in run.batches(list(torch.randn(3, 2, 4))):
+                    loss = model(batch).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss=loss)
+                    torch.ones(3).erfinv()  # after the step: not recorded
+                run.epoch()
+        ledgers.append(run.ledger)
+    found = compare(*ledgers).divergences[0]
+    assert (found.moment, found.step, found.kind) == ("batch", 0, "op")
+    assert (found.name, found.call) == ("1::aten.randn.generator", 0)
+    layouts = [r for r in read_ledger(ledgers[0]).records(0) if hasattr(r, "places")]
+    names = {name for layout in layouts for _, name, _ in layout.places}
+    assert {"0::aten.addmm.default", "0::aten.sum.dim_IntList", "0.weight"} <= names
+    assert not [n for n in names if "sqrt" in n or "addcdiv" in n or "erfinv" in n]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-v", "--verbose", action="store_true", help="show whole digests and the bits of losses"
     )
     add_format_arguments(parser)
-    add_command_arguments(parser, "a training with Lightning", with_json=False)
+    add_command_arguments(parser, "a training", with_json=False)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """``d9m repeat --interrupt``: compare runs that are killed and resumed with a straight run.
 
 The user's program is not changed: variables control the callback in it (see
-``lightning.fault_injection``). The straight run reports the points at which it can be interrupted.
-For each chosen point, one run is killed there, and another resumes from its checkpoint.
+``lightning.fault_injection``) or the recorder of its loop (``loop.interruption``). The straight run
+reports the points at which it can be interrupted. For each chosen point, one run is killed there,
+and another resumes from its checkpoint.
 """
 
 import json
@@ -39,6 +40,10 @@ _REMEDIES = {
     "Weights only load failed": (
         "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
         "fit(..., weights_only=False) in the program."
+    ),
+    "from run.next_epoch": (
+        "The program begins at epoch 0 again. Let its loop count from the recorder's next_epoch: "
+        "for epoch in range(run.next_epoch, epochs)."
     ),
 }
 
@@ -101,7 +106,8 @@ def _read_survey(folder: Path) -> list[EpochShape]:
     except FileNotFoundError:
         raise CommandError(
             "The command's first fit did not report where it can be interrupted: it did not train "
-            "to its end, or ran outside the process that the command starts (as under ddp_spawn)."
+            "to its end, ran outside the process that the command starts (as under ddp_spawn), or "
+            "is a loop that does not call the recorder's epoch()."
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise CommandError(f"{folder / SURVEY} cannot be read: {error}") from error

@@ -10,7 +10,13 @@ from pickle import UnpicklingError
 import pytest
 import torch
 
-from lightning_d9m import D9mError, DeterminismCallback
+from lightning_d9m import (
+    D9mError,
+    DeterminismCallback,
+    Recorder,
+    SettingError,
+    deterministic,
+)
 from lightning_d9m.cli.main import main
 from lightning_d9m.cli.repeat.interrupted import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
@@ -211,8 +217,12 @@ def test_the_remedies_are_found_by_words_of_the_real_errors(tmp_path):
     torch.save({"loop": D9mError()}, path)
     with pytest.raises(UnpicklingError) as caught:
         torch.load(path)
-    inexact, objects = _REMEDIES
+    inexact, objects, epochs = _REMEDIES
     assert objects in str(caught.value)
+    with deterministic(seed=1), Recorder(tmp_path, torch.nn.Linear(1, 1)) as run:
+        run.begin()
+        with pytest.raises(SettingError, match=re.escape(epochs)):
+            run.epoch(1)
     assert inexact == InexactResumeError.__name__
     (name, value) = re.search(r"(LIGHTNING_D9M\w+)=(\w+)", _REMEDIES[inexact]).groups()
     assert read_settings(DeterminismCallback, {name: value}) == {"on_inexact_resume": "warn"}

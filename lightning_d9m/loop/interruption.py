@@ -1,0 +1,135 @@
+"""Interruptions of a recorded loop, for ``d9m repeat --interrupt``: survey, save and kill, resume.
+
+The saved state is what the recorder knows: model, optimizers, schedulers, generators and position.
+A point lies where the loop asks for its next batch, after all that follows ``run.step`` and
+``run.epoch`` in the program. It counts steps, because gradients between steps are not saved.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_d9m.launch.interruption_points import (
+    CHECKPOINT,
+    MARK,
+    SURVEY,
+    EpochShape,
+    InterruptionKind,
+    InterruptRequest,
+)
+from lightning_d9m.recording.collective import Ranks
+
+
+class Interruption:
+    """Surveys a loop, or saves it at a point and kills its process there.
+
+    Args:
+        request: What the variables ask for.
+        parts: The model, the optimizers, the schedulers and the recorder.
+        ranks: All ranks; each saves its own file.
+    """
+
+    def __init__(self, request: InterruptRequest, parts: Mapping[str, Any], ranks: Ranks) -> None:
+        self._request = request
+        self._parts = parts
+        self._ranks = ranks
+        self._shapes: list[EpochShape] = []
+        self._steps = 0
+        self._complete = False
+        self._remaining: int | None = None
+
+    def resume(self) -> None:
+        """Load what an interrupted run saved, if a variable names it."""
+        if self._request.resume is None:
+            return
+        path = _path_of_rank(self._request.resume, self._ranks.rank)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in self._parts.items():
+            part.load_state_dict(saved[name])
+
+    def end_step(self) -> None:
+        """Note that a step of the optimizer is done."""
+        self._steps += 1
+        self._complete = True
+
+    def end_epoch(self, epoch: int, loaders: int) -> None:
+        """Note the number of steps in an epoch that is done.
+
+        Args:
+            epoch: The epoch.
+            loaders: Number of calls of ``batches``. With several, nothing can be saved within it.
+        """
+        steps = self._steps if loaders == 1 else 1
+        self._shapes.append(EpochShape(epoch, steps, accumulated=1, validation=0, unit="step"))
+
+    def start_epoch(self, epoch: int) -> None:
+        """Act if the point is the end of the epoch before."""
+        self._act_at("epoch", epoch - 1, 0)
+        self._steps = 0
+
+    def end_batch(self, epoch: int) -> None:
+        """Act if the point is this batch, whose step is done; the loop asks for the next one."""
+        if not self._complete:
+            return
+        self._complete = False
+        if self._remaining is not None:
+            self._remaining -= 1
+            if self._remaining == 0:
+                self._kill()
+        self._act_at("batch", epoch, self._steps)
+
+    def finish(self) -> None:
+        """Write the survey, if it was asked for."""
+        folder = self._request.folder
+        if folder is not None and self._request.point is None and self._ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in self._shapes]))
+
+    def _act_at(self, kind: InterruptionKind, epoch: int, number: int) -> None:
+        folder, point = self._request.folder, self._request.point
+        if point is None or folder is None or self._remaining is not None:
+            return
+        if (kind, epoch, number) == (point.kind, point.epoch, point.number):
+            saved = {name: part.state_dict() for name, part in self._parts.items()}
+            path = _path_of_rank(folder / CHECKPOINT, self._ranks.rank)
+            torch.save(saved, path)
+            self._remaining = point.later
+            if self._remaining == 0:
+                self._kill()
+
+    def _kill(self) -> None:
+        """Kill this process with SIGKILL, on every rank."""
+        assert self._request.folder is not None, "there is a point"
+        # A launcher ends all ranks when one has died; that must not happen before the file exists.
+        self._ranks.raise_on_all(_do_nothing)
+        if self._ranks.rank == 0:
+            (self._request.folder / MARK).write_text(str(self._request.point))
+        self._ranks.raise_on_all(_do_nothing)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_parts(
+    model: torch.nn.Module,
+    optimizers: tuple[Any, ...],
+    schedulers: tuple[Any, ...],
+    recorder: Any,
+) -> dict[str, Any]:
+    """Return all that is saved by name; the recorder, which restores the generators, is last."""
+    named = {"model": model}
+    for kind, parts in (("optimizer", optimizers), ("scheduler", schedulers)):
+        named |= {f"{kind} {number}": part for number, part in enumerate(parts)}
+    return {**named, "recorder": recorder}
+
+
+def _path_of_rank(path: Path, rank: int) -> Path:
+    return path if rank == 0 else path.with_name(f"{path.name}-{rank}")
+
+
+def _do_nothing() -> None:
+    """Do nothing: all ranks wait for each other."""
