@@ -75,7 +75,7 @@ class EpochShape:
 
 @dataclass(frozen=True)
 class InterruptRequest:
-    """What the variables ask of a fit.
+    """The variables' requests for a fit.
 
     Attributes:
         resume: The checkpoint to resume from; None for none.
