@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -61,7 +61,6 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
         if logical_ranks is not None:
             self._check_options()
         self.set_logical_ranks(logical_ranks)
-        self._sums: LogicalGradients | None = None
 
     def _check_options(self) -> None:
         refused = {
@@ -90,7 +89,7 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
     def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
         """Return sums over the process group that torch has between Horovod's processes."""
         module = cast(Module, self.lightning_module)
-        self._sums = _WatchedGradients(
+        return _WatchedGradients(
             self.communicator,
             module.named_parameters(),
             blocks,
@@ -100,13 +99,12 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
             bucket_bytes=self._options["bucket_bytes"],
             sparse_as_dense=self._options["sparse_as_dense"],
         )
-        return self._sums
 
     def is_reduced(self, parameter: Tensor) -> bool:
         """Whether the gradients of this parameter are reduced."""
-        if self._sums is None:
+        if self._steps is None:
             return super().is_reduced(parameter)
-        return self._sums.holds(parameter)
+        return self._steps.sums.holds(parameter)
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with those of process 0."""
@@ -116,18 +114,6 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
         return self.communicator.gather_objects(data)
-
-    def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
-        """Run the backward pass of a loss, in the scope of the sums."""
-        with nullcontext() if self._sums is None else self._sums.backward():
-            return super().run_backward(loss, optimizer, *args, **kw)
-
-    def teardown(self) -> None:
-        """End the run."""
-        if self._sums is not None:
-            self._sums.close()
-            self._sums = None
-        super().teardown()
 
 
 class _WatchedGradients(LogicalGradients):

@@ -156,9 +156,11 @@ class LogicalGradients:
     def discard(self) -> None:
         """Forget what was set aside in this step.
 
-        Other processes wait for the exchanges that this one does not finish, until their timeout.
+        All processes must do this. One that waits for an exchange of this step does so until its
+        timeout.
         """
         self._buckets, self._trained = [], ()  # messages may still use the buffers
+        self._exchange.restart()
         self._places.clear()
         self._end_step()
         for _, parameter in self._parameters:

@@ -108,6 +108,9 @@ def make_net(kind):
         "wide": lambda: nn.Sequential(
             nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 64, 3), nn.Flatten(), nn.Linear(2304, 10)
         ),
+        "deep": lambda: nn.Sequential(  # two buckets of gradients
+            nn.Linear(64, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 10)
+        ),
         "transformer": Transformer,
         "branches": Branches,
     }

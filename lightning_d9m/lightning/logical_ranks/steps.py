@@ -121,7 +121,7 @@ class LogicalSteps:
             if rank == self._block.start:
                 self._output = _detach(output)
             backward(loss)
-            self._sums.set_aside(rank)
+            self.sums.set_aside(rank)
             self._buffers.put_back()
         output = self._run(step, *last, args)
         self._losses.append(_find_loss(output).detach())
@@ -129,7 +129,7 @@ class LogicalSteps:
 
     def finish_gradients(self) -> None:
         """Sum the gradients of all logical ranks, after the backward pass of the last one here."""
-        self._sums.finish(self._block[-1])
+        self.sums.finish(self._block[-1])
         self._end_micro_batches()
 
     def finish_closure(self, closure: Any) -> None:
@@ -174,8 +174,14 @@ class LogicalSteps:
         if self._gradients is not None:
             self._gradients.discard()
 
+    def close(self) -> None:
+        """Release the sums of gradients; those that are in ``grad`` stay."""
+        if self._gradients is not None:
+            self._gradients.close()
+
     @property
-    def _sums(self) -> LogicalGradients:
+    def sums(self) -> LogicalGradients:
+        """The sums of gradients of a fit."""
         assert self._gradients is not None, "a fit is set up with gradients"
         return self._gradients
 

@@ -149,6 +149,8 @@ class LogicalRanksMixin(_Base):
 
     def _end_logical_ranks(self) -> None:
         self._patches.undo()
+        if self._steps is not None:
+            self._steps.close()
         self._steps = self._logged = self._metric_states = None
 
     # Loaders
@@ -200,11 +202,13 @@ class LogicalRanksMixin(_Base):
         return loss
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
-        """Run the backward pass of a loss, without the hooks after it."""
+        """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
+        assert self._steps is not None, "it is called with logical ranks"
         module: Any = self.lightning_module
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
+        with self._steps.sums.backward():
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
         return loss
 
     def optimizer_step(

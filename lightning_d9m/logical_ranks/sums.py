@@ -1,0 +1,196 @@
+"""Sums of the roots of all processes that were started, one class for each way of exchange."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_d9m.logical_ranks.exchange import RootExchange
+
+CHUNK_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones overlap less
+STEP = 16  # shards begin at multiples of 64 bytes of float32
+_WINDOW = 3  # chunks whose parts may be on their way to a process
+
+
+class PendingSum(Protocol):
+    """A sum that was started."""
+
+    def finish(self) -> None:
+        """Wait for the sum; afterwards the result is complete on this process."""
+        ...
+
+
+class LocalSum:
+    """The sum of the only process."""
+
+    def __init__(self, roots: Sequence[Tensor], result: Tensor, fold: Any) -> None:
+        self._work = (roots, result, fold)
+
+    def finish(self) -> None:
+        """Fold the roots."""
+        roots, result, fold = self._work
+        size = CHUNK_BYTES // result.element_size()  # a chunk stays in the cache
+        for start in range(0, len(result), size):
+            part = slice(start, start + size)
+            fold([[root[part] for root in roots]], result[part])
+
+
+class ShardedSum:
+    """Each process folds its shard of each chunk and sends the result to all."""
+
+    def __init__(
+        self, exchange: "RootExchange", roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        self._exchange = exchange
+        self._roots = roots
+        self._result = result
+        self._fold = fold
+        self._chunks = [exchange.shards(chunk) for chunk in exchange.chunks(result)]
+        self._tag = exchange.take_tags(2 * len(self._chunks))
+        self._sent: list[Any] = []
+        self._arriving: dict[int, list[Any]] = {}
+        self._values: dict[int, list[list[Tensor]]] = {}
+        count = sum(map(len, exchange.roots)) - len(roots)
+        longest = max(s[exchange.process].stop - s[exchange.process].start for s in self._chunks)
+        window = min(_WINDOW, len(self._chunks))
+        self._memory = exchange.take_scratch(roots[0], window * count * longest)
+        self._scratch = self._memory.view(window, count, longest)
+        for index, shards in enumerate(self._chunks):
+            for peer in exchange.peers:
+                for root in roots:
+                    self._send(root[shards[peer]], peer, index)
+        for index in range(min(_WINDOW, len(self._chunks))):
+            self._expect(index)
+
+    def _send(self, tensor: Tensor, peer: int, index: int) -> None:
+        if len(tensor):
+            self._sent.append(self._exchange.send(tensor, peer, self._tag + 2 * index))
+
+    def _expect(self, index: int) -> None:
+        """Receive this process's shard of a chunk from all peers, and the results of theirs."""
+        exchange, shards = self._exchange, self._chunks[index]
+        mine = shards[exchange.process]
+        length = mine.stop - mine.start
+        values = [[root[mine] for root in self._roots] for _ in exchange.roots]
+        works = []
+        rows = self._scratch[index % _WINDOW, :, :length]
+        first = 0
+        for peer in exchange.peers:
+            count = len(exchange.roots[peer])
+            values[peer] = list(rows[first : first + count].unbind())
+            first += count
+            if length:
+                tag = self._tag + 2 * index
+                works += [exchange.receive(value, peer, tag) for value in values[peer]]
+        self._values[index], self._arriving[index] = values, works
+
+    def finish(self) -> None:
+        """Fold this process's shards, and exchange the results."""
+        exchange, results = self._exchange, []
+        for index, shards in enumerate(self._chunks):
+            for work in self._arriving.pop(index):
+                work.wait()
+            mine = self._result[shards[exchange.process]]
+            values = self._values.pop(index)
+            if len(mine):
+                self._fold(values, mine)
+            tag = self._tag + 2 * index + 1
+            for peer in exchange.peers:
+                # The peer sends its result after it has received this process's part, so the
+                # result may be the memory that the part was sent from.
+                theirs = self._result[shards[peer]]
+                if len(theirs):
+                    results.append(exchange.receive(theirs, peer, tag))
+                if len(mine):
+                    self._sent.append(exchange.send(mine, peer, tag))
+            if index + _WINDOW < len(self._chunks):
+                self._expect(index + _WINDOW)
+        for work in (*results, *self._sent):
+            work.wait()
+        exchange.keep_scratch(self._memory)
+        exchange.end(self)
+
+
+class GatheredSum:
+    """Each process sends its roots to all, and each folds all of them."""
+
+    def __init__(
+        self, exchange: "RootExchange", roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        self._result, self._fold = result, fold
+        counts = [len(nodes) for nodes in exchange.roots]
+        most, length = max(counts), len(roots[0])
+        sent = roots[0] if most == 1 else roots[0].new_zeros(most * length)
+        if most > 1:
+            torch.cat(list(roots), out=sent[: len(roots) * length])
+        self._received = exchange.take_scratch(roots[0], len(counts) * most * length)
+        rows = self._received.chunk(len(counts))
+        self._values = [
+            list(row[: count * length].view(count, length).unbind())
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        exchange.bytes_sent += sent.nbytes * (len(counts) - 1)
+        self._exchange = exchange
+        # One message of torch's thread: where processes share cores, Gloo's own thread spins while
+        # a thread that sends is preempted.
+        self._work = exchange.group.allgather([list(rows)], [sent])
+
+    def finish(self) -> None:
+        """Fold the roots of all processes."""
+        self._work.wait()
+        self._fold(self._values, self._result)
+        self._exchange.keep_scratch(self._received)
+        self._exchange.end(self)
+
+
+class CollectiveSum:
+    """The exchange of shards by an all-to-all and an all-gather."""
+
+    def __init__(
+        self, exchange: "RootExchange", roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        self._exchange = exchange
+        self._result = result
+        self._fold = fold
+        processes = exchange.blocks.processes
+        self._size = size = round_up(math.ceil(len(result) / processes), STEP)
+        length = size * processes
+        padded = roots[0].new_zeros(processes, len(roots), size)
+        for index, root in enumerate(roots):
+            whole = (
+                root
+                if len(root) == length
+                else torch.nn.functional.pad(root, (0, length - len(root)))
+            )
+            padded[:, index] = whole.view(processes, size)
+        counts = [len(nodes) * size for nodes in exchange.roots]
+        self._received = roots[0].new_empty(sum(counts))
+        self._counts = counts
+        sent = padded.view(-1)
+        exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
+        self._work = exchange.group.alltoall_base(
+            self._received, sent, counts, [len(roots) * size] * processes
+        )
+        self._sent = sent  # until it has arrived
+
+    def finish(self) -> None:
+        """Fold this process's part, and gather the results."""
+        exchange, result, size = self._exchange, self._result, self._size
+        processes = exchange.blocks.processes
+        self._work.wait()
+        values = [list(part.view(-1, size).unbind()) for part in self._received.split(self._counts)]
+        mine = result.new_empty(size)
+        self._fold(values, mine)
+        gathered = result.new_empty(size * processes)
+        exchange.bytes_sent += mine.nbytes * (processes - 1)
+        exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
+        result.copy_(gathered[: len(result)])
+        exchange.end(self)
+
+
+def round_up(number: int, step: int) -> int:
+    """Return the smallest multiple of a step that is not less than a number."""
+    return -(-number // step) * step
