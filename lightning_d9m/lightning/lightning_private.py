@@ -137,6 +137,14 @@ def accumulates_gradients(trainer: "Trainer") -> bool:
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
+def skips_backward(trainer: "Trainer") -> bool:
+    """Return whether the fit runs training steps without backward passes and optimizer steps.
+
+    ``StochasticWeightAveraging`` has it do so for the statistics of batch normalization.
+    """
+    return bool(trainer.fit_loop._skip_backward)
+
+
 def count_step_batch(trainer: "Trainer") -> None:
     """Count one more batch after which the optimizer stepped; loggers use it as their step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1

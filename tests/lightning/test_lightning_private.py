@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
@@ -264,6 +264,20 @@ def test_the_step_of_loggers_counts_the_batches(tmp_path, counted):
     logger = StepLogger()
     fit(LoggingModel(), tmp_path, logger=logger, callbacks=[LambdaCallback(on_train_start=count)])
     assert logger.steps == (counted, counted + 1)
+
+
+def test_steps_without_backward_passes_are_recognized(tmp_path):
+    model = BoringModel()
+    model.norm = torch.nn.BatchNorm1d(2)
+    skipped = []
+
+    def find(trainer, *_):
+        skipped.append(lightning_private.skips_backward(trainer))
+
+    averaging = StochasticWeightAveraging(0.1, 1)
+    callbacks = [averaging, LambdaCallback(on_train_batch_end=find)]
+    fit(model, tmp_path, max_epochs=2, limit_train_batches=2, callbacks=callbacks)
+    assert skipped == [False] * 4 + [True] * 2
 
 
 def test_checkpoint_callbacks_that_save_between_batches_are_found():

@@ -11,6 +11,7 @@ from lightning_d9m.lightning.lightning_private import (
     BEFORE_BATCH_TRANSFER,
     set_closure_output,
     set_logged_batch,
+    skips_backward,
 )
 from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
@@ -101,7 +102,7 @@ class LogicalSteps:
                 "logical ranks do not support: use an optimizer that runs its closure once, or "
                 "train without logical_ranks."
             )
-        if trainer.accumulate_grad_batches != 1:
+        if trainer.accumulate_grad_batches != 1 and not skips_backward(trainer):
             raise SettingError(
                 f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and logical ranks "
                 "accumulate gradients themselves: set it to 1, and multiply logical_ranks by it."
@@ -113,6 +114,8 @@ class LogicalSteps:
         self._buffers.begin()
         self._output = None
         self._losses = []
+        if skips_backward(trainer):
+            return self._run_forward(step, batches, args)
         *earlier, last = self._pair(batches)
         for rank, batch in earlier:
             output = self._run(step, rank, batch, args)
@@ -126,6 +129,21 @@ class LogicalSteps:
         output = self._run(step, *last, args)
         self._losses.append(_find_loss(output).detach())
         return output
+
+    def _run_forward(self, step: Step, batches: Any, args: tuple[Any, ...]) -> Any:
+        """Run the micro-batches of a step without gradients; return the output of the first one.
+
+        ``StochasticWeightAveraging`` trains its last epoch so, for the statistics of batch
+        normalization: those of logical rank 0, as in each step.
+        """
+        outputs = []
+        for rank, batch in self._pair(batches):
+            if outputs:
+                self._buffers.put_back()
+            outputs.append(self._run(step, rank, batch, args))
+            self._losses.append(_find_loss(outputs[-1]).detach())
+        self._end_micro_batches()
+        return outputs[0]
 
     def finish_gradients(self) -> None:
         """Sum the gradients of all logical ranks, after the backward pass of the last one here."""
@@ -158,7 +176,9 @@ class LogicalSteps:
         Raises:
             SettingError: If the evaluation changes a buffer.
         """
-        self._place = (stage, epoch, self._count_batches(stage))
+        # Draws of each loader are separate, as of predictions some processes have fewer batches.
+        part = f"{stage} {self._loader}" if self._loader else stage
+        self._place = (part, epoch, self._count_batches(stage))
         versions = self._read_versions()
         outputs = MicroBatches(
             self._run(step, rank, batch, args) for rank, batch in self._pair(batches)
@@ -224,7 +244,7 @@ class LogicalSteps:
         self._seeds.end(*self._place)
 
     def _count_batches(self, stage: str) -> int:
-        """Return the number of this batch in its evaluation, over all loaders."""
+        """Return the number of this batch in its loader, from 1."""
         trainer: Any = self._trainer
         loops = {
             "validate": trainer.validate_loop,
@@ -233,7 +253,8 @@ class LogicalSteps:
         }
         fitting = trainer.state.fn == "fit"
         loop = trainer.fit_loop.epoch_loop.val_loop if fitting else loops[stage]
-        return int(loop.batch_progress.current.ready)
+        earlier = sum(loop.max_batches[: self._loader])
+        return int(loop.batch_progress.current.ready) - int(earlier)
 
     def _read_versions(self) -> list[tuple[str, int, int]]:
         return [
