@@ -16,7 +16,8 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from trainings import QUIET, NoisyDigits, read_digits
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
-from lightning_d9m.control import micro_batches, session
+from lightning_d9m.control import session
+from lightning_d9m.control.data import micro_batches
 from lightning_d9m.lightning.logical_ranks import buffers, random_draws
 from lightning_d9m.logical_ranks import accumulation
 
