@@ -105,8 +105,9 @@ def merge_predictions(found, count):
             assert steered["indices"][loader][batch] == indices
             for samples, digest in zip(indices, written, strict=True):
                 assert next(digests) == digest
-                assert (loader, *samples) not in merged
-                merged[loader, *samples] = digest
+                place = (loader, *samples)
+                assert place not in merged
+                merged[place] = digest
         assert next(digests, None) is None
     return merged
 
