@@ -136,7 +136,7 @@ class LogicalSteps:
         ``StochasticWeightAveraging`` trains its last epoch so, for the statistics of batch
         normalization: those of logical rank 0, as in each step.
         """
-        outputs = []
+        outputs: list[Any] = []
         for rank, batch in self._pair(batches):
             if outputs:
                 self._buffers.put_back()
