@@ -32,5 +32,6 @@ from .ledger.folder import read_ledger as read_ledger
 from .lightning.callback import DeterminismCallback as DeterminismCallback
 from .lightning.logical_ranks.ddp import DDPDeterministicStrategy as DDPDeterministicStrategy
 from .loop.recorder import Recorder as Recorder
+from .loop.transformers_callback import TransformersCallback as TransformersCallback
 from .testing import assert_bit_exact as assert_bit_exact
 from .version import __version__ as __version__

@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="a checkpoint that a Trainer saved, or that has the weights under the key state_dict",
+        help="a checkpoint that a Trainer saved, or a file of weights, alone (also .safetensors) "
+        "or under the key state_dict",
     )
     parser.add_argument(
         "ledger",
@@ -169,7 +170,7 @@ def _find_in(
     ledger: Ledger, checkpoint: Mapping[str, Any], state: "SavedState | str", result: Verification
 ) -> None:
     """Find the records of a ledger that have the checkpoint's weights."""
-    weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
+    weights = _find_weights(checkpoint)
     rank = min(ledger.files)
     digests = _digest_weights(weights)
     count = 0
@@ -192,6 +193,18 @@ def _find_in(
     else:
         result.verdict = "not found"
         result.lines.append(f"{ledger.path}: none of its {count} records holds these weights")
+
+
+def _find_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
+    from torch import Tensor
+
+    if all(isinstance(value, Tensor) for value in checkpoint.values()):
+        return checkpoint
+    found: Mapping[str, Any] = (
+        checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
+    )
+    return found
 
 
 def _was_written_for(ledger: Ledger, rank: int, state: "SavedState | str") -> bool:

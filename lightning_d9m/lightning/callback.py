@@ -155,8 +155,11 @@ class DeterminismCallback(_Callback):
         self._early_variables.set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy (in a spawned process, or of the list of callbacks) has no open session.
-        return self.__dict__ | {"_session": None, "_liveness": None}
+        # A copy (in a spawned process, or of the list of callbacks) has no open session. Lightning
+        # attaches the module's methods for logging in each run; with them a copy would have the
+        # module, whose class may be local.
+        state = self.__dict__ | {"_session": None, "_liveness": None}
+        return {name: part for name, part in state.items() if name not in ("log", "log_dict")}
 
     def __repr__(self) -> str:
         ledger = None if self.ledger is None else str(self.ledger)

@@ -290,3 +290,19 @@ def set_epoch_value(result: Any, value: Any) -> None:
 def has_layer_sync(strategy: Any) -> bool:
     """Return whether the Trainer was built with ``sync_batchnorm=True``."""
     return strategy._layer_sync is not None
+
+
+def find_fabric_loader(loader: Any) -> Any:
+    """Return the DataLoader in what ``Fabric.setup_dataloaders`` returned.
+
+    The wrapper has copies of its attributes, so a replaced attribute of it has no effect.
+    """
+    return loader._dataloader
+
+
+def set_fabric_epoch(loader: Any, epoch: int) -> None:
+    """Let the next iteration of a loader of Fabric tell its samplers this epoch.
+
+    Fabric counts iterations, which in a resumed run begin at 0 again.
+    """
+    loader._num_iter_calls = epoch

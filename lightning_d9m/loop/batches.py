@@ -1,6 +1,6 @@
 """The batches of a recorded loop: the same in every run, and in a run that resumes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +9,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.seeding import derive_seed, seed_all
 from lightning_d9m.control.settings import Settings
+from lightning_d9m.lightning.lightning_private import find_fabric_loader, set_fabric_epoch
 
 _STAGE = "train"
+# They iterate, move and divide batches in ways of their own.
 _WRAPPING = ("accelerate", "lightning", "lightning_fabric")
 
 
@@ -34,7 +36,7 @@ class Batches:
         seed_all(derive_seed(self._seed, _STAGE, fit=self._fit, rank=self._rank, epoch=epoch))
 
     def iterate(
-        self, loader: Iterable[Any], epoch: int, skipped: int, samplers: Mapping[str, Any]
+        self, loader: Any, epoch: int, skipped: int, samplers: Mapping[str, Any]
     ) -> Iterator[Any]:
         """Return an iterator of an epoch's batches without the first ones.
 
@@ -45,8 +47,9 @@ class Batches:
             skipped: Number of batches that an interrupted run has trained.
             samplers: What ``capture_samplers`` returned in that run.
         """
-        if not _is_controlled(loader):
-            batches = iter(loader)
+        inner = _find_controllable(loader)
+        if inner is None:
+            batches: Iterator[Any] = iter(loader)
             for _ in zip(range(skipped), batches, strict=False):
                 pass
             return batches
@@ -54,8 +57,15 @@ class Batches:
             self._control.resume_epoch(
                 _STAGE, epoch, batches=skipped, cycled=lambda: False, samplers=samplers
             )
-        loader = self._control.wrap_loader(loader, _STAGE)
+        controlled = self._control.wrap_loader(inner, _STAGE)
         self._control.start_epoch(_STAGE, epoch)
+        if inner is loader:
+            return iter(controlled)
+        # The wrapper passes its own count of iterations to the samplers.
+        if hasattr(loader, "iteration"):
+            loader.iteration = epoch
+        else:
+            set_fabric_epoch(loader, epoch)
         return iter(loader)
 
     def capture_samplers(self, *, within: bool) -> dict[str, Any]:
@@ -67,15 +77,28 @@ class Batches:
         self._control.release()
 
 
-def _is_controlled(loader: object) -> bool:
-    """Return whether ``LoaderControl`` can place the loader at any batch.
+def _find_controllable(loader: object) -> DataLoader[Any] | None:
+    """Return the loader that ``LoaderControl`` can place at any batch; None if there is none.
 
-    Loaders of Fabric and Accelerate move and divide batches in their own iteration, and draw their
-    order from torch's generator, which each epoch seeds.
+    Loaders of Fabric and Accelerate move the batches of a loader that they hold.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return type(loader).__module__.partition(".")[0] not in _WRAPPING
+    inner = loader
+    if _is_made_by(loader, "accelerate", "DataLoaderShard"):
+        inner = getattr(loader, "base_dataloader", None)
+    elif _is_made_by(loader, "lightning", "_FabricDataLoader"):
+        inner = find_fabric_loader(loader)
+    elif type(loader).__module__.partition(".")[0] in _WRAPPING:
+        return None
+    if not isinstance(inner, DataLoader) or isinstance(inner.dataset, IterableDataset):
+        return None
+    return inner
+
+
+def _is_made_by(made: object, package: str, name: str) -> bool:
+    """Return whether an object is of a package's class, without importing the package."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith(package) for kind in type(made).__mro__
+    )
 
 
 def unwrap_model(model: Any) -> torch.nn.Module:

@@ -53,7 +53,7 @@ class LoopProbes:
             return
         self._collector.begin(point)
         take_states(self._tensors, self._optimizers, self._settings, self._collector)
-        if "batch" in self._kinds:
+        if "batch" in self._kinds and batch is not None:
             self._collector.add("batch", "batch", batch)
         if self._hooks is None:
             self._hooks = self._hook()

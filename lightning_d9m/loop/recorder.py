@@ -250,12 +250,24 @@ class Recorder:
         if resumed is not None and resumed.batch:
             restore_rng(decode_rng(resumed.rng))
         for batch in found:
-            if self._probes is not None:
-                point = ProbePoint(epoch, self.global_step, self._batch)
-                self._probes.start_batch(point, batch)
-            self._batch += 1
+            self.start_batch(batch)
             yield batch
             self._interruption.end_batch(epoch)
+
+    def start_batch(self, batch: object = None) -> None:
+        """Begin the next batch of the epoch; ``batches`` does it.
+
+        Call it after ``begin`` in a loop that cannot iterate through ``batches`` and so seeds its
+        generators and restores its position itself.
+        """
+        if self._recorder is None:
+            raise SettingError(f"start_batch() was called before the training began. {_CALLS}")
+        resumed, self._resumed = self._resumed, None
+        self._batch = self._batch if resumed is None else resumed.batch
+        if self._probes is not None:
+            point = ProbePoint(self.next_epoch, self.global_step, self._batch)
+            self._probes.start_batch(point, batch)
+        self._batch += 1
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -266,14 +278,19 @@ class Recorder:
         """
         if self._recorder is None:
             raise SettingError(f"step() was called before the training began. {_CALLS}")
-        kept = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        kept = torch.tensor(kept, dtype=torch.float64) if isinstance(kept, float) else kept
-        self._loss = self._loss if kept is None else kept
-        self._scalars.update(scalars)
+        self.log(loss, **scalars)
         if self._probes is not None:
-            self._probes.end_batch(kept, scalars)
+            self._probes.end_batch(None if loss is None else self._loss, scalars)
         self.global_step += 1
         self._interruption.end_step()
+
+    def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
+        """Keep a loss and numbers for the next record."""
+        if isinstance(loss, torch.Tensor):
+            self._loss = loss.detach()
+        elif loss is not None:
+            self._loss = torch.tensor(loss, dtype=torch.float64)
+        self._scalars.update(scalars)
 
     def epoch(self, epoch: int | None = None, **scalars: float) -> None:
         """Record the end of an epoch; compare it with the reference and across ranks.
@@ -295,7 +312,7 @@ class Recorder:
                 f"epoch({epoch}) was called at the end of epoch {self.next_epoch}. Count epochs "
                 "from 0; in a run that resumes, from run.next_epoch."
             )
-        self._scalars.update(scalars)
+        self.log(**scalars)
         if self._probes is not None:
             self._probes.flush()
         self._record("epoch", self.next_epoch)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 import random
 import warnings
 
@@ -467,3 +468,13 @@ def test_loggers_get_a_scalar(fit, tmp_path):
     reference = fit().path
     fit(reference=reference, trainer_logger=lightning.loggers.CSVLogger(tmp_path, "log", "v"))
     assert "d9m/drift" in (tmp_path / "log/v/metrics.csv").read_text()
+
+
+def test_a_callback_that_fitted_a_model_of_a_local_class_is_pickled(fit):
+    """Lightning has attached methods of the module to it, for logging."""
+    fit()
+    (callback,) = (c for c in fit.trainer.callbacks if isinstance(c, DeterminismCallback))
+    assert callback.log.__self__ is fit.trainer.lightning_module
+    again = pickle.loads(pickle.dumps(callback))  # noqa: S301 - our own
+    assert (again.ledger, again.digest) == (callback.ledger, callback.digest)
+    assert again.digest is not None

@@ -214,6 +214,8 @@ def test_misuse_is_told(tmp_path):
             run.step()
         with pytest.raises(SettingError, match=r"epoch\(\) was called before the training began"):
             run.epoch()
+        with pytest.raises(SettingError, match=r"start_batch\(\) was called before the training"):
+            run.start_batch()
         list(run.batches([1, 2]))
         with pytest.raises(SettingError, match=r"epoch\(1\) was called at the end of epoch 0"):
             run.epoch(1)

@@ -1,0 +1,234 @@
+"""The recorder as a callback of Hugging Face's ``Trainer``.
+
+The Trainer iterates its loader, and saves and restores generators and position itself.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_d9m.errors import CheckpointError, SettingError
+from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.loop.recorder import Recorder
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+else:
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        TrainerCallback = None
+
+# Logged numbers that are measured times or follow from them, and the mean of the losses since the
+# process began, which a resumed run begins later.
+_MEASURED = ("*_runtime", "*_per_second", "train_loss")
+
+
+class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
+    """Writes and checks the ledger of a ``transformers.Trainer``'s trainings.
+
+    Build model and Trainer, and train, within a deterministic session. Each call of ``train``
+    writes a ledger with a record for each epoch; the numbers that the Trainer logs are recorded,
+    and compared, too. A checkpoint of the Trainer gets a small file for each rank, with which a
+    training that resumes from it continues the ledger.
+
+    Args:
+        ledger_dir: Folder in which each training makes a new folder ``fit-NNN``; None takes ``d9m``
+            in the Trainer's ``output_dir``. The variable ``LIGHTNING_D9M_LEDGER_DIR`` takes
+            precedence.
+        resumed_from: The checkpoint that ``train(resume_from_checkpoint=...)`` gets; None takes
+            ``checkpoint-STEP`` in the Trainer's ``output_dir``.
+        ignored_metrics: Names, or patterns such as ``"time/*"``, of logged numbers that are not
+            recorded. What the Trainer measures in time never is.
+        reference: Ledger of an earlier run to compare this run with.
+        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
+        on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
+            ``"warn"`` or ``"ignore"``.
+        probes: Kinds of values whose digests are recorded in every step, such as ``"weight"`` or
+            ``"output"``; all but ``"batch"``.
+        probe_modules: Patterns of the names of modules that are probed.
+        probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
+        probe_ranks: Ranks that record probes; None means all.
+
+    Raises:
+        SettingError: If transformers is not installed.
+
+    Attributes:
+        recorder: The recorder of the last training; None before one.
+    """
+
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
+        self,
+        ledger_dir: str | Path | None = None,
+        *,
+        resumed_from: str | Path | None = None,
+        ignored_metrics: Sequence[str] = (),
+        reference: str | Path | None = None,
+        on_drift: Literal["raise", "warn"] = "raise",
+        on_stack_difference: Literal["raise", "warn", "ignore"] = "raise",
+        probes: str | Sequence[str] = (),
+        probe_modules: str | Sequence[str] = "*",
+        probe_steps: str | None = None,
+        probe_ranks: int | Sequence[int] | None = None,
+    ) -> None:
+        if TrainerCallback is None:
+            raise SettingError(
+                "TransformersCallback is for the Trainer of transformers, which is not installed. "
+                'Install it: pip install "lightning-d9m[transformers]".'
+            )
+        self._ledger_dir = ledger_dir
+        self._resumed_from = resumed_from
+        given = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
+        self._ignored_metrics = (*_MEASURED, *given)
+        self._settings: dict[str, Any] = {
+            "reference": reference,
+            "on_drift": on_drift,
+            "on_stack_difference": on_stack_difference,
+            "probes": probes,
+            "probe_modules": probe_modules,
+            "probe_steps": probe_steps,
+            "probe_ranks": probe_ranks,
+        }
+        self.recorder: Recorder | None = None
+        self._is_open = False
+
+    def __repr__(self) -> str:
+        ledger = None if self.ledger is None else str(self.ledger)
+        return f"{type(self).__name__}(ledger={ledger!r}, digest={self.digest!r})"
+
+    @property
+    def ledger(self) -> Path | None:
+        """The folder of the last training's ledger; None before one."""
+        return None if self.recorder is None else self.recorder.ledger
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the weights in the last record, 32 hex digits; None before one."""
+        return None if self.recorder is None else self.recorder.digest
+
+    def on_train_begin(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Open the ledger and record the state that the training starts from."""
+        _refuse_interruption(os.environ)
+        if self._is_open:  # an error ended the training before, and no event told us
+            self._close(RuntimeError("The training was given up."))
+        folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
+        self.recorder = Recorder(
+            folder,
+            kwargs["model"],
+            kwargs["optimizer"],
+            kwargs["lr_scheduler"],
+            **self._settings,
+        )
+        self.recorder.__enter__()
+        self._is_open = True
+        try:
+            if state.global_step > 0:
+                path = Path(self._resumed_from or _name_checkpoint(args, state))
+                self.recorder.load_state_dict(_load_state(_name_state(path, args), path))
+            self.recorder.begin(kwargs.get("train_dataloader"))
+        except Exception as error:
+            self._close(error)
+            raise
+
+    def on_epoch_begin(
+        self, args: "TrainingArguments", state: "TrainerState", *_: Any, **__: Any
+    ) -> None:
+        """Record an epoch that ended just after the checkpoint from which this run resumes."""
+        if self._recorder.next_epoch < int(state.epoch or 0):
+            self._record_epoch()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Probe the state that the step starts from."""
+        self._recorder.start_batch()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Count the step."""
+        self._recorder.step()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Record the epoch; compare it with the reference and across ranks."""
+        self._record_epoch()
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Keep the logged numbers for the next record."""
+        if not self._is_open or not logs:
+            return
+        scalars = {
+            name: float(value)
+            for name, value in logs.items()
+            if isinstance(value, int | float)
+            and not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics)
+        }
+        self._recorder.log(scalars.pop("loss", None), **scalars)
+
+    def on_save(self, args: "TrainingArguments", state: "TrainerState", *_: Any, **__: Any) -> None:
+        """Add what the ledger of a resumed run needs to the checkpoint."""
+        folder = _name_checkpoint(args, state)
+        if self._is_open and not args.save_only_model and folder.is_dir():
+            torch.save(self._recorder.state_dict(), _name_state(folder, args))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Record the final state, and close the ledger."""
+        if self._is_open:
+            self._close(None)
+
+    @property
+    def _recorder(self) -> Recorder:
+        assert self.recorder is not None, "the Trainer calls on_train_begin before other events"
+        return self.recorder
+
+    def _record_epoch(self) -> None:
+        try:
+            self._recorder.epoch()
+        except Exception as error:
+            self._close(error)
+            raise
+
+    def _close(self, error: Exception | None) -> None:
+        self._is_open = False
+        self._recorder.__exit__(None if error is None else type(error), error, None)
+
+
+def _refuse_interruption(environment: Mapping[str, str]) -> None:
+    for name in (INTERRUPT, RESUME):
+        if environment.get(name):
+            raise SettingError(
+                f"The variable {name} is {environment[name]!r}, and the Trainer of transformers "
+                "cannot be interrupted by it. Leave out --interrupt; resume by "
+                "train(resume_from_checkpoint=...), and compare the ledgers with d9m compare."
+            )
+
+
+def _name_checkpoint(args: "TrainingArguments", state: "TrainerState") -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _name_state(checkpoint: Path, args: "TrainingArguments") -> Path:
+    return checkpoint / f"d9m-{args.process_index}.pt"
+
+
+def _load_state(path: Path, checkpoint: Path) -> Any:
+    if not path.exists():
+        raise CheckpointError(
+            f"The training resumes from a checkpoint, and {path} does not exist. If the checkpoint "
+            f"is not {checkpoint}, name it: TransformersCallback(resumed_from=...). It must have "
+            "been saved with this callback, by as many ranks."
+        )
+    return torch.load(path, weights_only=True)

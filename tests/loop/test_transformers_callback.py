@@ -1,0 +1,154 @@
+"""Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from lightning_d9m import (
+    CheckpointError,
+    DriftError,
+    SettingError,
+    TransformersCallback,
+    compare,
+    read_ledger,
+)
+from lightning_d9m.cli.main import main
+from lightning_d9m.loop import transformers_callback
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The module of the example."""
+    spec = importlib.util.spec_from_file_location("transformers_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class At(TrainerCallback):
+    """Calls a function after a step."""
+
+    def __init__(self, step, func):
+        self.step, self.func = step, func
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.func(control, kwargs["model"])
+
+
+def stop(control, _):
+    control.should_training_stop = True
+
+
+def add_ulp(_, model):
+    model.classifier.weight.data.view(torch.int32)[1, 3] += 1
+
+
+def fail(*_):
+    raise OSError("disk")
+
+
+def test_two_trainings_are_equal(example, tmp_path):
+    first, second = (example.train(tmp_path / "runs", num_train_epochs=2) for _ in range(2))
+    comparison = compare(first.ledger, second.ledger)
+    assert comparison.verdict == "equal"
+    moments = [r.moment for r in read_ledger(first.ledger).records(0) if hasattr(r, "moment")]
+    assert moments == ["initial", "epoch", "epoch", "final"]
+    last = read_ledger(first.ledger).outcome(0).last
+    assert (last.step, set(last.scalars)) == (20, {"epoch", "grad_norm", "learning_rate"})
+    assert float.fromhex(last.loss) > 0
+    assert set(last.groups) == {"weights", "buffers", "optimizers", "schedulers"}
+    assert {"classifier.weight", "bert.pooler.dense.bias"} <= last.groups["weights"].keys()
+    assert first.digest == last.totals["weights"]
+    assert (
+        repr(first)
+        == f"TransformersCallback(ledger={str(first.ledger)!r}, digest={first.digest!r})"
+    )
+
+
+def test_one_ulp_is_a_drift_and_probes_name_the_step(example, tmp_path):
+    probes = {"probes": ("weight", "gradient", "output"), "probe_steps": "9:20"}
+    arguments = {"num_train_epochs": 2, "save_strategy": "no"}
+    first = example.train(tmp_path, settings=probes, **arguments).ledger
+    same = example.train(tmp_path, settings={**probes, "reference": first}, **arguments).ledger
+    assert compare(first, same).verdict == "equal"
+    with pytest.raises(DriftError) as caught:
+        example.train(
+            tmp_path, At(15, add_ulp), settings={**probes, "reference": first}, **arguments
+        )
+    assert (caught.value.epoch, caught.value.moment) == (1, "epoch")
+    end = read_ledger(tmp_path / "fit-002").outcome(0).end
+    assert (end.status, end.error.split(":")[0]) == ("failed", "DriftError")
+    found = compare(first, tmp_path / "fit-002").divergences[0]
+    assert (found.moment, found.step, found.kind, found.name) == (
+        "batch",
+        15,
+        "weight",
+        "classifier.weight",
+    )
+
+
+# 10 steps are an epoch; the checkpoint of step 10 is saved before the epoch's end.
+@pytest.mark.parametrize("step", [7, 10, 14])
+def test_a_resumed_training_ends_at_the_same_bits(example, tmp_path, step):
+    arguments = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": step}
+    straight = example.train(tmp_path / "straight", **arguments)
+    example.train(tmp_path / "resumed", At(step, stop), **arguments)
+    resumed = example.train(tmp_path / "resumed", resume=True, **arguments)
+    comparison = compare(straight.ledger, resumed.ledger)
+    assert comparison.verdict == "equal"
+    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [step]
+    weights = next((tmp_path / "resumed").glob("checkpoints/checkpoint-20/*.safetensors"), None)
+    if weights is not None:
+        assert main(["verify", str(weights), str(resumed.ledger)]) == 0
+
+
+def test_a_resume_that_forgets_the_optimizer_is_seen(example, tmp_path):
+    """The comparison of resumed trainings can fail."""
+    straight = example.train(tmp_path / "straight", num_train_epochs=2)
+    example.train(tmp_path / "resumed", example.StopAfter(1), num_train_epochs=2)
+    (path,) = (tmp_path / "resumed").glob("checkpoints/checkpoint-10/optimizer.pt")
+    state = torch.load(path, weights_only=True)
+    state["state"][0]["exp_avg"].zero_()
+    torch.save(state, path)
+    resumed = example.train(tmp_path / "resumed", resume=True, num_train_epochs=2)
+    assert compare(straight.ledger, resumed.ledger).verdict == "different"
+
+
+def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp_path):
+    example.train(tmp_path, num_train_epochs=1)
+    (state,) = tmp_path.glob("checkpoints/checkpoint-10/d9m-0.pt")
+    moved = state.rename(tmp_path / "d9m-0.pt")
+    with pytest.raises(CheckpointError, match=r"If the checkpoint is not .*checkpoint-10, name it"):
+        example.train(tmp_path, resume=True)
+    assert moved.exists()
+    resumed = example.train(tmp_path, resume=True, settings={"resumed_from": tmp_path})
+    assert read_ledger(resumed.ledger).outcome(0).last.step == 30
+
+
+def test_a_training_that_failed_is_closed_when_the_next_begins(example, tmp_path):
+    with pytest.raises(OSError, match="disk"):
+        example.train(tmp_path, At(3, fail), num_train_epochs=1)
+    assert read_ledger(tmp_path / "fit-000").outcome(0).end is None
+
+
+def test_a_session_is_required_and_an_interruption_refused(example, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", "survey")
+    with pytest.raises(SettingError, match="Trainer of transformers cannot be interrupted"):
+        example.train(tmp_path, num_train_epochs=1)
+    monkeypatch.setattr(transformers_callback, "TrainerCallback", None)
+    with pytest.raises(SettingError, match=r"pip install \"lightning-d9m\[transformers\]\""):
+        TransformersCallback()
+
+
+def test_the_command_repeats_the_example(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["repeat", "--", sys.executable, str(EXAMPLE), "--stop-after", "1"]) == 0
+    assert capsys.readouterr().out.startswith("equal: 2 runs agree bit for bit")

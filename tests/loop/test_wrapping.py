@@ -1,0 +1,133 @@
+"""Loops of Fabric and Accelerate: wrappers of model, optimizer and loader are seen through."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from torch import nn
+from trainings import make_loader
+
+from lightning_d9m import Recorder, compare, deterministic, read_ledger
+from lightning_d9m.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WEIGHTS = {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
+def prepare_fabric(model, optimizer, loader):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return (*fabric.setup(model, optimizer), fabric.setup_dataloaders(loader), fabric.backward)
+
+
+def prepare_accelerate(model, optimizer, loader):
+    accelerator = Accelerator(cpu=True)
+    return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
+
+
+def load(name):
+    """Import an example."""
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(folder, prepare, *, stop=None, state=None, noise=0.0, **settings):
+    """Train; return the recorder, or the states at a step."""
+    with deterministic(seed=3, threads=1):
+        model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer, loader, backward = prepare(model, optimizer, make_loader(**settings))
+        parts = {"model": model, "optimizer": optimizer}
+        with Recorder(folder, model, optimizer) as run:
+            parts["run"] = run
+            for name, saved in ({} if state is None else state).items():
+                parts[name].load_state_dict(saved)
+            for epoch in range(run.next_epoch, 2):
+                for images, classes in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(images + noise), classes)
+                    optimizer.zero_grad()
+                    backward(loss)
+                    optimizer.step()
+                    run.step(loss=loss)
+                    if run.global_step == stop:
+                        return {name: part.state_dict() for name, part in parts.items()}
+                run.epoch(epoch)
+    return run
+
+
+@pytest.mark.parametrize("prepare", [prepare_fabric, prepare_accelerate])
+@pytest.mark.parametrize(
+    ("stop", "settings"), [(2, {}), (9, {}), (9, {"shuffle": False}), (9, {"num_workers": 1})]
+)
+def test_a_wrapped_loop_resumes_within_an_epoch(tmp_path, prepare, stop, settings):
+    straight = train(tmp_path / "straight", prepare, **settings)
+    saved = train(tmp_path / "resumed", prepare, stop=stop, **settings)
+    resumed = train(tmp_path / "resumed", prepare, state=saved, **settings)
+    assert compare(straight.ledger, resumed.ledger).verdict == "equal"
+    last = read_ledger(resumed.ledger).outcome(0).last
+    assert last.groups["weights"].keys() == WEIGHTS
+    assert any(name.startswith("0.exp_avg.0.weight") for name in last.groups["optimizers"])
+
+
+@pytest.mark.parametrize("prepare", [prepare_fabric, prepare_accelerate])
+def test_a_wrapped_loop_with_other_batches_differs(tmp_path, prepare):
+    runs = [train(tmp_path, prepare, noise=noise) for noise in (0.0, 1e-6)]
+    assert compare(runs[0].ledger, runs[1].ledger).verdict == "different"
+
+
+@pytest.mark.parametrize("name", ["fabric", "accelerate_loop"])
+def test_the_example_repeats_and_resumes(tmp_path, name):
+    example = load(name)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for folder in (straight, resumed):
+        folder.mkdir()
+    runs = [example.train(straight, epochs=2)]
+    example.train(resumed, epochs=1)
+    runs.append(example.train(resumed, epochs=2, resume=True))
+    assert compare(runs[0].ledger, runs[1].ledger).verdict == "equal"
+    (weights,) = [*resumed.glob("checkpoint.pt"), *resumed.glob("checkpoint/*.safetensors")]
+    assert main(["verify", str(weights), str(runs[1].ledger)]) == 0
+    other = {"fabric": straight / "checkpoint.pt", "accelerate_loop": resumed / "run-0.pt"}[name]
+    assert other.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "words"),
+    [
+        ("fabric", [], ["--devices", "2"]),
+        ("accelerate_loop", ["-m", "torch.distributed.run", "--nproc-per-node=2"], []),
+    ],
+)
+def test_two_processes_repeat_and_resume(tmp_path, name, start, words):
+    """Both are started as their users start them; each rank has a part of the data."""
+
+    def run(folder, *more):
+        command = [sys.executable, *start, EXAMPLES / f"{name}.py", *words, "--folder", folder]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [*map(str, command), *more], env=environment, check=True, capture_output=True
+        )
+
+    run(tmp_path / "straight", "--epochs=2")
+    run(tmp_path / "resumed", "--epochs=1")
+    run(tmp_path / "resumed", "--epochs=2", "--resume")
+    ledgers = [tmp_path / "straight/fit-000", tmp_path / "resumed/fit-001"]
+    comparison = compare(*ledgers)
+    assert (comparison.verdict, len(comparison.ranks)) == ("equal", 2)
+    outcomes = [read_ledger(ledgers[1]).outcome(rank) for rank in (0, 1)]
+    assert outcomes[0].last.groups["weights"].keys() == WEIGHTS
+    assert outcomes[0].last.loss != outcomes[1].last.loss
+
+
+def test_accelerate_launches_the_example(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+    script = [EXAMPLES / "accelerate_loop.py", "--epochs=1", "--folder", tmp_path]
+    subprocess.run([*command, *map(str, script)], check=True, capture_output=True)
+    assert read_ledger(tmp_path / "fit-000").outcome(0).end.status == "finished"
