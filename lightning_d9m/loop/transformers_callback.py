@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
@@ -23,18 +26,18 @@ else:
     except ImportError:
         TrainerCallback = None
 
-# Logged numbers that are measured times or follow from them, and the mean of the losses since the
-# process began, which a resumed run begins later.
-_MEASURED = ("*_runtime", "*_per_second", "train_loss")
+# Logged numbers that are measured times or follow from them; and means of the loss since the last
+# log or the start of the process, which a resumed run begins later.
+_NOT_RECORDED = ("*_runtime", "*_per_second", "total_flos", "loss", "train_loss")
 
 
 class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     """Writes and checks the ledger of a ``transformers.Trainer``'s trainings.
 
     Build model and Trainer, and train, within a deterministic session. Each call of ``train``
-    writes a ledger with a record for each epoch; the numbers that the Trainer logs are recorded,
-    and compared, too. A checkpoint of the Trainer gets a small file for each rank, with which a
-    training that resumes from it continues the ledger.
+    writes a ledger with a record for each epoch; the loss that the model returns and the numbers
+    that the Trainer logs are recorded, and compared, too. A checkpoint of the Trainer gets a small
+    file for each rank, with which a training that resumes from it continues the ledger.
 
     Args:
         ledger_dir: Folder in which each training makes a new folder ``fit-NNN``; None takes ``d9m``
@@ -43,7 +46,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         resumed_from: The checkpoint that ``train(resume_from_checkpoint=...)`` gets; None takes
             ``checkpoint-STEP`` in the Trainer's ``output_dir``.
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged numbers that are not
-            recorded. What the Trainer measures in time never is.
+            recorded. Measured times and means of the loss never are.
         reference: Ledger of an earlier run to compare this run with.
         on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
         on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
@@ -83,7 +86,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._ledger_dir = ledger_dir
         self._resumed_from = resumed_from
         given = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
-        self._ignored_metrics = (*_MEASURED, *given)
+        self._ignored_metrics = (*_NOT_RECORDED, *given)
         self._settings: dict[str, Any] = {
             "reference": reference,
             "on_drift": on_drift,
@@ -95,6 +98,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         }
         self.recorder: Recorder | None = None
         self._is_open = False
+        self._loss: Tensor | None = None
+        self._loss_hook: RemovableHandle | None = None
 
     def __repr__(self) -> str:
         ledger = None if self.ledger is None else str(self.ledger)
@@ -131,6 +136,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         )
         self.recorder.__enter__()
         self._is_open = True
+        self._loss = None
+        # The Trainer tells its callbacks only a mean over some steps.
+        self._loss_hook = kwargs["model"].register_forward_hook(self._keep_loss)
         try:
             if state.global_step > 0:
                 path = Path(self._resumed_from or _name_checkpoint(args, state))
@@ -153,7 +161,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Count the step."""
-        self._recorder.step()
+        self._recorder.step(self._loss)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
@@ -176,7 +184,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             if isinstance(value, int | float)
             and not any(fnmatchcase(name, pattern) for pattern in self._ignored_metrics)
         }
-        self._recorder.log(scalars.pop("loss", None), **scalars)
+        self._recorder.log(**scalars)
 
     def on_save(self, args: "TrainingArguments", state: "TrainerState", *_: Any, **__: Any) -> None:
         """Add what the ledger of a resumed run needs to the checkpoint."""
@@ -194,6 +202,12 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         assert self.recorder is not None, "the Trainer calls on_train_begin before other events"
         return self.recorder
 
+    def _keep_loss(self, model: Module, _: object, outputs: object) -> None:
+        """Keep the loss that the model returns, of the last batch of a step."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if model.training and isinstance(loss, Tensor) and loss.numel() == 1:
+            self._loss = loss.detach()
+
     def _record_epoch(self) -> None:
         try:
             self._recorder.epoch()
@@ -203,6 +217,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def _close(self, error: Exception | None) -> None:
         self._is_open = False
+        if self._loss_hook is not None:
+            self._loss_hook.remove()
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
 
