@@ -14,6 +14,7 @@ import pytorch_lightning  # noqa: F401
 import raise_sites
 import sklearn  # noqa: F401
 import torch
+from forking_python import shared_python
 from hypothesis import HealthCheck, settings
 from ledger_runs import runs  # noqa: F401 - a fixture
 
@@ -110,3 +111,9 @@ def new_process(monkeypatch):
     start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
     start()
     return start
+
+
+@pytest.fixture(scope="session")
+def forking_python() -> str:
+    """Return a Python that has imported torch and Lightning; see forking_python.py."""
+    return shared_python()

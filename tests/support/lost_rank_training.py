@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,4 +45,5 @@ if __name__ == "__main__":
         trainer.fit(model, make_loader())
     except RuntimeError as error:
         (folder / f"error-{RANK}").write_text(str(error))
-        os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)

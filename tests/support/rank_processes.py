@@ -2,7 +2,8 @@
 
 import os
 import subprocess
-import sys
+
+from forking_python import shared_python
 
 from lightning_d9m.launch.rank_variables import make_rank_variables
 
@@ -19,7 +20,7 @@ def start_ranks(script, count, *arguments, **variables):
     common = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     processes = [
         subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)],
+            [shared_python(), script, *map(str, arguments)],
             env=common | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,7 +3,8 @@
 import os
 import socket
 import subprocess
-import sys
+
+from forking_python import shared_python
 
 
 def train_on_two_ranks(script, folder):
@@ -27,7 +28,7 @@ def start_two_ranks(script, folder):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, script, folder],
+            [shared_python(), script, folder],
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,207 @@
+"""A Python that starts in 50 ms with torch and Lightning imported, for tests that start trainings.
+
+An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time before it does
+anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
+writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
+of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``.
+
+A fork has the arguments, variables, folder, pipes and signals of the process that stands for it
+(``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
+these points; a test of one of them starts ``sys.executable``:
+
+- The modules are imported before the program begins; nothing runs at its ``import torch``.
+  ``LIGHTNING_D9M=1`` takes effect when the fork begins.
+- ``PYTHONHASHSEED`` is 0 or the server's random one, which all its forks share.
+- The fork is a child of the server, not of the process that stands for it.
+"""
+
+import array
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+# What the trainings of the tests import.
+TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
+_CLIENT = Path(__file__).with_name("forking_client.py")
+
+
+class ForkingPython:
+    """Two servers, with and without a fixed hash seed.
+
+    Args:
+        modules: The modules that the programs find imported.
+
+    Attributes:
+        path: The program ``python``.
+    """
+
+    def __init__(self, modules=TRAINING):
+        self._folder = Path(tempfile.mkdtemp(prefix="d9m-python-"))
+        self.path = str(self._folder / "python")
+        self._servers = [self._start(seed, modules) for seed in ("0", "random")]
+        client = shlex.join([sys.executable, "-I", "-S", str(_CLIENT)])
+        Path(self.path).write_text(f"""#!/bin/sh
+case "$PYTHONHASHSEED" in
+0) exec {client} {self._folder}/0 "$@";;
+""|random) exec {client} {self._folder}/random "$@";;
+*) exec {shlex.quote(sys.executable)} "$@";;
+esac
+""")
+        Path(self.path).chmod(0o755)
+
+    def _start(self, seed, modules):
+        foreign = ("LIGHTNING_D9M", "PL_", "PYTEST_", "PYTHONHASHSEED")
+        variables = {n: v for n, v in os.environ.items() if not n.startswith(foreign)}
+        variables |= {"OMP_NUM_THREADS": "1"} | ({"PYTHONHASHSEED": "0"} if seed == "0" else {})
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._folder / seed))
+            listener.listen(64)
+            words = [sys.executable, __file__, str(listener.fileno()), self.path, *modules]
+            return subprocess.Popen(
+                words, env=variables, pass_fds=[listener.fileno()], stdin=subprocess.PIPE
+            )
+
+    def end(self):
+        """End the servers; their forks have ended."""
+        for server in self._servers:
+            server.communicate()  # closes its standard input, which ends it
+        shutil.rmtree(self._folder)
+
+
+@cache
+def shared_python(*modules):
+    """Return the program ``python`` that all tests of this process share, by its modules."""
+    python = ForkingPython(modules or TRAINING)
+    atexit.register(python.end)
+    return python.path
+
+
+def _serve(listener, modules):
+    """Fork for each client; return the connection in the fork."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets guards that have ended
+    while 0 not in select.select([0, listener], [], [])[0]:
+        for module in modules:  # not before there is a client
+            __import__(module)
+        gc.freeze()  # so that no fork copies what it does not change
+        client, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return client
+        client.close()
+    os._exit(0)
+
+
+def _guard(client):
+    """Fork the program and tell the client of its end; return in the fork."""
+    process = os.fork()
+    if not process:
+        os.setsid()
+        return
+    end = os.pidfd_open(process)
+    with suppress(OSError):
+        client.sendall(f"{process}\n".encode())
+        if end in select.select([end, client], [], [])[0]:
+            client.sendall(f"{os.waitpid(process, 0)[1]}\n".encode())
+            os._exit(0)
+    with suppress(ProcessLookupError):  # the client was killed
+        os.killpg(process, signal.SIGKILL)
+    os._exit(0)
+
+
+def _receive(client):
+    """Take the client's standard streams and folder; return its variables and arguments."""
+    _, [(_, _, data)], _, _ = client.recvmsg(1, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    request = json.loads(client.makefile().readline())
+    files = array.array("i")
+    files.frombytes(data)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["folder"])
+    return request["variables"], request["argv"]
+
+
+def _become(variables, arguments, path):
+    """Change what the interpreter took from its variables and arguments when it started."""
+    import numpy as np
+    import torch
+
+    from lightning_d9m.lightning.autoload import entry_points
+
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.executable = path
+    sys.orig_argv = [path, *arguments]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=bool(variables.get("PYTHONUNBUFFERED")))
+    np.random.seed()
+    torch.default_generator.seed()
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS") or os.cpu_count()))
+    sys.path[1:1] = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p]
+    entry_points.load()  # torch calls it at its import
+
+
+def _run(arguments):
+    """Run the program as the interpreter would; return its exit status."""
+    try:
+        _execute(arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(status):
+    """End as the interpreter does, but without freeing each object, which takes a second."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _execute(arguments):
+    kind, *rest = arguments
+    if kind in ("-c", "-m"):
+        sys.path[0] = ""
+        sys.argv = [kind, *rest[1:]]
+    if kind == "-c":
+        module = type(sys)("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(rest[0], "<string>", "exec"), vars(module))  # noqa: S102 - a test's code
+    elif kind == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(kind).resolve().parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    CLIENT = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
+    PROGRAM = _receive(CLIENT)
+    _guard(CLIENT)
+    CLIENT.close()
+    _become(*PROGRAM, sys.argv[2])
+    _end(_run(PROGRAM[1]))
