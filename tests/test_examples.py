@@ -1,7 +1,6 @@
 """The examples, and the nondeterminism that one of them has without the callback."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import lightning
@@ -95,9 +94,11 @@ def test_a_plain_loop_repeats_and_resumes(tmp_path):
     assert main(["verify", str(resumed / "checkpoint-0.pt"), str(runs[2].ledger)]) == 0
 
 
-def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(tmp_path, monkeypatch):
+def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(
+    tmp_path, monkeypatch, forking_python
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = str(EXAMPLES / "logical_ranks.py")
-    arguments = ["repeat", "--processes", "1,3", "--", sys.executable, script]
+    arguments = ["repeat", "--processes", "1,3", "--", forking_python, script]
     assert main(arguments) == 0

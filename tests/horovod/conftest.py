@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forking_python import HOROVOD, shared_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 collect_ignore = ["scripts"]  # run by ranks
@@ -69,8 +70,12 @@ def horovodrun():
     """Return a function that runs a script on several ranks: its status and its output."""
 
     def run(ranks, script, *arguments, variables=None):
-        command = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
-        command += [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+        modules = HOROVOD
+        if "import pytorch_lightning" in (SCRIPTS / script).read_text():
+            modules = [name.replace("lightning.pytorch", "pytorch_lightning") for name in HOROVOD]
+        python = shared_python(*modules)
+        command = [python, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
+        command += [python, str(SCRIPTS / script), *map(str, arguments)]
         statuses, output = _run([(command, _environment(variables))])
         return statuses[0], output
 
@@ -98,7 +103,7 @@ def ddp_run():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+        command = [shared_python(), str(SCRIPTS / script), *map(str, arguments)]
         ranks = [_environment(shared | {"NODE_RANK": "0", "LOCAL_RANK": rank}) for rank in "01"]
         statuses, output = _run([(command, environment) for environment in ranks])
         assert statuses == [0, 0], output[-4000:]

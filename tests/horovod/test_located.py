@@ -1,10 +1,10 @@
 """``d9m locate`` in a training with Horovod's own fusion: the allreduce is the cause."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from forking_python import HOROVOD, shared_python
 
 from lightning_d9m.cli.main import main
 
@@ -17,8 +17,9 @@ def test_horovods_own_fusion_is_located_in_the_allreduce(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LIGHTNING_D9M", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", "3", "--gloo"]
-    command = [*horovodrun, sys.executable, str(PORTED)]
+    python = shared_python(*HOROVOD)
+    horovodrun = [python, "-m", "horovod.runner.launch", "-np", "3", "--gloo"]
+    command = [*horovodrun, python, str(PORTED)]
     status = main(["locate", "--json", "--tries", "5", "--", *command])
     assert status == 1
     found = json.loads(capsys.readouterr().out)

@@ -1,7 +1,6 @@
 """The segmentation example is bit-exact on a CPU, and what it is made of is what is patched."""
 
 import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from lightning_d9m.patches.registration import patches_applied
 EXAMPLE = Path(__file__).parents[2] / "examples" / "segmentation.py"
 
 
-def test_two_runs_agree_bit_for_bit(tmp_path: Path) -> None:
+def test_two_runs_agree_bit_for_bit(tmp_path: Path, forking_python: str) -> None:
     """One epoch on few scenes: every op of it runs forward and backward."""
-    training = [sys.executable, EXAMPLE, "--epochs", "1", "--scenes", "32", "--accelerator", "cpu"]
-    repeat = [sys.executable, "-m", "lightning_d9m", "repeat", "-n", "2", "-o", tmp_path / "runs"]
+    training = [forking_python, EXAMPLE, "--epochs", "1", "--scenes", "32", "--accelerator", "cpu"]
+    repeat = [forking_python, "-m", "lightning_d9m", "repeat", "-n", "2", "-o", tmp_path / "runs"]
     done = subprocess.run(
         [*repeat, "--", *training],
         cwd=tmp_path,

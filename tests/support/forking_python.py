@@ -36,6 +36,8 @@ from pathlib import Path
 
 # What the trainings of the tests import.
 TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
+# What the ranks of Horovod import, too.
+HOROVOD = (*TRAINING, "horovod.torch")
 _CLIENT = Path(__file__).with_name("forking_client.py")
 
 

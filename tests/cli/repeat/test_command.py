@@ -216,13 +216,13 @@ def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given,
     assert log.read_text() == f"{expected}\n"
 
 
-def repeat_example(name, *options, runs, cwd):
+def repeat_example(python, name, *options, runs, cwd):
     """Run ``d9m repeat`` on an example as a user does, and return its output."""
     # The suite may run with one thread, which would leave nothing to race.
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "lightning_d9m", "repeat", "-n", str(runs), "--"),
-            *(sys.executable, EXAMPLES / name, "--epochs", "1", *options),
+            *(python, "-m", "lightning_d9m", "repeat", "-n", str(runs), "--"),
+            *(python, EXAMPLES / name, "--epochs", "1", *options),
         ],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
@@ -235,13 +235,13 @@ def repeat_example(name, *options, runs, cwd):
     return done.stdout
 
 
-def test_the_main_job(tmp_path):
+def test_the_main_job(tmp_path, forking_python):
     """Train the digits network of the examples twice, with loader workers, and agree."""
-    output = repeat_example("digits.py", "--workers", "1", runs=2, cwd=tmp_path)
+    output = repeat_example(forking_python, "digits.py", "--workers", "1", runs=2, cwd=tmp_path)
     assert "equal: 2 runs agree bit for bit" in output
 
 
-def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path):
+def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path, forking_python):
     """Pooling over graph edges by ``index_put_``; test_examples shows that it differs without."""
-    output = repeat_example("graph.py", runs=3, cwd=tmp_path)
+    output = repeat_example(forking_python, "graph.py", runs=3, cwd=tmp_path)
     assert "equal: 3 runs agree bit for bit" in output

@@ -22,8 +22,6 @@ from lightning_d9m.cli.repeat.interrupted import _REMEDIES
 from lightning_d9m.control.env_settings import read_settings
 from lightning_d9m.errors import InexactResumeError
 
-D9M = (sys.executable, "-m", "lightning_d9m")
-
 # A user's project without importing torch: it writes a ledger, and obeys the variables as the
 # callback in a project does.
 PROJECT = """
@@ -288,12 +286,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("hidden", "verdict"), [(False, "equal"), (True, "different")])
-def test_a_real_project_is_tested_unchanged(tmp_path, hidden, verdict):
+def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
     """All of its state is restored; a generator that cannot be restored makes runs differ."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING.format(hidden=hidden))
+    d9m = (forking_python, "-m", "lightning_d9m")
     done = subprocess.run(
-        [*D9M, "repeat", "--interrupt", "--json", "--", sys.executable, str(script)],
+        [*d9m, "repeat", "--interrupt", "--json", "--", forking_python, str(script)],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

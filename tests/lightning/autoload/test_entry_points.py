@@ -21,13 +21,13 @@ ENTRY_POINTS = {
 STYLES = ("lightning", "lightning.pytorch", "pytorch_lightning")
 
 
-def run(*words, folder, **variables):
+def run(*words, folder, python=sys.executable, **variables):
     """Run Python in a folder, with ``LIGHTNING_D9M=1`` and other variables of ours."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "LIGHTNING_"))}
     environment |= {"PYTHONHASHSEED": "0", "LIGHTNING_D9M": "1"}
     environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder / "d9m")} | variables
     done = subprocess.run(
-        [sys.executable, *map(str, words)],
+        [python, *map(str, words)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -71,10 +71,11 @@ def test_two_trainers_in_one_process_differ_as_they_do_in_another_run(trained):
     assert trained["pytorch_lightning"]["second"] == second
 
 
-def test_every_way_to_make_a_trainer(tmp_path):
+def test_every_way_to_make_a_trainer(tmp_path, forking_python):
     """One list for two Trainers, barebones, the LR finder, LightningCLI, a callback of its own."""
     acts = ["list", "list again", "barebones", "fast_dev_run", "learning rate", "command line"]
-    done, found = run(PROJECT, "pytorch_lightning", *acts, "own", folder=tmp_path)
+    words = (PROJECT, "lightning.pytorch", *acts, "own")
+    done, found = run(*words, folder=tmp_path, python=forking_python)
     assert done.returncode == 0, done.stderr
     assert found["list"] != found["list again"]
     for name in ("list", "list again", "barebones", "fast_dev_run"):
@@ -164,9 +165,9 @@ def test_torch_alone_is_seeded_too(tmp_path):
     assert done.stdout.split() == ["7", "True"]
 
 
-def test_repeat_of_a_project_that_never_mentions_us(tmp_path, monkeypatch, capsys):
+def test_repeat_of_a_project_that_never_mentions_us(tmp_path, monkeypatch, capsys, forking_python):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LIGHTNING_D9M", raising=False)
-    command = [sys.executable, str(PROJECT), "pytorch_lightning", "first"]
+    command = [forking_python, str(PROJECT), "lightning.pytorch", "first"]
     assert main(["repeat", "-n", "2", "--", *command]) == 0
     assert "equal: 2 runs agree bit for bit" in capsys.readouterr().out

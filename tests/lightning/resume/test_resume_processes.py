@@ -4,11 +4,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forking_python import HOROVOD, shared_python
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
@@ -54,7 +54,7 @@ def agree(folder, ranks):
     ids=["kill", "term", "int"],
 )
 def test_a_signal_ends_a_run(tmp_path, ending, status):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "auto"]
+    command = [shared_python(), str(SCRIPT), str(tmp_path), "auto"]
     statuses, output = run([([*command, "straight", ending], environment())])
     assert statuses == [status], output
     statuses, output = run([([*command, "resumed+workers"], environment())])
@@ -68,7 +68,7 @@ def run_ddp(tmp_path, *whats):
         port = str(server.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     shared |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "d9m"}
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "ddp", *whats]
+    command = [shared_python(), str(SCRIPT), str(tmp_path), "ddp", *whats]
     return run([(command, environment(**shared, RANK=rank, LOCAL_RANK=rank)) for rank in "01"])
 
 
@@ -96,8 +96,9 @@ def test_two_processes_of_ddp(tmp_path):
     ],
 )
 def test_several_processes_of_horovod(tmp_path, ranks, runs):
-    command = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
-    command += [sys.executable, str(SCRIPT), str(tmp_path), "horovod_d9m"]
+    python = shared_python(*HOROVOD)
+    command = [python, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
+    command += [python, str(SCRIPT), str(tmp_path), "horovod_d9m"]
     for whats in runs:
         (status,), output = run([([*command, *whats], environment())])
         assert (status == 0) == ("killed" not in whats), output
