@@ -148,7 +148,9 @@ class Saving(L.Callback):
         act = lambda: callback.on_save_checkpoint(trainer, pl_module, checkpoint)  # noqa: E731
         self.milliseconds = 1e3 * median_seconds(act, 50)
         with tempfile.TemporaryDirectory() as folder:
-            torch.save(checkpoint["lightning_d9m"]["ranks"][0], Path(folder, "state.pt"))
+            torch.save(
+                checkpoint["callbacks"]["lightning_d9m"]["ranks"][0], Path(folder, "state.pt")
+            )
             self.bytes = Path(folder, "state.pt").stat().st_size
 
 

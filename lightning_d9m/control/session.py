@@ -235,3 +235,18 @@ def next_fit() -> int:
             return session.fits - 1
         _fits += 1
         return _fits - 1
+
+
+def give_back_fit(number: int) -> None:
+    """Let the next fit have the number of this one, if no other was counted since.
+
+    For a fit that trained nothing, as the learning rate finder calls one: with its number the
+    same search, or the training after it, draws the same numbers again.
+    """
+    global _fits  # noqa: PLW0603 - as above
+    with _lock:
+        session = active_session()
+        if session is not None:
+            session.fits -= session.fits - 1 == number
+        else:
+            _fits -= _fits - 1 == number

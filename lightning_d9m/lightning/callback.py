@@ -24,6 +24,7 @@ from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
+from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -166,6 +167,11 @@ class DeterminismCallback(_Callback):
         return f"{type(self).__name__}(ledger={ledger!r}, digest={self.digest!r})"
 
     @property
+    def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint, the same for each subclass."""
+        return KEY
+
+    @property
     def ledger(self) -> Path | None:
         """The folder of the last fit's ledger; None before a fit."""
         return self._recorder.summary.ledger
@@ -201,6 +207,7 @@ class DeterminismCallback(_Callback):
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Verify the switches, open the ledger and record the initial weights."""
+        self._open_session.has_trained = True
         self._checkpoint_state.begin(trainer, self._recorder)
         self._recorder.further_settings = self._probe_recorder.as_record()
         self._probe_recorder.begin(trainer, pl_module, self._recorder, self._policy.on_drift)

@@ -12,7 +12,12 @@ import torch
 from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
 from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
-from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, OLD_MANIFEST_KEY
+from lightning_d9m.lightning.saved_state import (
+    MANIFEST_KEY,
+    OLD_MANIFEST_KEY,
+    find_state,
+    replace_state,
+)
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.text import describe_names, escape
 
@@ -70,7 +75,7 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if once:
             stack.close()
-        state = checkpoint.get(KEY)
+        state = find_state(checkpoint)
         if state is not None and trainer.is_global_zero:
             state[MANIFEST_KEY] = make_manifest(checkpoint)
         return original(checkpoint, *args, **kwargs)
@@ -154,8 +159,9 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     manifest = find_manifest(checkpoint) if isinstance(checkpoint, Mapping) else None
     if not isinstance(checkpoint, Mapping) or manifest is None:
         return False
-    rest = {name: value for name, value in checkpoint[KEY].items() if value is not manifest}
-    damage = check_manifest({**checkpoint, KEY: rest}, manifest)
+    state = find_state(checkpoint)
+    rest = {name: value for name, value in state.items() if value is not manifest}
+    damage = check_manifest(replace_state(checkpoint, rest), manifest)
     if damage:
         raise CheckpointError(
             f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
@@ -167,7 +173,7 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
 
 def find_manifest(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the manifest in a checkpoint, also in one of an older format; None without one."""
-    state = checkpoint.get(KEY)
+    state = find_state(checkpoint)
     if not isinstance(state, Mapping):
         return None
     manifest = state.get(MANIFEST_KEY, state.get(OLD_MANIFEST_KEY))

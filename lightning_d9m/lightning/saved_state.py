@@ -14,7 +14,10 @@ from torch import Tensor
 from lightning_d9m.errors import CheckpointError
 
 KEY = "lightning_d9m"
-"""The key of the state in a checkpoint."""
+"""The key of the state among those of the callbacks in a checkpoint."""
+
+CALLBACKS = "callbacks"
+"""Lightning's key of the callbacks' states in a checkpoint."""
 
 FORMAT = 3
 
@@ -28,6 +31,23 @@ LOGICAL_RANKS = "logical_ranks"
 """The key of their number among the settings of a run."""
 
 LoopPhase = Literal["epoch", "batch", "validation", "within"]
+
+
+def find_state(checkpoint: Mapping[str, Any]) -> Any:
+    """Return the stored state in a checkpoint; None without one.
+
+    Checkpoints of the first format have it beside the states of the callbacks.
+    """
+    callbacks = checkpoint.get(CALLBACKS)
+    found = callbacks.get(KEY) if isinstance(callbacks, Mapping) else None
+    return checkpoint.get(KEY) if found is None else found
+
+
+def replace_state(checkpoint: Mapping[str, Any], state: Any) -> dict[str, Any]:
+    """Return a copy of a checkpoint with a stored state in the place of the one that it has."""
+    if KEY in checkpoint:
+        return {**checkpoint, KEY: state}
+    return {**checkpoint, CALLBACKS: {**(checkpoint.get(CALLBACKS) or {}), KEY: state}}
 
 
 class _Stored:
@@ -242,7 +262,7 @@ class SavedState(_Stored):
         Raises:
             CheckpointError: If the state is damaged.
         """
-        state = checkpoint.get(KEY)
+        state = find_state(checkpoint)
         if not isinstance(state, Mapping):
             return (
                 "The checkpoint has no lightning_d9m state: it was saved without "

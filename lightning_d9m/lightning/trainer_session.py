@@ -18,7 +18,7 @@ from lightning_d9m.control.seeding import (
     rng_restored,
     seed_all,
 )
-from lightning_d9m.control.session import deterministic, next_fit
+from lightning_d9m.control.session import deterministic, give_back_fit, next_fit
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
@@ -39,6 +39,9 @@ class TrainerSession:
         settings: The switches, and the base of all seeds.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
+    Attributes:
+        has_trained: Whether a fit has begun to train; otherwise it does not count.
+
     Raises:
         SettingError: If a setting of the program contradicts these, or another thread holds a
             session open.
@@ -55,17 +58,21 @@ class TrainerSession:
         self._resumed_epoch = 0
         self._loaded_epochs: Mapping[str, int | None] = {}
         self._resume_loader: Callable[[object], None] = _do_nothing
+        self.has_trained = False
         with ExitStack() as stack:
             # Read before the session switches it off.
             self.overridden = ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
             # Counted in the session around the run, before the run opens its own.
-            self.fit = next_fit() if stage == "fit" else 0
+            self.fit = self._counted = next_fit() if stage == "fit" else 0
+            if stage == "fit":
+                stack.callback(self._give_back_number)
             self._session = stack.enter_context(deterministic(settings))
             self._loaders = LoaderControl(
                 settings.seed,
                 fit=self.fit,
                 rank=self._rank,
                 per_sample_rng=settings.per_sample_rng,
+                host_sets_epochs=True,
             )
             stack.callback(self._loaders.release)
             if (connect := getattr(trainer.strategy, "connect_session", None)) is not None:
@@ -83,9 +90,17 @@ class TrainerSession:
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "TrainerSession":
+        """Return this session: a program that copies the Trainer within a run opens no other."""
+        return self
+
     def close(self) -> None:
         """Undo everything, in reverse."""
         self._stack.close()
+
+    def _give_back_number(self) -> None:
+        if not self.has_trained:
+            give_back_fit(self._counted)
 
     def resume(
         self,

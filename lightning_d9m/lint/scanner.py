@@ -14,6 +14,7 @@ from lightning_d9m.lint.checks.clock import (
     check_learning_rate_call,
     check_modification_time,
 )
+from lightning_d9m.lint.checks.indexing import check_index
 from lightning_d9m.lint.checks.kernels import check_atomic, check_autotuning
 from lightning_d9m.lint.checks.loaders import check_dataset, check_ranks, check_worker_seed
 from lightning_d9m.lint.checks.memory import check_empty
@@ -75,6 +76,7 @@ _CHECKS: Mapping[type[ast.AST], Sequence[Check]] = {
     ast.Call: (*_CALLS, check_set),
     ast.Assign: (check_setting, check_hash_seed, check_learning_rate),
     ast.AugAssign: (check_learning_rate,),
+    ast.Subscript: (check_index,),
     **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (check_set,)),
 }
 

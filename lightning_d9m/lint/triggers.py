@@ -62,6 +62,12 @@ _RATE = re.compile(
     rb"[\"']lr[\"']\s*\]|\b(?:lr|learning_rate)\s*=(?!=)|(?:Lambda|Multiplicative)LR\b"
 )
 _CLOCK = re.compile(rb"\bimport time\b|\bfrom time import|datetime")
+# Reads of tensors by an index, in a text that makes parameters and repeated indices.
+_INDEXED = re.compile(rb"\w\s*\[\s*[A-Za-z_\[:.]")
+_GRADIENT = re.compile(rb"Parameter\s*\(|requires_grad|\.(?:weight|bias)\s*\[")
+_REPEATED = re.compile(
+    rb"randint|\.(?:long|int|int32|int64)\b|\.repeat|tensor\s*\(\s*\[|\[\s*\[\s*\d"
+)
 _NO_WORD = re.compile(rb"\W")
 _WORD = re.compile(rb"[A-Za-z_]\w*")
 _PARTIAL = re.compile(rb"partial\s*\(\s*(?:\w+\.)*(\w+)")
@@ -105,6 +111,8 @@ def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
         offsets += [match.start() for match in _PARTIAL.finditer(text) if match[1] in wanted]
     patterns = [pattern for part, pattern in _PLAIN.items() if part in text]
     patterns += [_RATE] if _CLOCK.search(text) else []
+    if (torch or _TORCH.search(text)) and _GRADIENT.search(text) and _REPEATED.search(text):
+        patterns.append(_INDEXED)
     offsets += [match.start() for pattern in patterns for match in pattern.finditer(text)]
     if sets:
         offsets += [

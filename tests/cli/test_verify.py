@@ -77,7 +77,7 @@ def test_a_flipped_bit_is_found_and_named(saved, verify, tmp_path):
 def test_without_a_seal_the_ledger_decides(saved, verify, tmp_path):
     ledger, checkpoint = saved["epoch"]
     content = torch.load(checkpoint, weights_only=True)
-    del content[KEY]
+    del content["callbacks"][KEY]
     bare = tmp_path / "bare.ckpt"
     torch.save(content, bare)
     assert verify(bare, ledger)[0] == 0
@@ -122,8 +122,11 @@ def test_objects_are_loaded_on_request_only(saved, verify, tmp_path):
     ledger, checkpoint = saved["epoch"]
     content = torch.load(checkpoint, weights_only=True)
     content["hyper_parameters"] = {"setting": Setting()}
-    rest = {name: value for name, value in content[KEY].items() if name != MANIFEST_KEY}
-    content[KEY] = {**rest, MANIFEST_KEY: make_manifest({**content, KEY: rest})}
+    rest = {
+        name: value for name, value in content["callbacks"][KEY].items() if name != MANIFEST_KEY
+    }
+    content["callbacks"][KEY] = rest
+    content["callbacks"][KEY] = {**rest, MANIFEST_KEY: make_manifest(content)}
     path = tmp_path / "objects.ckpt"
     torch.save(content, path)
     status, text = verify(path, ledger)

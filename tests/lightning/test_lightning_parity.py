@@ -1,18 +1,24 @@
 """Where Lightning promises something, the callback keeps the promise."""
 
+from copy import deepcopy
+
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from torch.utils.data import DataLoader, DistributedSampler
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from trainings import QUIET
 
 from lightning_d9m import DeterminismCallback
+from lightning_d9m.control import session
 
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    def make(*, controlled, **options):
-        callbacks = [DeterminismCallback(ledger_dir=tmp_path)] if controlled else []
+    def make(*, controlled, seed=None, **options):
+        callback = DeterminismCallback(seed, ledger_dir=tmp_path)
+        callbacks = [callback] if controlled else []
         options = QUIET | {"max_epochs": 2, "default_root_dir": tmp_path} | options
         return pl.Trainer(callbacks=callbacks, **options)
 
@@ -45,6 +51,78 @@ def test_with_overfit_batches_training_and_validation_see_the_same_batch(
     trainer.fit(model)
     assert len(model.seen["train"]) == 1
     assert model.seen["train"] == model.seen["validate"]
+
+
+class CountingSampler(RandomSampler):
+    """Counts the epochs that it is given, and has none itself."""
+
+    def set_epoch(self, epoch):
+        self.__dict__.setdefault("epochs", []).append(epoch)
+
+
+def test_a_sampler_without_an_epoch_gets_each_once(make_trainer):
+    data = RandomDataset(32, 8)
+    samplers = [CountingSampler(data), CountingSampler(data)]
+    inner = BatchSampler(samplers[1], 2, drop_last=True)
+    loaders = [DataLoader(data, sampler=samplers[0]), DataLoader(data, batch_sampler=inner)]
+    for loader in loaders:
+        make_trainer(controlled=True, limit_val_batches=0).fit(BoringModel(), loader)
+    assert [sampler.epochs for sampler in samplers] == [[0, 1], [0, 1]]
+
+
+class Copies(pl.Callback):
+    """Copies the Trainer within its run."""
+
+    def on_fit_start(self, trainer, module):
+        self.copy = deepcopy(trainer)
+
+
+def test_a_trainer_can_be_copied_within_a_run(make_trainer):
+    trainer = make_trainer(controlled=True)
+    trainer.callbacks.append(Copies())
+    trainer.fit(BoringModel())
+    assert trainer.callbacks[-1].copy.max_epochs == 2
+
+
+def search_rates(trainer):
+    torch.manual_seed(0)
+    return Tuner(trainer).lr_find(BoringModel(), num_training=12, early_stop_threshold=None).results
+
+
+@pytest.mark.usefixtures("new_process")
+def test_a_search_for_a_learning_rate_counts_as_no_fit(make_trainer, monkeypatch):
+    monkeypatch.setattr(BoringModel, "lr", 0.1, raising=False)
+    results = [search_rates(make_trainer(controlled=True, seed=3)) for _ in range(2)]
+    assert results[0] == results[1]
+    models = [RememberingModel() for _ in range(3)]
+    for model in models[:2]:
+        make_trainer(controlled=True, seed=3).fit(model)
+    session._fits = 0
+    make_trainer(controlled=True, seed=3).fit(models[2])
+    trained = [model.seen["train"] for model in models]
+    assert trained[0] == trained[2] != trained[1]
+
+
+class StopsAtOnce(pl.Callback):
+    """Fails in the second epoch, and keeps the iterator over the training loader."""
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 1:
+            raise ZeroDivisionError
+
+
+def test_an_error_stops_persistent_workers(make_trainer):
+    loader = DataLoader(RandomDataset(32, 8), num_workers=1, persistent_workers=True)
+    trainer = make_trainer(controlled=True, limit_val_batches=0)
+    trainer.callbacks.append(StopsAtOnce())
+    iterators = []
+    begin = loader._get_iterator
+    loader._get_iterator = lambda: iterators.append(begin()) or iterators[-1]
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(BoringModel(), loader)
+    workers = [worker for iterator in iterators for worker in iterator._workers]
+    assert workers
+    assert [worker.is_alive() for worker in workers] == [False] * len(workers)
 
 
 class LoggingSampler(DistributedSampler):

@@ -66,14 +66,14 @@ def save_and_load(checkpoint):
 
 
 def test_comes_back_as_it_was():
-    checkpoint = save_and_load({KEY: STATE.as_plain()})
+    checkpoint = save_and_load({"callbacks": {KEY: STATE.as_plain()}})
     found = SavedState.from_checkpoint(checkpoint)
     assert repr(found) == repr(STATE)
     assert {type(found.position), type(found.of_rank(0, 2, None).results[0])} == {
         LoopPosition,
         SavedResult,
     }
-    assert checkpoint[KEY].keys() == {field.name for field in fields(SavedState)}
+    assert checkpoint["callbacks"][KEY].keys() == {field.name for field in fields(SavedState)}
 
 
 def test_tensors_are_not_copied():
@@ -122,12 +122,14 @@ def test_a_damaged_state_is_an_error(change, message):
         SavedState.from_checkpoint({KEY: state})
 
 
+@pytest.mark.parametrize("above", [False, True])
 @pytest.mark.parametrize("key", [MANIFEST_KEY, OLD_MANIFEST_KEY])
-def test_the_manifest_of_each_format_tells_damage(key):
-    weights = torch.ones(3)
-    checkpoint = {"state_dict": {"weight": weights}, KEY: STATE.as_plain()}
+def test_the_manifest_of_each_format_tells_damage(key, above):
+    weights, state = torch.ones(3), STATE.as_plain()
+    checkpoint = {"state_dict": {"weight": weights}, "callbacks": {"other": {"a": 1}}}
+    (checkpoint if above else checkpoint["callbacks"])[KEY] = state
     manifest = make_manifest(checkpoint)
-    checkpoint[KEY][key] = manifest
+    state[key] = manifest
     assert find_manifest(checkpoint) is manifest
     assert check_checkpoint(checkpoint, "some.ckpt")
     weights.view(torch.uint8)[0] ^= 1

@@ -97,7 +97,7 @@ def main():
     if trainer.is_global_zero:
         # A script that saves on one rank at its end: whatever is ours waits for nobody.
         saved = trainer._checkpoint_connector.dump_checkpoint()
-        assert len(saved["lightning_d9m"]["ranks"]) == world
+        assert len(saved["callbacks"]["lightning_d9m"]["ranks"]) == world
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -49,9 +50,20 @@ class LoaderControl:
         rank: The data-parallel rank; workers of different ranks draw different numbers.
         per_sample_rng: Seed the generators for each sample by (seed, epoch, index), so that its
             draws depend neither on its batch nor on the rank.
+        host_sets_epochs: Whether the program that iterates the training loaders calls
+            ``set_epoch`` between making an iterator and its first batch, as Lightning does.
     """
 
-    def __init__(self, seed: int, *, fit: int, rank: int, per_sample_rng: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fit: int,
+        rank: int,
+        per_sample_rng: bool,
+        host_sets_epochs: bool = False,
+    ) -> None:
+        self._host_sets_epochs = host_sets_epochs
         self._seed = seed
         self._fit = fit
         self._rank = rank
@@ -163,7 +175,9 @@ class LoaderControl:
         self.start_epoch(stage, epoch)
 
     def release(self) -> None:
-        """Restore every replaced attribute in reverse order."""
+        """Restore every replaced attribute in reverse order, and stop persistent workers."""
+        for control in self._controlled:
+            control.stop_workers()
         self._controlled.clear()
         self._replacements.undo()
 
@@ -179,7 +193,11 @@ class LoaderControl:
                 break
         stream = RandomStreams(self._seed, self._fit, self._rank, stage)
         control = _ControlledLoader(
-            loader, stream, self._replacements, per_sample=self._per_sample_rng
+            loader,
+            stream,
+            self._replacements,
+            per_sample=self._per_sample_rng,
+            host_sets_epochs=self._host_sets_epochs,
         )
         self._controlled.append(control)
         return loader
@@ -205,7 +223,11 @@ class _ControlledLoader:
         replacements: AttributePatches,
         *,
         per_sample: bool,
+        host_sets_epochs: bool,
     ) -> None:
+        # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
+        # would see that order again.
+        self._sets_epochs = loader.num_workers > 0 or not host_sets_epochs
         self.loader = weakref.ref(loader)
         self.stage = stream.stage
         self.started: int | None = None
@@ -265,6 +287,12 @@ class _ControlledLoader:
     def number(self) -> int:
         """Ordinal of the loader in its stage."""
         return self._stream.number
+
+    def stop_workers(self) -> None:
+        """Stop persistent workers, which the traceback of an error may otherwise keep alive."""
+        iterator = getattr(self.loader(), "_iterator", None)
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()  # noqa: SLF001 - the only way
 
     def capture_samplers(self) -> dict[str, Any]:
         """Return the states of the generators that the user's samplers hold."""
@@ -326,10 +354,8 @@ class _ControlledLoader:
                 self._replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
             generator.manual_seed(self._stream.derive("order", worker=number, shared=shared))
-        if self.stage != "train":
-            return  # Lightning calls `set_epoch` before it iterates the loader of an evaluation
-        # In training Lightning calls it only after it has made the iterator, whose workers may have
-        # received the order of epoch 0 by then; a resumed run would see that order again.
+        if self.stage != "train" or not self._sets_epochs:
+            return  # the host calls `set_epoch` before the sampler is iterated
         inner = getattr(loader.batch_sampler, "sampler", None)
         holders: tuple[Any, ...] = (unwrap(loader.sampler), inner)
         for sampler in {id(sampler): sampler for sampler in holders}.values():

@@ -64,8 +64,8 @@ def _choose_parent(
             )
         return _local_path(chosen)
     preferred = log_dir or trainer.default_root_dir
-    # Programs list the folder of their checkpoints, and expect nothing else there.
-    excluded = _list_checkpoint_folders(trainer)
+    # Programs list these folders, and expect nothing else there.
+    excluded = _list_checkpoint_folders(trainer) | _list_profiler_folders(trainer)
     if spare_cwd and not _writes_into_cwd(trainer):
         excluded.add(Path.cwd())
     for folder in (preferred, trainer.default_root_dir, Path.cwd()):
@@ -77,8 +77,8 @@ def _choose_parent(
     if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
         rank_zero().rank_zero_info(
             f"The ledger is written to {parent}, because {preferred} is the folder of the "
-            "checkpoints, not a local folder, or the working folder of a Trainer that writes no "
-            f"files into it. Set {LEDGER_VARIABLE} to choose another folder."
+            "checkpoints or of the profiler, not a local folder, or the working folder of a "
+            f"Trainer that writes no files into it. Set {LEDGER_VARIABLE} to choose another folder."
         )
     return parent
 
@@ -89,6 +89,13 @@ def _list_checkpoint_folders(trainer: "Trainer") -> set[Path]:
         for callback in trainer.checkpoint_callbacks
         if (folder := getattr(callback, "dirpath", None)) and _is_local(folder)
     }
+
+
+def _list_profiler_folders(trainer: "Trainer") -> set[Path]:
+    profiler = cast(Any, trainer).profiler
+    # Without a name it writes no files, and yet has a folder.
+    folder = profiler.dirpath if getattr(profiler, "filename", None) else None
+    return {_local_path(folder).absolute()} if folder and _is_local(folder) else set()
 
 
 def _writes_into_cwd(trainer: "Trainer") -> bool:

@@ -39,6 +39,7 @@ from lightning_d9m.lightning.resume.loop_position import (
     skip_remaining_batches,
 )
 from lightning_d9m.lightning.saved_state import (
+    CALLBACKS,
     KEY,
     LOGICAL_RANKS,
     LoopPosition,
@@ -120,7 +121,7 @@ class CheckpointState:
             add_manifests(trainer, once=True)  # no session is open that does so
         else:  # a Trainer that has not trained
             return
-        checkpoint[KEY] = state.as_plain()
+        checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
 
     def load(
         self, trainer: "Trainer", session: TrainerSession, checkpoint: Mapping[str, Any]

@@ -82,10 +82,11 @@ def _is_spared(op: str, node: ast.Call, context: NodeContext, name: str | None) 
         if read_kind(first, context.scope) == "cpu tensor":
             return True
     makes_module = name is not None and name.rpartition(".")[2][:1].isupper()
-    return is_backward(op) and not makes_module and _is_without_gradient(context)
+    return is_backward(op) and not makes_module and is_without_gradient(context)
 
 
-def _is_without_gradient(context: NodeContext) -> bool:
+def is_without_gradient(context: NodeContext) -> bool:
+    """Return whether a node is in code that turns gradients off."""
     for parent in reversed(context.parents):
         if isinstance(parent, (ast.With, ast.AsyncWith)):
             if any(_turns_off(item.context_expr, context) for item in parent.items):

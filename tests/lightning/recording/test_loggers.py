@@ -65,3 +65,27 @@ def test_wandb_offline(fit, tmp_path, monkeypatch):
     wandb.finish()
     assert summary["d9m/weights"] == ledger.outcome(0).final.totals["weights"]
     assert summary["d9m/drift"] == 0
+
+
+class Bare(loggers.logger.Logger):
+    """A logger without an experiment, which keeps what it gets last."""
+
+    name, version = "bare", 0
+
+    def __init__(self):
+        super().__init__()
+        self.settings, self.metrics = None, {}
+
+    def log_hyperparams(self, params, *_, **__):
+        self.settings = params
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics |= metrics
+
+
+def test_a_logger_of_another_class_gets_metrics_only(fit):
+    """The digest would replace the settings that the program has logged."""
+    logger = Bare()
+    fit(reference=fit().path, trainer_logger=logger)
+    assert logger.settings is None
+    assert logger.metrics["d9m/drift"] == 0

@@ -13,7 +13,7 @@ from trainings import QUIET, make_loader, make_model
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
 from lightning_d9m.ledger.resumed_runs import find_breaks
-from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
+from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, find_state
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -27,7 +27,7 @@ def test_a_checkpoint_loads_without_pickled_objects_and_adds_little(fits):
     fits.interrupt()
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
     added = fits.folder / "added.pt"
-    torch.save(checkpoint[KEY], added)
+    torch.save(checkpoint["callbacks"][KEY], added)
     assert added.stat().st_size < 100 * 1024
 
 
@@ -94,9 +94,10 @@ def test_a_checkpoint_is_loaded_for_a_test_alone(fits):
     trainer = L.Trainer(**QUIET, callbacks=[callback], default_root_dir=fits.folder)
     trainer.test(make_model(), make_loader(shuffle=False), ckpt_path=fits.checkpoint)
     trainer.save_checkpoint(fits.folder / "tested.ckpt")
-    assert KEY not in torch.load(fits.folder / "tested.ckpt", weights_only=True)
+    assert find_state(torch.load(fits.folder / "tested.ckpt", weights_only=True)) is None
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 def test_a_run_without_the_callback_reads_it_too(fits):
     fits.interrupt(at={"hook": "on_train_epoch_end"})
     trainer = L.Trainer(**QUIET, max_epochs=3, default_root_dir=fits.folder)
@@ -158,7 +159,7 @@ def test_an_error_in_on_save_checkpoint_leaves_the_strategy_as_it_was(fits, afte
             fits.trainer.save_checkpoint(fits.checkpoint)
         fits.model.refuses = False
         fits.trainer.save_checkpoint(fits.checkpoint)
-        assert MANIFEST_KEY in torch.load(fits.checkpoint, weights_only=True)[KEY]
+        assert MANIFEST_KEY in torch.load(fits.checkpoint, weights_only=True)["callbacks"][KEY]
     assert "save_checkpoint" not in vars(fits.trainer.strategy)
 
 
@@ -248,7 +249,7 @@ def test_what_others_change_in_a_checkpoint_is_no_damage(fits):
     fits.interrupt(**words)
     saved = torch.load(fits.checkpoint, weights_only=True)
     assert saved["state_dict"]["layers.0.bias"].dtype == torch.float64
-    assert MANIFEST_KEY in saved[KEY]
+    assert MANIFEST_KEY in saved["callbacks"][KEY]
     fits.resume(**words)
     assert fits.trainer.current_epoch == 3
 

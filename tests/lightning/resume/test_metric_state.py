@@ -101,7 +101,7 @@ def test_a_metric_that_is_too_large_is_left_out_and_named(fits, monkeypatch):
     run = {"model": partial(with_metric, CatMetric, **BY_HAND), "max_epochs": 2}
     fits.interrupt(**run, at={"batch": 5})
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    assert checkpoint[KEY]["ranks"][0]["metrics"]["states"] == {}
+    assert checkpoint["callbacks"][KEY]["ranks"][0]["metrics"]["states"] == {}
     message = r"no states of the metric model\.metric, of \d+ bytes, where 16 are kept"
     with pytest.raises(InexactResumeError, match=message):
         fits.resume(**run)

@@ -81,7 +81,7 @@ def test_two_processes_of_ddp(tmp_path):
     assert statuses == [0, 0], output
     agree(tmp_path, 2)
     checkpoint = torch.load(tmp_path / "interrupted.ckpt", weights_only=True)
-    for rank in checkpoint["lightning_d9m"]["ranks"]:
+    for rank in checkpoint["callbacks"]["lightning_d9m"]["ranks"]:
         torch.save(rank, tmp_path / "rank.pt")
         # With the gradients, for it was saved between two micro-batches.
         assert (tmp_path / "rank.pt").stat().st_size < 100 * 1024

@@ -56,10 +56,10 @@ def test_the_check_against_a_reference_goes_on(fits):
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ([KEY], None, "has no lightning_d9m state"),
-        ([KEY, "format"], 99, "has format 99"),
-        ([KEY, "world_size"], 2, "saved by 2 ranks; now there are 1"),
-        ([KEY, "settings", "seed"], 4, "saved with seed=4; now it is 3"),
+        (["callbacks", KEY], None, "has no lightning_d9m state"),
+        (["callbacks", KEY, "format"], 99, "has format 99"),
+        (["callbacks", KEY, "world_size"], 2, "saved by 2 ranks; now there are 1"),
+        (["callbacks", KEY, "settings", "seed"], 4, "saved with seed=4; now it is 3"),
     ],
     ids=["no state", "a newer format", "another world", "another seed"],
 )
@@ -67,7 +67,7 @@ def test_the_check_against_a_reference_goes_on(fits):
 def test_a_break_is_recorded_where_the_user_goes_on(fits, path, value, reason):
     fits.interrupt(at={"batch": 3})
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint[KEY][MANIFEST_KEY]
+    del checkpoint["callbacks"][KEY][MANIFEST_KEY]
     *above, last = path
     part = checkpoint
     for name in above:

@@ -222,32 +222,44 @@ SHARED = {
 }
 # What makes a resume inexact, and is said.
 REFUSED = {
-    "all of it": ([KEY], None, "has no lightning_d9m state"),
-    "an older format": ([KEY, "format"], lambda n: 2, f"has format 2; this version reads {FORMAT}"),
-    "another seed": ([KEY, "settings", "seed"], lambda n: 4, "saved with seed=4; now it is 3"),
-    "another world": ([KEY, "world_size"], lambda n: 2, "saved by 2 ranks; now there are 1"),
+    "all of it": (["callbacks", KEY], None, "has no lightning_d9m state"),
+    "an older format": (
+        ["callbacks", KEY, "format"],
+        lambda n: 2,
+        f"has format 2; this version reads {FORMAT}",
+    ),
+    "another seed": (
+        ["callbacks", KEY, "settings", "seed"],
+        lambda n: 4,
+        "saved with seed=4; now it is 3",
+    ),
+    "another world": (
+        ["callbacks", KEY, "world_size"],
+        lambda n: 2,
+        "saved by 2 ranks; now there are 1",
+    ),
     "half a batch": (
-        [KEY, "position", "phase"],
+        ["callbacks", KEY, "position", "phase"],
         lambda n: "within",
         "while batch 5 of epoch 1 was trained",
     ),
     "a generator": (
-        [KEY, "ranks", 0, "generators", "model.own"],
+        ["callbacks", KEY, "ranks", 0, "generators", "model.own"],
         None,
         "only in this run: model.own",
     ),
     "a metric": (
-        [KEY, "ranks", 0, "metrics", "paths", 0],
+        ["callbacks", KEY, "ranks", 0, "metrics", "paths", 0],
         None,
         "only in this run: model.accuracy",
     ),
     "what it says itself": (
-        [KEY, "ranks", 0, "inexact"],
+        ["callbacks", KEY, "ranks", 0, "inexact"],
         lambda old: ["A reason."],
         "- A reason.",
     ),
     "a part that every version saves": (
-        [KEY, "ranks", 0, "rng"],
+        ["callbacks", KEY, "ranks", 0, "rng"],
         None,
         r"state of the checkpoint is damaged: SavedRank has .*; it should have .*'rng'",
     ),
@@ -270,7 +282,7 @@ def resume(interrupted, edit):
     """Resume from the checkpoint with its state edited; return whether the evidence is equal."""
     fits, straight = interrupted
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint[KEY][MANIFEST_KEY]  # which would tell at once
+    del checkpoint["callbacks"][KEY][MANIFEST_KEY]  # which would tell at once
     edit(checkpoint)
     path = fits.folder / "edited.ckpt"
     torch.save(checkpoint, path)
@@ -293,13 +305,16 @@ class TestPieces:
     def test_does_not_without(self, interrupted, piece):
         path, value = piece
         assert not resume(
-            interrupted, lambda checkpoint: change(checkpoint[KEY]["ranks"][0], path, value)
+            interrupted,
+            lambda checkpoint: change(checkpoint["callbacks"][KEY]["ranks"][0], path, value),
         )
 
     @pytest.mark.parametrize("piece", SHARED.values(), ids=SHARED.keys())
     def test_does_not_without_what_all_ranks_share(self, interrupted, piece):
         path, value = piece
-        assert not resume(interrupted, lambda checkpoint: change(checkpoint[KEY], path, value))
+        assert not resume(
+            interrupted, lambda checkpoint: change(checkpoint["callbacks"][KEY], path, value)
+        )
 
     @pytest.mark.parametrize("piece", REFUSED.values(), ids=REFUSED.keys())
     def test_says_what_cannot_be_exact(self, interrupted, piece):
@@ -331,8 +346,8 @@ def without(fits, name, value=None, **words):
     """Resume with a piece of the rank's left out, and with all of them; return the evidence."""
     whole = fits.resume(**words)
     checkpoint = torch.load(fits.checkpoint, weights_only=True)
-    del checkpoint[KEY][MANIFEST_KEY]
-    rank = checkpoint[KEY]["ranks"][0]
+    del checkpoint["callbacks"][KEY][MANIFEST_KEY]
+    rank = checkpoint["callbacks"][KEY]["ranks"][0]
     *above, last = name
     for part in above:
         rank = rank[part]
@@ -434,7 +449,7 @@ ELSEWHERE = {
 def test_every_piece_is_tested(interrupted):
     """A piece that is added to a checkpoint needs a test that fails without it."""
     fits, _ = interrupted
-    state = torch.load(fits.checkpoint, weights_only=True)[KEY]
+    state = torch.load(fits.checkpoint, weights_only=True)["callbacks"][KEY]
     (rank,) = state.pop("ranks")
     tested = {tuple(path[:2]) for path, _ in PIECES.values()}
     pieces = set()
@@ -449,7 +464,7 @@ def test_every_piece_is_tested(interrupted):
     untested = {"model.pair.sizes", "model.validated"}
     assert set(rank["metrics"]["states"]) - set(METRICS) == untested
     told = {"seed", MANIFEST_KEY}  # to people; and see the test of a changed weight
-    refused = {path[1] for path, *_ in REFUSED.values() if path[1:]}
+    refused = {path[2] for path, *_ in REFUSED.values() if path[2:]}
     assert set(state) == {path[0] for path, _ in SHARED.values()} | refused - {"ranks"} | told
 
 
