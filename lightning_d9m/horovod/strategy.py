@@ -1,7 +1,7 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -9,15 +9,30 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.horovod.base_strategy import HorovodBaseStrategy
 from lightning_d9m.horovod.communication.communicator import Communicator
+from lightning_d9m.horovod.environment import import_horovod
+from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
 _VARIABLE = variable_of("logical_ranks")
+_OPERATIONS = ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter")
+_COLLECTIVES = {
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "broadcast_parameters",
+    *_OPERATIONS,
+    *(f"{name}_" for name in _OPERATIONS),
+    *(f"{name}_async" for name in _OPERATIONS),
+    *(f"{name}_async_" for name in _OPERATIONS),
+    *(f"grouped_{name}" for name in _OPERATIONS),
+}
 
 
 class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
@@ -80,6 +95,13 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
         """Run the setup for processes, and begin the run of the logical ranks."""
         super().setup(trainer)
         self.begin_logical_ranks(trainer)
+
+    def watch_collectives(
+        self, patches: AttributePatches, current: Callable[[], int | None]
+    ) -> None:
+        """Refuse collectives of torch and of Horovod while a step of a logical rank runs."""
+        super().watch_collectives(patches, current)
+        watch_functions(patches, current, import_horovod(), _COLLECTIVES)
 
     def set_up_reductions(self, module: Module) -> None:
         """Lay out the buckets, unless logical ranks sum the gradients."""

@@ -16,6 +16,7 @@ from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
+from lightning_d9m.lightning.logical_ranks.refusals import check_variable
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
@@ -330,6 +331,8 @@ class DeterminismCallback(_Callback):
 
     def _open(self, trainer: "Trainer", stage: str) -> None:
         self._validate_trainer(trainer)
+        if stage == "fit":
+            check_variable(trainer.strategy)
         self._early_variables.set()
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)

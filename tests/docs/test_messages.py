@@ -484,7 +484,7 @@ def words_of(text):
 
 def read_texts():
     """Yield the texts in the tests, docstrings left out."""
-    for path in TESTS.rglob("test_*.py"):
+    for path in [*TESTS.rglob("test_*.py"), *(TESTS / "support").glob("*_refusals.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Expr):
                 node.value = ast.Constant(None) if is_text(node.value) else node.value

@@ -1,69 +1,49 @@
 """Settings of a program that logical ranks do not support."""
 
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any, NoReturn
+import os
+from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 from torch.optim import LBFGS
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import has_layer_sync
 
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-)
+_VARIABLE = variable_of("logical_ranks")
+# Optimizers that divide their state among the processes, or average weights over them.
+_DIVIDED_OPTIMIZERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+# Modules that reduce or gather parameters themselves.
+_PARALLEL_MODULES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def refuse_collective(name: str, logical_rank: int) -> NoReturn:
-    """Raise a ``SettingError`` about a collective in the step of a logical rank."""
-    raise SettingError(
-        f"{name} is called in the step of logical rank {logical_rank}: the logical ranks of a "
-        "process run one after the other, so they cannot wait for each other. Log values with "
-        "self.log, and call collectives in hooks between steps."
-    )
+def check_variable(strategy: Any) -> None:
+    """Refuse a number of logical ranks in the environment that a strategy does not read.
 
-
-def watch_collectives(patches: AttributePatches, current: Callable[[], int | None]) -> None:
-    """Refuse the collectives of ``torch.distributed`` that a step calls.
-
-    Args:
-        patches: Undoes it.
-        current: Returns the logical rank whose step runs, or None.
+    Raises:
+        SettingError: If the variable is set, and the strategy is not one with logical ranks.
     """
-    if distributed.is_available():
-        for name in _COLLECTIVES:
-            function = getattr(distributed, name)
-            watched = partial(_call_collective, name, function, current)
-            patches.replace(distributed, name, wraps(function)(watched))
+    value = os.environ.get(_VARIABLE)
+    if value and not hasattr(strategy, "logical_ranks"):
+        raise SettingError(
+            f"{_VARIABLE} is {value!r}, but the Trainer has the strategy "
+            f"{type(strategy).__name__}, which trains without logical ranks: use "
+            "strategy='ddp_d9m' or strategy='horovod_d9m', or unset the variable."
+        )
 
 
-def _call_collective(
-    name: str,
-    function: Callable[..., Any],
-    current: Callable[[], int | None],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    rank = current()
-    if rank is not None:
-        refuse_collective(f"torch.distributed.{name}", rank)
-    return function(*args, **kwargs)
+def check_devices(devices: list[str]) -> None:
+    """Refuse processes on different types of devices, given that of each process.
+
+    Raises:
+        SettingError: If there is more than one.
+    """
+    if len(set(devices)) > 1:
+        raise SettingError(
+            f"The processes compute on different types of devices: {', '.join(devices)}. Their "
+            "bits differ, so those of a training would depend on which process has which logical "
+            "rank. Use one type of device on all of them."
+        )
 
 
 def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:
@@ -79,12 +59,7 @@ def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:
             "callbacks=[DeterminismCallback()]."
         )
     module: Any = trainer.lightning_module
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise SettingError(
-                f"{name!r} is a SyncBatchNorm, which needs the activations of all logical ranks at "
-                "once: use BatchNorm, GroupNorm or LayerNorm, or train without logical_ranks."
-            )
+    _check_module(module)
     if has_layer_sync(strategy):
         raise SettingError(
             "sync_batchnorm is True, which needs the activations of all logical ranks at once: "
@@ -105,9 +80,50 @@ def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:
             "ranks are those of Lightning's automatic optimization: use it, or train without "
             "logical_ranks."
         )
-    for optimizer in trainer.optimizers:
+    _check_optimizers(trainer.optimizers)
+
+
+def _check_module(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise SettingError(
+                f"{name!r} is a SyncBatchNorm, which needs the activations of all logical ranks at "
+                "once: use BatchNorm, GroupNorm or LayerNorm, or train without logical_ranks."
+            )
+        if _is_any_of(part, _PARALLEL_MODULES):
+            raise SettingError(
+                f"{name!r} is a {_name_of(part, _PARALLEL_MODULES)}, which "
+                "reduces or divides parameters itself, and logical ranks sum whole gradients: "
+                "leave it out, or train without logical_ranks."
+            )
+    for name, parameter in module.named_parameters():
+        if _is_any_of(parameter, ("DTensor",)):
+            raise SettingError(
+                f"The parameter {name!r} is a DTensor, which is divided among processes, and "
+                "logical ranks need whole parameters in each process: leave out fully_shard and "
+                "parallelize_module, or train without logical_ranks."
+            )
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    for optimizer in optimizers:
+        if _is_any_of(optimizer, _DIVIDED_OPTIMIZERS):
+            raise SettingError(
+                f"{type(optimizer).__name__} divides the work of an optimizer among the processes, "
+                "and with logical ranks each process runs the whole optimizer: use "
+                "the optimizer that it wraps, or train without logical_ranks."
+            )
         if isinstance(optimizer, LBFGS):
             raise SettingError(
                 "LBFGS runs the training step several times for one batch, which logical ranks do "
                 "not support: use another optimizer, or train without logical_ranks."
             )
+
+
+def _is_any_of(value: object, names: tuple[str, ...]) -> bool:
+    # By name: importing the classes would load parts of torch that the program does not use.
+    return any(base.__name__ in names for base in type(value).__mro__)
+
+
+def _name_of(value: object, names: tuple[str, ...]) -> str:
+    return next(base.__name__ for base in type(value).__mro__ if base.__name__ in names)

@@ -13,6 +13,7 @@ from lightning_d9m.lightning.lightning_private import (
     set_logged_batch,
     skips_backward,
 )
+from lightning_d9m.lightning.logical_ranks.attributes import ModuleAttributes
 from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
@@ -63,6 +64,7 @@ class LogicalSteps:
         self._module: Any = trainer.lightning_module
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
         self._buffers = StepBuffers(self._module, block)
+        self._attributes = ModuleAttributes(self._module)
         self._ran = False
         self._place = ("train", 0, 0)
         self._losses: list[Tensor] = []
@@ -224,11 +226,15 @@ class LogicalSteps:
             batch = self._before_transfer(batch, dataloader_idx=self._loader)
             batch = self._to_device(batch, dataloader_idx=self._loader)
             set_logged_batch(self._trainer, batch)
-            return step(batch, *args)
+            if self._place[0] != "train":
+                return step(batch, *args)
+            with self._attributes.watch():
+                return step(batch, *args)
         finally:
             self.step_rank = None
 
     def _end_micro_batches(self) -> None:
+        self._attributes.end_step()
         tensors = self._buffers.finish()
         if tensors and self._trainer.world_size > 1:
             self._broadcast(tensors)

@@ -11,15 +11,12 @@ from torch import Tensor
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
+from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.logical_ranks.refusals import (
-    check_trainer,
-    refuse_collective,
-    watch_collectives,
-)
+from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
@@ -75,6 +72,12 @@ class LogicalRanksMixin(_Base):
         """Overwrite tensors with those of process 0."""
         raise NotImplementedError
 
+    def watch_collectives(
+        self, patches: AttributePatches, current: Callable[[], int | None]
+    ) -> None:
+        """Refuse collectives while a step of a logical rank runs, until the patches are undone."""
+        watch_collectives(patches, current)
+
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes: numbers, strings, lists and dicts."""
         return [json.loads(part) for part in self.gather_bytes(json.dumps(values).encode())]
@@ -120,6 +123,7 @@ class LogicalRanksMixin(_Base):
         self._end_logical_ranks()
         blocks = self.blocks
         check_trainer(trainer, self, session=self._session)
+        check_devices(self.gather_values(self.root_device.type))
         seeds = MicroBatchSeeds(self._session.settings.seed, self._session.fit)
         seeds.find_generators(trainer)
         module: Any = self.lightning_module
@@ -141,7 +145,7 @@ class LogicalRanksMixin(_Base):
             trainer, self.block, lambda: steps.logical_rank, self.gather_values
         )
         logged.attach(self._patches)
-        watch_collectives(self._patches, lambda: steps.step_rank)
+        self.watch_collectives(self._patches, lambda: steps.step_rank)
         metrics = self._metric_states = steps.metrics = MetricStates(
             trainer, self.block, lambda: steps.logical_rank, self.gather_bytes
         )

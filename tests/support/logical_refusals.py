@@ -1,0 +1,237 @@
+"""Programs that logical ranks do not support; see lightning/logical_ranks/test_refusals.py.
+
+Usage, for each of several ranks: logical_refusals.py FOLDER, which writes the error of each.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MeanMetric
+from trainings import QUIET
+
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, SettingError
+
+# Bound to the function itself, before anything could replace it.
+all_reduce = torch.distributed.all_reduce
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+DATA = RandomDataset(32, 16)
+
+
+def fit(folder, model=None, loader=None, callbacks=None, options=None, ranks=4, **words):
+    """Train one epoch, and return the Trainer."""
+    strategy = words.pop("strategy", None)
+    strategy = strategy or DDPDeterministicStrategy(logical_ranks=ranks, **options or {})
+    callbacks = [DeterminismCallback()] if callbacks is None else callbacks
+    resumed = words.pop("resumed", None)
+    trainer = L.Trainer(
+        default_root_dir=folder,
+        max_epochs=1,
+        devices=PROCESSES,
+        strategy=strategy,
+        callbacks=callbacks,
+        **QUIET | words,
+    )
+    loader = DataLoader(DATA, batch_size=2) if loader is None else loader
+    trainer.fit(model or BoringModel(), loader, ckpt_path=resumed)
+    return trainer
+
+
+def make_model(step=None, optimizer=None, **attributes):
+    """Return a model with other steps or attributes."""
+    model = BoringModel()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    if step is not None:
+        model.training_step = lambda batch, batch_idx: step(model, batch)
+    if optimizer is not None:
+        model.configure_optimizers = lambda: optimizer(model.parameters())
+    return model
+
+
+class Twice(torch.optim.SGD):
+    """Runs its closure twice in each step."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Stands for torch's, which needs several processes."""
+
+
+class DistributedDataParallel(nn.Module):
+    """Stands for torch's, which needs a process group when it is made."""
+
+
+class DTensor(nn.Parameter):
+    """Stands for torch's, which needs a device mesh."""
+
+
+class Numbers(IterableDataset):
+    """Numbers without indices."""
+
+    def __iter__(self):
+        return iter(torch.ones(8, 32))
+
+
+class Batches:
+    """Batches that no DataLoader makes."""
+
+    def __iter__(self):
+        return iter(torch.ones(4, 2, 32))
+
+
+class Keeper(Dataset):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self):
+        self.noise = torch.Generator()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(32, generator=self.noise)
+
+
+class OwnSampler(DistributedSampler):
+    """A user's sampler."""
+
+
+def compute_metric(model, batch):
+    """Compute a metric over all processes within a step."""
+    model.mean.update(model(batch).sum())
+    return model.mean.compute()
+
+
+def make_counting_model():
+    """Return a model whose validation changes a buffer."""
+    model = BoringModel()
+    model.register_buffer("count", torch.zeros(()))
+    model.validation_step = lambda batch, batch_idx: model.count.add_(1)
+    return model
+
+
+def call_in_step(call):
+    """Return the words of a training that calls something in each step."""
+
+    def step(model, batch):
+        call(model)
+        return model(batch).sum()
+
+    return {"model": make_model(step)}
+
+
+IN_STEP = r"is called in the step of logical rank \d"
+COLLECTIVES = {
+    f"^all_gather {IN_STEP}": lambda model: model.all_gather(torch.ones(1)),
+    f"^reduce {IN_STEP}": lambda model: model.trainer.strategy.reduce(torch.ones(1)),
+    f"^broadcast {IN_STEP}": lambda model: model.trainer.strategy.broadcast(1),
+    f"^barrier {IN_STEP}": lambda model: model.trainer.strategy.barrier(),
+    rf"^torch\.distributed\.all_reduce {IN_STEP}": (
+        lambda _: torch.distributed.all_reduce(torch.ones(1))
+    ),
+    rf"^torch\.distributed\.all_reduce {IN_STEP}: the logical ranks": lambda _: all_reduce(
+        torch.ones(1)
+    ),
+    rf"^torch\.distributed\.send {IN_STEP}": lambda _: torch.distributed.send(torch.ones(1), 0),
+}
+
+
+# What an error says, and what the training gets that raises it.
+REFUSALS = {
+    **{message: lambda call=call: call_in_step(call) for message, call in COLLECTIVES.items()},
+    "set logical_ranks to (12|6) for the same number": lambda: {"accumulate_grad_batches": 3},
+    "accumulate_grad_batches is 2": lambda: {
+        "callbacks": [DeterminismCallback(), GradientAccumulationScheduler({0: 2})]
+    },
+    "BoringModel has automatic_optimization=False": lambda: {
+        "model": make_model(automatic_optimization=False)
+    },
+    "'norm' is a SyncBatchNorm": lambda: {"model": make_model(norm=nn.SyncBatchNorm(2))},
+    "sync_batchnorm is True": lambda: {"sync_batchnorm": True},
+    "LBFGS runs the training step several times": lambda: {
+        "model": make_model(optimizer=torch.optim.LBFGS)
+    },
+    "ran the training step twice for one batch": lambda: {
+        "model": make_model(optimizer=lambda parameters: Twice(parameters, lr=0.1))
+    },
+    "ZeroRedundancyOptimizer divides the work of an optimizer": lambda: {
+        "model": make_model(optimizer=ZeroRedundancyOptimizer)
+    },
+    "'part' is a DistributedDataParallel, which": lambda: {
+        "model": make_model(part=DistributedDataParallel())
+    },
+    "The parameter 'weight' is a DTensor": lambda: {
+        "model": make_model(weight=DTensor(torch.ones(1)))
+    },
+    "returned NoneType without a loss": lambda: {"model": make_model(lambda model, batch: None)},
+    r"add callbacks=\[DeterminismCallback\(\)\]": lambda: {"callbacks": []},
+    "gradient_as_bucket_view=True is an option of DDP": lambda: {
+        "options": {"gradient_as_bucket_view": True}
+    },
+    "ddp_comm_hook=.* is an option of DDP": lambda: {"options": {"ddp_comm_hook": len}},
+    "logical_ranks=1.5 is not allowed": lambda: {"ranks": 1.5},
+    "A Batches loads the data": lambda: {"loader": Batches()},
+    "Numbers is an IterableDataset, whose samples have no indices": lambda: {
+        "loader": DataLoader(Numbers(), batch_size=2)
+    },
+    "has batch_size=None": lambda: {"loader": DataLoader(DATA, batch_size=None)},
+    r"draws from its own generators \(dataset.noise\)": lambda: {
+        "loader": DataLoader(Keeper(), batch_size=2)
+    },
+    "The sampler OwnSampler splits the samples among 2 processes": lambda: {
+        "loader": DataLoader(DATA, sampler=OwnSampler(DATA, 2, 0))
+    },
+    "A batch comes from several loaders at once": lambda: {
+        "loader": {"a": DataLoader(DATA), "b": DataLoader(DATA)}
+    },
+    "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
+    "changes the buffer 'count'": lambda: {"model": make_counting_model()},
+    "and sums over logical ranks are dense": lambda: {
+        "model": make_model(
+            lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            table=nn.Embedding(4, 2, sparse=True),
+        )
+    },
+    "MeanMetric is computed over all processes in the step": lambda: {
+        "model": make_model(compute_metric, mean=MeanMetric())
+    },
+}
+
+
+def main():
+    """Run all trainings, with two logical ranks, and one without a fault."""
+    folder = Path(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found = {}
+    programs = REFUSALS | {
+        "only 1 logical ranks": lambda: {"ranks": 1},
+        "none": dict,
+    }
+    for message, make in programs.items():
+        try:
+            words = {"ranks": PROCESSES} | make()
+            found[message] = fit(folder, **words).global_step
+        except SettingError as error:
+            found[message] = str(error)
+    rank = int(os.environ["RANK"])
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
