@@ -1,13 +1,13 @@
 """Measure the speed and memory with which ``d9m compare`` compares two ledgers.
 
     python benchmarks/compare.py -o benchmarks/results/compare-cpu.json
-    python benchmarks/compare.py --lines 10000000 -o benchmarks/results/compare-lines-cpu.json
 
 Each case is a synthetic pair that is compared by a process of its own, so that its peak of resident
-memory is that of the case alone. What is counted is digests, each with its place: a line has as
+memory is that of the case alone. What is counted is digests, each with its place: a frame has as
 many as its batch has places, or its epoch weights. Times are the best of several and include
-reading, the check of every line and the parsing of what must be parsed; the files are in the page
-cache.
+reading, the check of every line and block and the parsing of what must be parsed; the files are in
+the page cache. Batches are written together, as they are when a step takes a few milliseconds, or
+each alone, as when a step takes longer than a tenth of a second.
 """
 
 import argparse
@@ -20,30 +20,41 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.hash_chain import chain_record
+from lightning_d9m.ledger.probe_frames import frames_path
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.writer import LedgerWriter
 
-# Places a batch, for the modules of a small network and of a large one; share of all places.
+# Places a batch, for the modules of a small network and of a large one; share of all places;
+# whether batches are written together.
 SHAPES = {
-    "tiny batches (4 places)": (4, 0.05),
-    "small batches (64 places)": (64, 0.2),
-    "large batches (2,048)": (2_048, 1.0),
+    "one place": (1, 1.0, True),
+    "one place, alone": (1, 0.1, False),
+    "tiny batches (4 places)": (4, 1.0, True),
+    "tiny batches (4 places), alone": (4, 0.4, False),
+    "small batches (64 places)": (64, 4.0, True),
+    "small batches (64 places), alone": (64, 4.0, False),
+    "large batches (2,048)": (2_048, 4.0, True),
 }
+# Batches that are written together, of steps of 2 ms; and the most places of them.
+TOGETHER, RECORD_PLACES = 50, 4_096
 WEIGHTS = 16
 
 
-def write_trace(path, places, batches, *, turned=False, other_from=None, others=None):
+def write_trace(
+    path, places, batches, *, together=True, turned=False, other_from=None, others=None
+):
     """Write a trace; from a batch on, ``others`` of the places have other digests.
 
     Args:
         path: The file.
         places: Places in each batch.
         batches: Number of batches.
+        together: Whether several batches are written together.
         turned: Whether the places come in another order.
         other_from: The first batch that differs; None for none.
         others: How many places differ from there on.
@@ -53,35 +64,24 @@ def write_trace(path, places, batches, *, turned=False, other_from=None, others=
     if turned:
         order[0::2], order[1::2] = order[1::2], order[0::2]
     draw = random.Random(0)  # noqa: S311 - any digits do
-    pool = [[f"{draw.getrandbits(128):032x}" for _ in range(places)] for _ in range(7)]
+    pool = [[draw.randbytes(16) for _ in range(places)] for _ in range(7)]
+    size = min(TOGETHER, max(1, RECORD_PLACES // places)) if together else 1
     with LedgerWriter(path) as writer:
         begin(writer)
         writer.write({"kind": "layout", "id": 0, "places": [names[n] for n in order]})
-        for batch in range(batches):
-            digests = [pool[batch % 7][n] for n in order]
-            if other_from is not None and batch >= other_from:
-                digests[-others:] = ["f" * 32] * others
-            record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
-            writer.write(record | {"digests": "".join(digests)})
+        same = [b"".join(drawn[n] for n in order) for drawn in pool]
+        other = [
+            digests[: 16 * (places - (others or 0))] + b"f" * 16 * (others or 0) for digests in same
+        ]
+        for first in range(0, batches, size):
+            numbers = range(first, min(first + size, batches))
+            frames = [
+                (same if other_from is None or number < other_from else other)[number % 7]
+                for number in numbers
+            ]
+            record = {"kind": "probes", "epoch": 0, "step": first, "batch": first, "layout": 0}
+            writer.write(record | {"digests": b"".join(frames), "count": len(frames)})
         writer.write(End(status="finished").as_record())
-
-
-def write_lines(path, count, *, other_from=None):
-    """Write a trace with one place in each batch, a line each: what costs most for a digest."""
-    with LedgerWriter(path) as writer:
-        begin(writer)
-        writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
-        check = writer.chain_hash.encode()
-    with path.open("ab") as file:
-        for batch in range(count):
-            digest = "f" * 32 if other_from is not None and batch >= other_from else f"{batch:032x}"
-            body = (
-                f'{{"kind":"probes","epoch":0,"step":{batch},"batch":{batch},"layout":0,'
-                f'"digests":"{digest}"}}'
-            )
-            line, check = chain_record(body.encode(), check)
-            file.write(line)
-        file.write(chain_record(b'{"kind":"end","status":"finished"}', check)[0])
 
 
 def write_epochs(path, epochs, *, other_from=None):
@@ -138,6 +138,12 @@ def measure_here(paths, repeats):
     }
 
 
+def size_of(path):
+    """Return the bytes of a ledger's files."""
+    frames = frames_path(path)
+    return path.stat().st_size + (frames.stat().st_size if frames.exists() else 0)
+
+
 def measure(name, write, other, count, repeats):
     """Write a pair, compare it in a process of its own, and say the rate."""
     with tempfile.TemporaryDirectory() as folder:
@@ -149,11 +155,11 @@ def measure(name, write, other, count, repeats):
         result |= {
             "case": name,
             "per_second": round(count / result["seconds"]),
-            "bytes_per_digest": round(paths[0].stat().st_size / count, 1),
+            "bytes_per_digest": round(size_of(paths[0]) / count, 2),
         }
     print(
         f"{name:<52} {result['per_second']:>12,}/s {result['peak_rss_mb']:6.0f} MB "
-        f"{result['bytes_per_digest']:6.1f} B  {result['verdict']}",
+        f"{result['bytes_per_digest']:6.2f} B  {result['verdict']}",
         flush=True,
     )
     return result
@@ -162,7 +168,7 @@ def measure(name, write, other, count, repeats):
 def run_cases(places, epochs, repeats):
     """Measure every case."""
     cases = []
-    for shape, (size, share) in SHAPES.items():
+    for shape, (size, share, together) in SHAPES.items():
         batches = int(places * share) // size
         half = batches // 2
         pairs = {
@@ -171,14 +177,14 @@ def run_cases(places, epochs, repeats):
             "all places differ from the first on": {"other_from": 0, "others": size},
             "another order of places": {"turned": True},
         }
+        if size == 1:
+            del pairs["another order of places"], pairs["all places differ from the first on"]
         for name, change in pairs.items():
             cases.append(
                 measure(
                     f"{shape}: {name}",
-                    lambda path, size=size, batches=batches: write_trace(path, size, batches),
-                    lambda path, size=size, batches=batches, change=change: write_trace(
-                        path, size, batches, **change
-                    ),
+                    partial(write_trace, places=size, batches=batches, together=together),
+                    partial(write_trace, places=size, batches=batches, together=together, **change),
                     batches * size,
                     repeats,
                 )
@@ -214,38 +220,21 @@ def run_cases(places, epochs, repeats):
     return cases
 
 
-def run_lines(count):
-    """Measure traces of as many lines as digests, once."""
-    return [
-        measure(
-            f"{count:,} lines of one place: half differ",
-            lambda path: write_lines(path, count),
-            lambda path: write_lines(path, count, other_from=count // 2),
-            count,
-            1,
-        )
-    ]
-
-
 def main():
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("-n", "--places", type=int, default=10_000_000)
+    parser.add_argument("-n", "--places", type=int, default=5_000_000)
     parser.add_argument("-e", "--epochs", type=int, default=100_000)
     parser.add_argument("-r", "--repeats", type=int, default=2)
-    parser.add_argument("-l", "--lines", type=int, help="measure traces of so many lines instead")
     parser.add_argument("--pair", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.pair:
         print(json.dumps(measure_here(arguments.pair, arguments.repeats)))
         return
     facts = {"python": platform.python_version(), "processors": os.cpu_count()}
-    if arguments.lines:
-        cases = run_lines(arguments.lines)
-    else:
-        facts["places"] = arguments.places
-        cases = run_cases(arguments.places, arguments.epochs, arguments.repeats)
+    facts["places"] = arguments.places
+    cases = run_cases(arguments.places, arguments.epochs, arguments.repeats)
     if arguments.output:
         arguments.output.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
 

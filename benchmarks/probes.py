@@ -30,6 +30,8 @@ from probe_models import KINDS, Digits
 from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.probe_frames import Frames, frames_path
 from lightning_d9m.ledger.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
@@ -132,15 +134,16 @@ def train(kind: type[Digits], device: str, words: dict, folder: Path) -> tuple[S
 
 
 def measure_file(file: Path) -> dict[str, float]:
-    """Return how many places a file records and how many bytes each takes."""
-    places = size = layouts = 0
+    """Return how many places a ledger records and how many bytes each takes."""
+    frames = frames_path(file)
+    size = frames.stat().st_size if frames.exists() else 0
+    places = layouts = 0
     for line in file.read_bytes().splitlines(keepends=True):
-        record = json.loads(line)
-        if record["kind"] == "probes":
-            places += len(record["digests"]) // 32
-            size += len(line)
-        elif record["kind"] == "layout":
-            layouts += len(line)
+        kind = json.loads(line)["kind"]
+        size += len(line) if kind == "frames" else 0
+        layouts += len(line) if kind == "layout" else 0
+    for entry in read_ledger(file).records(0):
+        places += entry.size if isinstance(entry, Frames) else 0
     return {
         "places": places,
         "bytes_per_place": size / max(places, 1),

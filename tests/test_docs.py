@@ -11,6 +11,7 @@ import pytest
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import environment, torch_flags
 from lightning_d9m.ledger import encoding, reader, records, schema
+from lightning_d9m.ledger.probe_frames import frames_path
 from lightning_d9m.ledger.writer import LedgerWriter
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,7 @@ def test_the_ledger_page_shows_records_as_they_are():
         assert list(shown)[-1] == "check"
         check = shown.pop("check")
         assert len(check) == len(CHECK)
-        record = encoding.decode_record(json.dumps(shown).encode())
+        record = encoding.decode_record(json.dumps(shown, separators=(",", ":")).encode())
         assert type(record) is not records.Opaque
         written = record.as_record()
         assert list(written) == list(shown)
@@ -100,7 +101,7 @@ def test_the_ledger_page_shows_records_as_they_are():
 def test_the_ledger_page_names_every_field():
     kinds = {
         "layout": records.ProbeLayout,
-        "probes": records.ProbesRecord,
+        "frames": records.FramesEnd,
         "resume": records.Resume,
     }
     for name, kind in kinds.items():
@@ -137,3 +138,32 @@ def test_the_ledger_page_verifies_a_ledger(tmp_path, edited):
     exec(code, names)  # noqa: S102 - the page's own
     found = names["verify"](path)
     assert found.startswith("line 1 was edited") if edited else found is None
+
+
+def test_the_ledger_page_reads_frames(tmp_path):
+    path, records_of = tmp_path / "rank-0.jsonl", example_records()
+    frame = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"a" * 32}
+    further = {"count": 2, "steps": 0, "batches": 3, "digests": b"bcdefghi" * 8}
+    with LedgerWriter(path) as writer:
+        header = records_of[0]
+        del header["check"]
+        writer.write(header)
+        check = int(writer.chain_hash, 16)
+        writer.write({"kind": "layout", "id": 0, "places": [["a", "b", 0], ["a", "c", 0]]})
+        for change in ({}, {"batch": 1, **further}, {"epoch": 7, "step": 1}):
+            writer.write(frame | change)
+    data = frames_path(path).read_bytes()
+    code = re.search(r"```python\n(from struct.*?)```", LEDGER, re.DOTALL)[1]
+    names = {}
+    exec(code, names)  # noqa: S102 - the page's own
+    found = list(names["list_frames"](data, check, {0: 2}))
+    assert [entry[:4] for entry in found] == [
+        (0, 0, 0, 0),
+        (0, 0, 1, 0),
+        (0, 0, 4, 0),
+        (7, 1, 0, 0),
+    ]
+    digests = b"bcdefghi" * 8
+    assert [entry[4] for entry in found] == [b"a" * 32, digests[:32], digests[32:], b"a" * 32]
+    with pytest.raises(ValueError, match="the block at byte 8 does not fit its check"):
+        list(names["list_frames"](data, check + 1, {0: 2}))

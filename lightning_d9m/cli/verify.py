@@ -174,7 +174,7 @@ def _find_in(
     rank = min(ledger.files)
     digests = _digest_weights(weights)
     count = 0
-    for record in ledger.records(rank):
+    for record in ledger.line_records(rank):
         if isinstance(record, Digests) and record.groups.get("weights"):
             count += 1
             if _holds(record, digests):

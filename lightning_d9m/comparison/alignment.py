@@ -7,14 +7,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.comparison.cursor import LedgerCursor, LedgerRecord
-from lightning_d9m.ledger.encoding import PROBES_HEAD
+from lightning_d9m.comparison.frame_diff import count_equal, order_like
 from lightning_d9m.ledger.keys import START, Item, Key, LedgerPosition
-from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import (
-    Digests,
-    ProbesRecord,
-)
+from lightning_d9m.ledger.records import Digests
 from lightning_d9m.ledger.schema import KNOWN_KINDS
 
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
@@ -31,6 +27,8 @@ _VALUE = re.compile(rb':"(?:[0-9a-f]{32}|-?0x[01]\.[0-9a-f]+p[+-][0-9]+)"')
 # Records of one step may come in a different order in each run. Most bytes of a step that are kept
 # to find their counterparts; beyond that, waiting records count as records of one run only.
 _KEPT_BYTES = 64 * 2**20
+# Most batches that are taken together where each is yielded.
+_MOST_BATCHES = 1024
 
 
 def align_records(
@@ -46,24 +44,29 @@ def align_records(
     their keys, in any order. Layouts are not paired: they are part of the probes that name them.
 
     Args:
-        expected: The earlier run's file.
+        expected: The earlier run's ledger.
         actual: The later run's.
-        whole: Whether to parse records with equal bytes in full. Otherwise only their epoch, step
-            and batch are read, which takes a tenth of the time.
+        whole: Whether to parse records with equal bytes in full, and to yield each batch. Otherwise
+            only their epoch and step are read, which takes a tenth of the time.
         named: Returns whether the caller still needs the names of what differs. If not, digests
             with the same names in the same order are not parsed either; their text is in
-            ``extra``. Batches then come in as many parts as they have records.
+            ``extra``. Batches then come in as many parts as they have frames.
 
     Yields:
-        (record, its counterpart), the same object twice if their bytes are equal; (record, None)
-        or (None, record) if only one run has it; ``UNPARSED``. The probes of a batch come as one
-        ``Batch``, or as several if only some of its records are equal.
+        (record, its counterpart), the same object twice if they are equal; (record, None) or (None,
+        record) if only one run has it; ``UNPARSED``. The probes of a batch come as one ``Batch``,
+        or as several if only some of its frames are equal; unless ``whole``, those of many batches
+        come as ``Frames``, with their places in the order of the earlier run.
     """
     one, other = LedgerCursor(expected), LedgerCursor(actual)
     merge = _Merge()
-    one.advance(other)
-    other.advance(one)
-    while one.body is not None or other.body is not None:
+    one.advance()
+    other.advance()
+    while one.current is not None or other.current is not None:
+        paired = _pair_frames(one, other, whole=whole, named=named)
+        if paired:
+            yield from paired
+            continue
         pair = _read_equal(one, other, whole=whole)
         if pair is None and not whole and not named():
             pair = _read_unlike(one, other)
@@ -73,51 +76,63 @@ def align_records(
         else:
             taken = yield from merge.step(one, other)
         if taken[0]:
-            one.advance(other)
+            one.advance()
         if taken[1]:
-            other.advance(one)
+            other.advance()
     yield from merge.flush()
 
 
+def _pair_frames(
+    one: LedgerCursor, other: LedgerCursor, *, whole: bool, named: Callable[[], bool]
+) -> list[RecordPair]:
+    """Take frames of the same batches and places from both runs; none if there are no such."""
+    ours, theirs = one.frames, other.frames
+    if ours is None or theirs is None:
+        return []
+    if (ours.epoch, ours.step, ours.batch) != (theirs.epoch, theirs.step, theirs.batch):
+        return []
+    count = min(ours.count, theirs.count, _MOST_BATCHES if whole else ours.count)
+    if (ours.steps, ours.batches) != (theirs.steps, theirs.batches):
+        count = 1
+    ours, theirs = ours.take(0, count), order_like(ours, theirs.take(0, count))
+    if theirs is None:
+        return []
+    if (equal := count_equal(ours, theirs)) == count:
+        theirs = ours
+    elif whole or named():
+        ours = theirs = ours.take(0, equal)
+        count = equal
+    if not count:
+        return []
+    pairs: list[RecordPair] = [(ours, theirs)]
+    if whole:
+        pairs = [(batch, batch) for batch in map(one.begin, ours.split())]
+    one.skip(count)
+    other.skip(count)
+    return pairs
+
+
 def _read_equal(one: LedgerCursor, other: LedgerCursor, *, whole: bool) -> RecordPair | None:
-    """Return the current records of both runs if their bytes mean the same."""
+    """Return the current records of both runs if their bytes are equal."""
     body = one.body
-    if body is None or body != other.body or one.entry or other.entry:
+    if body is None or body != other.body:
         return None
-    if not body.startswith(_KINDS) and body.startswith(b'{"kind":"'):
+    if not body.startswith(_KINDS):
         return UNPARSED
-    if not whole and (quick := _read_quickly(one, other, body)) is not None:
-        return quick, quick
-    record = one.reader.parse(body)
-    if isinstance(record, ProbesRecord):
-        if not one.reader.layouts.agrees(record.layout, other.reader.layouts):
-            return None
-        batch = one.begin(record)
-        other.skip(batch)
-        return batch, batch
-    return record, record
-
-
-def _read_quickly(one: LedgerCursor, other: LedgerCursor, body: bytes) -> Digests | Batch | None:
-    """Return epoch, step and batch of equal records, without parsing the rest."""
-    if (head := _EQUAL_DIGESTS.match(body)) is not None:
-        return _unparsed(head)
-    batch = one.measure(body, other)
-    if batch is not None:
-        other.skip(batch)
-    return batch
+    if not whole and (head := _EQUAL_DIGESTS.match(body)) is not None:
+        record = _unparsed(head)
+        return record, record
+    parsed = one.reader.parse(body)
+    return parsed, parsed
 
 
 def _read_unlike(one: LedgerCursor, other: LedgerCursor) -> RecordPair | None:
-    """Return the current records of both runs if they differ only in digests.
+    """Return the digests at both cursors if they differ in values alone.
 
-    Records of digests do if their texts differ only in values. The rest is known to be well formed
-    because a record with the same rest was parsed before.
+    The rest is known to be well formed because a record with the same rest was parsed before.
     """
-    if one.body is None or other.body is None or one.entry or other.entry:
+    if one.body is None or other.body is None:
         return None
-    if (head := PROBES_HEAD.match(one.body)) is not None:
-        return _read_unlike_probes(one, other, head)
     heads = _EQUAL_DIGESTS.match(one.body), _EQUAL_DIGESTS.match(other.body)
     if heads[0] is None or heads[1] is None or heads[0][0] != heads[1][0]:
         return None
@@ -129,20 +144,6 @@ def _read_unlike(one: LedgerCursor, other: LedgerCursor) -> RecordPair | None:
     if rest != known:
         return None
     return _unparsed(heads[0], one.body), _unparsed(heads[1], other.body)
-
-
-def _read_unlike_probes(
-    one: LedgerCursor, other: LedgerCursor, head: re.Match[bytes]
-) -> RecordPair | None:
-    ours, theirs = one.body, other.body
-    if ours is None or theirs is None or not theirs.startswith(head[0]):
-        return None
-    if not one.reader.layouts.agrees(int(head[4]), other.reader.layouts):
-        return None
-    records = one.reader.parse(ours), other.reader.parse(theirs)
-    if not isinstance(records[0], ProbesRecord) or not isinstance(records[1], ProbesRecord):
-        return None
-    return one.begin(records[0]), other.begin(records[1])
 
 
 def _unparsed(head: re.Match[bytes], body: bytes | None = None) -> Digests:

@@ -2,18 +2,11 @@
 
 from dataclasses import dataclass
 
-from lightning_d9m.ledger.encoding import PROBES_HEAD, estimate_memory
+from lightning_d9m.ledger.encoding import estimate_memory
 from lightning_d9m.ledger.keys import Item, Key, LedgerPosition, record_key, record_place
 from lightning_d9m.ledger.probe_batch import BATCH_PART_PLACES, Batch
-from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import (
-    DIGEST_DIGITS,
-    ProbeLayout,
-    ProbesRecord,
-)
-
-_LAYOUT = b'{"kind":"layout"'
-_PROBES = b'{"kind":"probes"'
+from lightning_d9m.ledger.probe_frames import DIGEST_BYTES, Frames
+from lightning_d9m.ledger.reader import ABOUT_FRAMES, RankReader
 
 
 @dataclass(slots=True)
@@ -27,116 +20,104 @@ class LedgerRecord:
 
 
 class LedgerCursor:
-    """A cursor over the records of one rank's file.
+    """A cursor over the records and frames of one rank's ledger.
 
     Attributes:
-        reader: The file.
-        body: The bytes of the current record; None at the end.
-        entry: The current record, parsed, with the following records of the same batch; None until
-            it is needed.
+        reader: The ledger.
+        current: The bytes of the current record, or the current frames; None at the end.
+        entry: The current record, parsed, or the frames of the current batch; None until it is
+            needed.
         rest: The digests that were compared last, without their head and their values.
-        layout: The layout that was read last, and its number.
     """
 
     def __init__(self, reader: RankReader) -> None:
         self.reader = reader
-        self.body: bytes | None = None
+        self.current: bytes | Frames | None = None
         self.entry: LedgerRecord | None = None
-        self._bodies = reader.bodies()
-        self._following: bytes | None = None
-        self.layout: tuple[bytes, int] | None = None
+        self._entries = reader.entries()
+        self._following: bytes | Frames | None = None
         self.rest = b""
         # The current batch as (epoch, batch), and the number of its places that were returned.
         self._batch = (-1, -1)
         self._offset = 0
 
-    def advance(self, other: "LedgerCursor | None" = None) -> None:
-        """Move to the next record. Layouts before it are stored."""
+    @property
+    def body(self) -> bytes | None:
+        """The bytes of the current record, if it is not frames and was not parsed."""
+        return self.current if isinstance(self.current, bytes) and not self.entry else None
+
+    @property
+    def frames(self) -> Frames | None:
+        """The current frames, if they were not taken as a batch."""
+        return self.current if isinstance(self.current, Frames) and not self.entry else None
+
+    def advance(self) -> None:
+        """Move to the next record, or behind the frames of the current batch."""
         self.entry = None
         if self._following is not None:
-            self.body, self._following = self._following, None
+            self.current, self._following = self._following, None
         else:
-            self.body = self._pull(other)
+            self.current = self._pull()
+
+    def skip(self, count: int) -> None:
+        """Move behind some of the current frames."""
+        frames = self.frames
+        assert frames is not None, "the current entry is frames"
+        self._enter(frames)
+        if frames.count > 1:
+            self._enter(frames.take(count - 1, count))
+        self._offset += frames.width // DIGEST_BYTES
+        if count < frames.count:
+            self.current = frames.take(count, frames.count)
+        else:
+            self.advance()
 
     def look(self, floor: LedgerPosition) -> LedgerRecord | None:
-        """Return the current record, parsed; probes with all that follow in their batch."""
-        if self.body is None:
-            return None
-        if self.entry is None:
-            item: Item = self.reader.parse(self.body)
-            size = estimate_memory(self.body)
-            if isinstance(item, ProbesRecord):
-                item = self._collect(item)
-                size = 32 * item.size
+        """Return the current record, parsed; of frames, all that belong to the first batch."""
+        if self.entry is None and self.current is not None:
+            if isinstance(self.current, Frames):
+                batch = self._collect(self.current)
+                item: Item = batch
+                size = 2 * DIGEST_BYTES * batch.size
+            else:
+                item = self.reader.parse(self.current)
+                size = estimate_memory(self.current)
             self.entry = LedgerRecord(item, size, record_key(item), record_place(item, floor))
         return self.entry
 
-    def begin(self, record: ProbesRecord) -> Batch:
-        """Return a ``Batch`` of one record, at its offset within the batch."""
-        batch = self._enter(record.epoch, record.step, record.batch)
-        batch.add(record, self.reader.layouts)
-        self._offset += batch.size
+    def begin(self, frame: Frames) -> Batch:
+        """Return a ``Batch`` of one frame, at its offset within the batch."""
+        batch = self._enter(frame)
+        batch.add(frame)
         return batch
 
-    def measure(self, body: bytes, other: "LedgerCursor") -> Batch | None:
-        """Return a batch that is equal in both files without parsing it; None if that is needed.
-
-        It has as many digests as its layout has places; their values are not needed.
-        """
-        head = PROBES_HEAD.match(body)
-        if head is None or not body.endswith(b'"}'):
-            return None
-        epoch, step, number, layout = map(int, head.groups())
-        size = self.reader.layouts.size(layout)
-        if DIGEST_DIGITS * size != len(body) - head.end() - 2:
-            return None
-        if not self.reader.layouts.agrees(layout, other.reader.layouts):
-            return None
-        batch = self._enter(epoch, step, number)
-        batch.size = size
-        self._offset += size
-        return batch
-
-    def skip(self, batch: Batch) -> None:
-        """Count places that the other cursor has read."""
-        self._enter(batch.epoch, batch.step, batch.batch)
-        self._offset += batch.size
-
-    def _enter(self, epoch: int, step: int, number: int) -> Batch:
-        if self._batch != (epoch, number):
-            self._batch = (epoch, number)
+    def _enter(self, frame: Frames) -> Batch:
+        """Return an empty ``Batch`` for a frame."""
+        if self._batch != (frame.epoch, frame.batch):
+            self._batch = (frame.epoch, frame.batch)
             self._offset = 0
-        return Batch(epoch, step, number, self._offset)
+        return Batch(frame.epoch, frame.step, frame.batch, self._offset)
 
-    def _collect(self, record: ProbesRecord) -> Batch:
-        batch = self.begin(record)
-        while (body := self._pull(None)) is not None and batch.size < BATCH_PART_PLACES:
-            # Most batches are one record. The head of the next record suffices to see that.
-            head = PROBES_HEAD.match(body)
-            if head is not None and (int(head[1]), int(head[3])) != self._batch:
-                break
-            if not body.startswith(_PROBES):
-                break
-            following = self.reader.parse(body)
-            if not isinstance(following, ProbesRecord) or self._batch != (
-                following.epoch,
-                following.batch,
-            ):
-                break
-            batch.add(following, self.reader.layouts)
+    def _collect(self, frames: Frames) -> Batch:
+        batch = self.begin(frames.take(0, 1))
+        following: bytes | Frames | None = None
+        if frames.count > 1:
+            following = frames.take(1, frames.count)
+        else:
+            while isinstance(following := self._pull(), Frames):
+                other = (following.epoch, following.batch) != self._batch
+                if other or batch.size >= BATCH_PART_PLACES:
+                    break
+                batch.add(following.take(0, 1))
+                if following.count > 1:
+                    following = following.take(1, following.count)
+                    break
         self._offset = batch.offset + batch.size
-        self._following = body
+        self._following = following
         return batch
 
-    def _pull(self, other: "LedgerCursor | None") -> bytes | None:
-        for body in self._bodies:
-            if not body.startswith(_LAYOUT):
-                return body
-            if other is not None and other.layout is not None and body == other.layout[0]:
-                self.reader.layouts.share(other.reader.layouts, other.layout[1])
-                self.layout = other.layout
-                continue
-            layout = self.reader.parse(body)
-            if isinstance(layout, ProbeLayout):
-                self.layout = (body, layout.id)
+    def _pull(self) -> bytes | Frames | None:
+        for entry in self._entries:
+            if isinstance(entry, Frames) or not entry.startswith(ABOUT_FRAMES):
+                return entry
         return None

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from lightning_d9m.comparison.alignment import align_records
+from lightning_d9m.comparison.frame_diff import find_differences
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import (
     FieldDifference,
@@ -30,6 +31,7 @@ from lightning_d9m.comparison.result import (
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.probe_batch import Batch
+from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.resumed_runs import LineageReader
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _TICK = 2**16
+_Probes = (Batch, Frames)
 
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
@@ -176,11 +179,14 @@ class _Tally:
         """Count two counterparts and their differences."""
         if isinstance(one, Batch) and isinstance(other, Batch):
             return self._count_batch(one, other)
+        if isinstance(one, Frames) and isinstance(other, Frames):
+            self._count_frames(one, other)
+            return None
         self.records += 1
         if isinstance(one, Digests):
             self.digests += 1
             self.epochs += one.moment == "epoch"
-        if one is other or isinstance(one, Batch) or isinstance(other, Batch):
+        if one is other or isinstance(one, _Probes) or isinstance(other, _Probes):
             return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
@@ -199,6 +205,19 @@ class _Tally:
         """Count a record that only the earlier (0) or the later run (1) has."""
         found = self.only[side]
         self.only[side] = OneSided(found.count + 1, found.first or describe_record(record))
+
+    def _count_frames(self, one: Frames, other: Frames) -> None:
+        """Count frames of the same batches and places."""
+        self.batches += one.count - ((one.epoch, one.batch) == self.batch)
+        self.batch = (one.epoch, one.last_batch)
+        self.places += one.size
+        if one is other:
+            return
+        found = find_differences(one, other)
+        first, last = (one.batch + one.batches * number for number in (found.first, found.last))
+        self.differing_places += found.places
+        self.differing_batches += found.frames - ((one.epoch, first) == self.differing_batch)
+        self.differing_batch = (one.epoch, last)
 
     def _count_batch(self, one: Batch, other: Batch) -> BatchComparison | None:
         number = (one.epoch, one.batch)

@@ -11,7 +11,7 @@ from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_layouts import unpack_places
 from lightning_d9m.ledger.records import ProbeKey
 
-# Kind of the places that stand for fields which this version does not know.
+# Kind of the place that stands for the step.
 OTHER = "other fields"
 
 
@@ -72,7 +72,7 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
         actual: The batch in the later run.
         listed: Whether to list the places that differ. Counting alone takes a tenth of the time.
     """
-    match = _match(tuple(expected.layouts), tuple(actual.layouts))
+    match = match_layouts(tuple(expected.layouts), tuple(actual.layouts))
     ours, theirs = expected.digests(), actual.digests()
     one = ours if match.expected is None else [ours[n] for n in match.expected]
     other = theirs if match.actual is None else [theirs[n] for n in match.actual]
@@ -84,7 +84,7 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
         places = _list_places(expected.layouts)
         numbers = range(expected.size) if match.expected is None else match.expected
         differing = [
-            PlaceDifference(n + expected.offset, *places[n], a.decode(), b.decode())
+            PlaceDifference(n + expected.offset, *places[n], a.hex(), b.hex())
             for n, a, b in zip(numbers, one, other, strict=True)
             if a != b
         ]
@@ -92,14 +92,10 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
     else:
         count = sum(map(ne, one, other))
     common = len(one)
-    for name, first, second in (
-        ("global step", expected.step, actual.step),
-        ("unknown to this version", expected.extra(), actual.extra()),
-    ):
-        if first != second:
-            values = str(first), str(second)
-            differing.insert(0, PlaceDifference(expected.offset, OTHER, name, 0, *values))
-            count, common = count + 1, common + 1
+    if expected.step != actual.step:
+        values = str(expected.step), str(actual.step)
+        differing.insert(0, PlaceDifference(expected.offset, OTHER, "global step", 0, *values))
+        count, common = count + 1, common + 1
     return BatchComparison(
         epoch=expected.epoch,
         step=actual.step,
@@ -108,18 +104,18 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
         count=count,
         differing=differing,
         only_expected=[
-            PlaceDifference(expected.offset + n, *place, ours[n].decode(), None)
+            PlaceDifference(expected.offset + n, *place, ours[n].hex(), None)
             for n, place in match.only_expected
         ],
         only_actual=[
-            PlaceDifference(actual.offset + n, *place, None, theirs[n].decode())
+            PlaceDifference(actual.offset + n, *place, None, theirs[n].hex())
             for n, place in match.only_actual
         ],
         by_kind=_count_kinds(places, differing),
     )
 
 
-class _Match(NamedTuple):
+class LayoutMatch(NamedTuple):
     """The indices of the places that are counterparts; None if all are, in order."""
 
     expected: list[int] | None
@@ -130,13 +126,14 @@ class _Match(NamedTuple):
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def _match(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _Match:
+def match_layouts(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> LayoutMatch:
+    """Return which places of two batches are counterparts, given the layouts of their parts."""
     if expected == actual:
-        return _Match(None, None, [], [])
+        return LayoutMatch(None, None, [], [])
     ours = {place: n for n, place in enumerate(_list_places(expected))}
     theirs = {place: n for n, place in enumerate(_list_places(actual))}
     common = [place for place in ours if place in theirs]
-    return _Match(
+    return LayoutMatch(
         [ours[place] for place in common],
         [theirs[place] for place in common],
         [(n, place) for place, n in ours.items() if place not in theirs],

@@ -55,7 +55,10 @@ def reference_rank(drift: Divergence) -> int:
 def _read_known_drift(ledger: Ledger) -> RankDrift | None:
     """Return the difference that the run itself has found."""
     ends = (
-        record for rank in ledger.files for record in ledger.records(rank) if type(record) is End
+        record
+        for rank in ledger.files
+        for record in ledger.line_records(rank)
+        if type(record) is End
     )
     return next((end.drift for end in ends if end.drift is not None), None)
 

@@ -71,7 +71,7 @@ def _read_start(ledger: Ledger, *, digests: bool = True) -> Hashable:
     """Return the start of a fit: seed, ordinal, model, data, initial digests."""
     header = ledger.header
     content: list[object] = [header.seed, header.fit]
-    for record in ledger.records(min(ledger.files)):
+    for record in ledger.line_records(min(ledger.files)):
         if isinstance(record, RunFacts):
             content.append(record.as_record())
         elif isinstance(record, Digests):

@@ -65,7 +65,7 @@ class RunPair:
     def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
         """Return the global steps of an epoch, as the first one and the one after the last."""
         ends = {-1: 0}
-        for record in self.expected.records(min(self.expected.files)):
+        for record in self.expected.line_records(min(self.expected.files)):
             if isinstance(record, Digests) and record.moment == "epoch":
                 ends[record.epoch] = record.step
         return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
@@ -181,7 +181,7 @@ def _ended_with_drift(folder: Path) -> bool:
         for path in list_fits(folder)
         for ledger in (read_ledger(path),)
         for rank in ledger.files
-        for record in ledger.records(rank)
+        for record in ledger.line_records(rank)
         if isinstance(record, End)
     ]
     return any((end.error or "").startswith(DriftError.__name__) for end in ends)

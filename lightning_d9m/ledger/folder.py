@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
+from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests, End, Header, Record
 from lightning_d9m.ledger.resumed_runs import open_lineage
@@ -123,16 +124,21 @@ class Ledger:
             raise LedgerError(f"{self.path} has no file of rank {rank}; it has rank {there}.")
         return open_lineage(self.files[rank])
 
-    def records(self, rank: int) -> Iterator[Record]:
-        """Yield the records of one rank after the header, as a stream."""
+    def records(self, rank: int) -> Iterator[Record | Frames]:
+        """Yield the records of one rank after the header, and frames, as a stream."""
         with self.open(rank) as reader:
             yield from reader.records()
+
+    def line_records(self, rank: int) -> Iterator[Record]:
+        """Yield the records of one rank after the header; of schema 2, without frames."""
+        with self.open(rank) as reader:
+            yield from reader.line_records()
 
     def outcome(self, rank: int) -> Outcome:
         """Read one rank's file to its end and return how the fit ended."""
         last = final = end = None
         with self.open(rank) as reader:
-            for record in reader.records():
+            for record in reader.line_records():
                 end = record if isinstance(record, End) else None
                 if isinstance(record, Digests):
                     last = record

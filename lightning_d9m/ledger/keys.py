@@ -3,18 +3,18 @@
 from typing import TypeAlias
 
 from lightning_d9m.ledger.probe_batch import Batch
+from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.records import (
     Digests,
     End,
     Opaque,
-    ProbesRecord,
     Record,
 )
 from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
-Item: TypeAlias = Record | Batch
+Item: TypeAlias = Record | Batch | Frames
 START: LedgerPosition = (0, 0, 0)
 # The fields that identify a record of an unknown kind.
 _NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
@@ -27,7 +27,7 @@ def record_key(record: Item) -> Key:
     The step is not part of the key of an epoch's digests: two runs that end an epoch at different
     steps differ in this record.
     """
-    if isinstance(record, Batch | ProbesRecord):
+    if isinstance(record, Batch | Frames):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):
         counted = record.moment in {"initial", "epoch", "final"}
@@ -56,7 +56,7 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))
     if isinstance(record, End):
         return (_LAST, 1, 0)
-    if isinstance(record, Batch | ProbesRecord):
+    if isinstance(record, Batch | Frames):
         return max(previous, (record.epoch, 1, record.step))
     if isinstance(record, Opaque):
         epoch, step = record.fields.get("epoch", previous[0]), record.fields.get("step")
@@ -69,7 +69,7 @@ def describe_record(record: Item) -> str:
     """Return a record in a few words, for people."""
     if isinstance(record, Digests):
         return describe_moment(record.moment, record.epoch, record.step)
-    if isinstance(record, Batch | ProbesRecord):
+    if isinstance(record, Batch | Frames):
         return f"batch {record.batch} of epoch {record.epoch} (step {record.step})"
     if isinstance(record, Opaque):
         named = [(name, record.fields[name]) for name in _NAMED if name in record.fields]

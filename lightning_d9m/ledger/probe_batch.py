@@ -3,8 +3,7 @@
 import struct
 from dataclasses import dataclass, field
 
-from lightning_d9m.ledger.probe_layouts import Layouts
-from lightning_d9m.ledger.records import DIGEST_DIGITS, ProbesRecord
+from lightning_d9m.ledger.probe_frames import DIGEST_BYTES, Frames
 
 # A batch with more places is compared in parts of about so many, which bounds memory.
 BATCH_PART_PLACES = 2**17
@@ -12,15 +11,15 @@ BATCH_PART_PLACES = 2**17
 
 @dataclass(slots=True)
 class Batch:
-    """Consecutive records of the probes of one batch.
+    """Consecutive frames of one batch.
 
     Attributes:
         epoch: Counted from 0.
         step: The global step when the batch began.
         batch: Index within the epoch.
-        offset: Number of places of the batch in the records before these.
-        parts: The records.
-        layouts: The token of the layout of each record.
+        offset: Number of places of the batch in the frames before these.
+        parts: The digests of each frame.
+        layouts: The token of the layout of each frame.
         size: Number of places.
     """
 
@@ -28,21 +27,16 @@ class Batch:
     step: int
     batch: int
     offset: int
-    parts: list[ProbesRecord] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
     layouts: list[bytes] = field(default_factory=list)
     size: int = 0
 
-    def add(self, record: ProbesRecord, layouts: Layouts) -> None:
-        """Append a record, read just now."""
-        self.parts.append(record)
-        self.layouts.append(layouts.token(record.layout))
-        self.size += len(record.digests) // DIGEST_DIGITS
+    def add(self, frame: Frames) -> None:
+        """Append a frame."""
+        self.parts.append(frame.digests)
+        self.layouts.append(frame.layout)
+        self.size += frame.size
 
     def digests(self) -> tuple[bytes, ...]:
         """Return the digests in order of execution."""
-        text = "".join(part.digests for part in self.parts).encode("ascii")
-        return struct.unpack(f"{DIGEST_DIGITS}s" * self.size, text)
-
-    def extra(self) -> list[str]:
-        """Return the fields of the records that this version does not know."""
-        return [repr(sorted(part.extra.items())) for part in self.parts if part.extra]
+        return struct.unpack(f"{DIGEST_BYTES}s" * self.size, b"".join(self.parts))

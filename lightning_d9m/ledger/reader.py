@@ -1,29 +1,32 @@
-"""The reader of one rank's file: a stream of records whose hash chain is verified.
+"""The reader of one rank's ledger: a stream of records whose hash chain is verified.
 
 Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b with 8 bytes over the
 chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
+
+The digests of probes are frames in a file of their own, ``frame_reader``. A record ``frames`` says
+how many bytes of them precede the next record; those after the last such record come at the end.
 """
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.encoding import decode_record
+from lightning_d9m.ledger.frame_reader import FrameReader
 from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.opened_file import open_regular
+from lightning_d9m.ledger.probe_frames import DIGEST_BYTES, Frames, check_frames, frames_path
 from lightning_d9m.ledger.probe_layouts import Layouts
 from lightning_d9m.ledger.records import (
-    DIGEST_DIGITS,
     SCHEMA,
     Digests,
+    FramesEnd,
     Header,
     ProbeLayout,
     ProbesRecord,
@@ -35,6 +38,8 @@ from lightning_d9m.text import quote
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
 MAX_LINE = 64 * 2**20
 MAX_HEADER = 2**20
+_FRAMES, _LAYOUT, _PROBES = (b'{"kind":"%b"' % kind for kind in (b"frames", b"layout", b"probes"))
+ABOUT_FRAMES = (_FRAMES, _LAYOUT, _PROBES)
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
 
 
@@ -45,13 +50,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         path: The file.
 
     Attributes:
-        path: The file.
+        path: The file of the records.
         header: Its first record.
         line: Number of the line that was read last, from 1.
         truncated: Whether the last line is torn, as a killed run leaves it. Set at the end of the
             file.
         complete: Whether the last record is an ``End``. Set at the end of the file.
-        layouts: The layouts among the parsed records.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has a newer schema; while
@@ -63,9 +67,10 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.line = 0
         self.truncated = False
         self.complete = False
-        self.layouts = Layouts()
+        self._layouts = Layouts()
         self._chain_hash = CHAIN_START
-        self._stream = _open_regular(path)
+        self._start = CHAIN_START
+        self._stream = open_regular(path)
         try:
             self.header = self._read_header()
         except BaseException:
@@ -90,12 +95,46 @@ class RankReader(AbstractContextManager["RankReader"]):
             current = blake2b(previous + head, digest_size=8).hexdigest().encode()
             if line[-_TAIL:] != b',"check":"%b"}\n' % current:
                 raise self._broken(line)
+            if not head.startswith(b'{"kind":"'):
+                self.parse(head + b"}")  # says what is wrong
             previous = self._chain_hash = current
             yield head + b"}"
         self.complete = head.startswith(b'{"kind":"end"')
 
-    def records(self) -> Iterator[Record]:
-        """Yield each record after the header."""
+    def entries(self) -> Iterator[bytes | Frames]:
+        """Yield the JSON text of each record after the header, and frames in order among them.
+
+        The text of a record that is about frames (``ABOUT_FRAMES``) comes after them.
+        """
+        frames = self._open_frames()
+        try:
+            for body in self.bodies():
+                if body.startswith(_FRAMES):
+                    yield from self._frames_before(body, frames)
+                elif body.startswith(_LAYOUT):
+                    self.parse(body)
+                elif body.startswith(_PROBES):
+                    yield self._read_probes(body)
+                yield body
+            if frames is not None:
+                if self.complete and frames.offset < frames.size:
+                    raise self._beyond(frames)
+                yield from frames.read(frames.size, self._layouts, torn=True)
+                self.truncated |= frames.truncated
+        finally:
+            if frames is not None:
+                frames.close()
+
+    def records(self) -> Iterator[Record | Frames]:
+        """Yield each record after the header, and frames in order among them."""
+        for entry in self.entries():
+            if not isinstance(entry, bytes):
+                yield entry
+            elif not entry.startswith(_PROBES):
+                yield self.parse(entry)
+
+    def line_records(self) -> Iterator[Record]:
+        """Yield each record after the header; of a ledger of schema 2, without frames."""
         for body in self.bodies():
             yield self.parse(body)
 
@@ -103,15 +142,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         """Parse the record that ``bodies`` yielded last.
 
         Raises:
-            LedgerError: With file, line and field, when the record breaks the schema, or needs a
-                layout that was not parsed before it.
+            LedgerError: With file, line and field, when the record breaks the schema.
         """
         try:
             record = decode_record(body)
             if isinstance(record, ProbeLayout):
-                self.layouts.add(record)
-            elif isinstance(record, ProbesRecord):
-                self.layouts.check_size(record.layout, len(record.digests) // DIGEST_DIGITS)
+                self._layouts.add(record)
         except FieldError as error:
             raise self._malformed(error) from error
         if isinstance(record, Header):
@@ -155,7 +191,44 @@ class RankReader(AbstractContextManager["RankReader"]):
         expected, self._chain_hash = chain_record(body, CHAIN_START)
         if line != expected:
             raise self._broken(line)
+        self._start = self._chain_hash
         return header
+
+    def _open_frames(self) -> FrameReader | None:
+        """Open the file of frames; None if there is none."""
+        path = frames_path(self.path)
+        return FrameReader(path, self._start.decode()) if os.path.exists(path) else None  # noqa: PTH110 - a name that is too long is no file
+
+    def _frames_before(self, body: bytes, frames: FrameReader | None) -> Iterator[Frames]:
+        """Yield the frames that precede a record ``frames``, and check that these are all."""
+        end = self.parse(body)
+        assert isinstance(end, FramesEnd), "told by the first bytes"
+        if frames is None:
+            raise LedgerError(
+                f"{self.path}, line {self.line} refers to {end.bytes} bytes of digests of probes, "
+                f"and there is no file {frames_path(self.path).name} beside it. Copy both files."
+            )
+        yield from frames.read(end.bytes, self._layouts)
+        if frames.offset != end.bytes or frames.chain_hash != end.last:
+            raise LedgerError(
+                f"{frames.path} does not fit {self.path.name}, line {self.line}, which refers to "
+                f"{end.bytes} bytes with the last check {end.last}: byte {frames.offset} follows "
+                f"the check {frames.chain_hash}. It was cut or replaced; take an unedited copy, or "
+                "record the run again."
+            )
+
+    def _read_probes(self, body: bytes) -> Frames:
+        """Parse the probes of schema 1."""
+        record = self.parse(body)
+        assert isinstance(record, ProbesRecord), "told by the first bytes"
+        places = self._layouts.size(record.layout)
+        try:
+            check_frames(record, places)
+        except FieldError as error:
+            raise self._malformed(error) from error
+        place = record.epoch, record.step, record.batch, record.steps, record.batches
+        token, width = self._layouts.get(record.layout), places * DIGEST_BYTES
+        return Frames(*place, record.count, token, width, record.digests)
 
     def _refuse_newer(self, body: bytes, error: FieldError) -> None:
         """Raise if a header that cannot be parsed has a newer schema."""
@@ -176,8 +249,15 @@ class RankReader(AbstractContextManager["RankReader"]):
     def _newer(self, schema: int, package: object) -> LedgerError:
         return LedgerError(
             f"{self.path} has schema {quote(schema)}; the lightning_d9m that is installed reads "
-            f"schema {SCHEMA}. It was written by lightning_d9m {quote(package)}: install that "
-            "version or a later one."
+            f"schemas 1 to {SCHEMA}. It was written by lightning_d9m {quote(package)}: install "
+            "that version or a later one."
+        )
+
+    def _beyond(self, frames: FrameReader) -> LedgerError:
+        return LedgerError(
+            f"{frames.path} goes on after byte {frames.offset}, and {self.path.name} ends with a "
+            "record that the run has ended. One of the two was edited or replaced; take an "
+            "unedited copy, or record the run again."
         )
 
     def _not_a_ledger(self, reason: str) -> LedgerError:
@@ -211,19 +291,3 @@ def _describe_line(line: bytes) -> str:
     if isinstance(record, Digests):
         return f" (digests, {quote(record.moment)}, epoch {record.epoch}, step {record.step})"
     return f" ({quote(record.as_record()['kind'])})"
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; refuse a pipe or a device, which might never end."""
-    try:
-        # Without O_NONBLOCK, opening a named pipe waits for its writer.
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"{path} cannot be read: {explain(error)}") from error
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise LedgerError(
-            f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
-            "rank-N.jsonl."
-        )
-    return os.fdopen(number, "rb", buffering=2**20)

@@ -15,9 +15,9 @@ Json: TypeAlias = Any
 # Kind, name, call: the place of a value within a batch.
 ProbeKey: TypeAlias = tuple[str, str, int]
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_NAME = 4096
-# The most places of one layout, so that a record of probes has at most 512 KiB.
+# The most places of one layout, so that a frame has at most 256 KiB.
 MAX_LAYOUT_PLACES = 16_384
 DIGEST_DIGITS = 32
 
@@ -239,26 +239,30 @@ class ProbeLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbesRecord:
-    """Digests at the places of a batch or of a part of it.
+    """Digests at the places of consecutive batches, or of a part of one batch.
 
     Attributes:
         epoch: Counted from 0.
-        step: The global step when the batch began.
-        batch: Index of the batch within the epoch.
+        step: The global step when the first batch began.
+        batch: Index of the first batch within the epoch.
         layout: Number of the ``ProbeLayout`` that names the places.
-        digests: 32 hex digits for each place, concatenated.
-        extra: Fields that this version does not know.
+        digests: 16 bytes for each place, batch after batch.
+        count: Number of batches.
+        steps: Growth of the step from batch to batch.
+        batches: Growth of the index.
     """
 
     epoch: int
     step: int
     batch: int
     layout: int
-    digests: str
-    extra: Mapping[str, Json] = field(default_factory=dict)
+    digests: bytes
+    count: int = 1
+    steps: int = 1
+    batches: int = 1
 
     def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
+        """Return the record that is given to the writer."""
         return {
             "kind": "probes",
             "epoch": self.epoch,
@@ -266,8 +270,27 @@ class ProbesRecord:
             "batch": self.batch,
             "layout": self.layout,
             "digests": self.digests,
-            **self.extra,
+            "count": self.count,
+            "steps": self.steps,
+            "batches": self.batches,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class FramesEnd:
+    """The end of the digests of probes that precede the next record, in the file of frames.
+
+    Attributes:
+        bytes: The size of the file.
+        last: The check of its last block.
+    """
+
+    bytes: int
+    last: str
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        return {"kind": "frames", "bytes": self.bytes, "last": self.last}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,4 +338,6 @@ class Opaque:
         return {"kind": self.kind, **self.fields}
 
 
-Record: TypeAlias = Header | RunFacts | Digests | ProbeLayout | ProbesRecord | Resume | End | Opaque
+Record: TypeAlias = (
+    Header | RunFacts | Digests | ProbeLayout | ProbesRecord | FramesEnd | Resume | End | Opaque
+)

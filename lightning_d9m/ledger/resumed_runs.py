@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias, cast
 
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import Digests, Json, ProbeLayout
+from lightning_d9m.ledger.records import Digests, Json, ProbeLayout, Record
 
-_RESUME = b'{"kind":"resume"'
-_LAYOUT = b'{"kind":"layout"'
+_Entry: TypeAlias = bytes | Frames
+
+_RESUME, _END, _RUN = (b'{"kind":"%b"' % kind for kind in (b"resume", b"end", b"run"))
+_REPEATED = (_RESUME, _RUN)
 _MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
 
@@ -61,14 +65,21 @@ class LineageReader(RankReader):
             self.close()
             raise
 
-    def bodies(self) -> Iterator[bytes]:
-        """Yield the JSON text of each record after the header, verified but not parsed."""
-        layouts: dict[bytes, bytes] = {}
+    def entries(self) -> Iterator[_Entry]:
+        """Yield the JSON text of each record after the header, and frames in order among them."""
         for number, (path, place) in enumerate(self._parts):
             with RankReader(path) as reader:
-                yield from _inner(reader, place, layouts, first=number == 0)
-        last = super().bodies()
-        yield from _filtered(last, layouts, first=not self._parts)
+                yield from _inner(reader, reader.entries(), place, first=number == 0)
+        yield from _filtered(super().entries(), first=not self._parts)
+
+    def line_records(self) -> Iterator[Record]:
+        """Yield each record after the header; of a ledger of schema 2, without frames."""
+        for number, (path, place) in enumerate(self._parts):
+            with RankReader(path) as reader:
+                inner = _inner(reader, reader.bodies(), place, first=number == 0)
+                yield from map(reader.parse, cast("Iterator[bytes]", inner))
+        last = _filtered(super().bodies(), first=not self._parts)
+        yield from map(self.parse, cast("Iterator[bytes]", last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,38 +187,29 @@ def _find_problem(parent: Path | None, place: _Place, younger: set[tuple[int, in
 
 
 def _inner(
-    reader: RankReader, place: _Place, layouts: dict[bytes, bytes], *, first: bool
-) -> Iterator[bytes]:
+    reader: RankReader, entries: Iterator[_Entry], place: _Place, *, first: bool
+) -> Iterator[_Entry]:
     """Yield the records of a file that its continuation does not repeat."""
 
-    def kept() -> Iterator[bytes]:
+    def kept() -> Iterator[_Entry]:
         reached = False
-        for body in reader.bodies():
-            if not reached and body.startswith(_LAYOUT):
-                reader.parse(body)  # adds it to the reader's layouts
-            if not reached or _is_earlier(reader, body, place.epoch):
-                yield body
-            reached = reached or reader.chain_hash == place.chain_hash
+        for entry in entries:
+            if not reached or _is_earlier(reader, entry, place.epoch):
+                yield entry
+            if isinstance(entry, bytes):
+                reached = reached or reader.chain_hash == place.chain_hash
 
-    for body in _filtered(kept(), layouts, first=first):
-        if not body.startswith(b'{"kind":"end"') and not _is_final(reader, body):
-            yield body
-
-
-def _filtered(
-    bodies: Iterator[bytes], layouts: dict[bytes, bytes], *, first: bool
-) -> Iterator[bytes]:
-    """Leave out the records that a continuing file repeats."""
-    for body in bodies:
-        if body.startswith(_RESUME) or (body.startswith(b'{"kind":"run"') and not first):
+    for entry in _filtered(kept(), first=first):
+        if isinstance(entry, bytes) and (entry.startswith(_END) or _is_final(reader, entry)):
             continue
-        if body.startswith(b'{"kind":"layout"'):
-            # Each run numbers its layouts from 0; a layout is valid until its number is reused.
-            number = body.partition(b',"places"')[0]
-            if layouts.get(number) == body:
-                continue
-            layouts[number] = body
-        yield body
+        yield entry
+
+
+def _filtered(entries: Iterator[_Entry], *, first: bool) -> Iterator[_Entry]:
+    """Leave out the records that a continuing file repeats."""
+    for entry in entries:
+        if not isinstance(entry, bytes) or not entry.startswith(_RESUME if first else _REPEATED):
+            yield entry
 
 
 def _is_final(reader: RankReader, body: bytes) -> bool:
@@ -217,9 +219,11 @@ def _is_final(reader: RankReader, body: bytes) -> bool:
     return isinstance(record, Digests) and record.moment == "final"
 
 
-def _is_earlier(reader: RankReader, body: bytes, epoch: int) -> bool:
-    """Return whether a record that follows the checkpoint belongs to an epoch before it."""
-    record = reader.parse(body)
+def _is_earlier(reader: RankReader, entry: _Entry, epoch: int) -> bool:
+    """Return whether an entry that follows the checkpoint belongs to an epoch before it."""
+    if isinstance(entry, Frames):
+        return entry.epoch < epoch
+    record = reader.parse(entry)
     if isinstance(record, Digests):
         return record.moment == "epoch" and record.epoch < epoch
     found = record.as_record().get("epoch")

@@ -15,6 +15,7 @@ from lightning_d9m.ledger.records import (
     MAX_NAME,
     Digests,
     End,
+    FramesEnd,
     Header,
     Json,
     LoaderFacts,
@@ -32,6 +33,9 @@ from lightning_d9m.text import quote
 
 MAX_RANKS = 65_536
 MAX_WHOLE = 2**63 - 1
+# Most batches in one record of probes, and most growth from batch to batch.
+MAX_GROUP = 2**16 - 1
+MAX_GROWTH = 255
 
 _HEX_32 = re.compile(r"[0-9a-f]{32}")
 _CHECK = re.compile(r"[0-9a-f]{16}")
@@ -104,6 +108,11 @@ class _Fields:
                 raise FieldError(f"{self.path}{name}.{key}", f"{allowed}, and is {quote(value)}")
         return table
 
+    def end(self, kind: str) -> None:
+        """Refuse fields that were not parsed."""
+        if self.rest:
+            raise FieldError(self.path + next(iter(self.rest)), f"is not a field of {kind}")
+
     def digest(self, name: str) -> str:
         return _digest(self.path + name, self.take(name))
 
@@ -124,13 +133,6 @@ def _are_digests(values: Collection[Json]) -> bool:
     except (TypeError, UnicodeEncodeError):
         return False
     return set(map(len, values)) == {DIGEST_DIGITS} and not digits.translate(None, _HEX)
-
-
-def holds_digests(text: bytes) -> bool:
-    """Return whether a text is one or more digests, concatenated."""
-    size = len(text)
-    whole = 0 < size <= DIGEST_DIGITS * MAX_LAYOUT_PLACES and not size % DIGEST_DIGITS
-    return whole and not text.translate(None, _HEX)
 
 
 def _digest(path: str, value: Json) -> str:
@@ -221,9 +223,7 @@ def _parse_layout(fields: _Fields) -> ProbeLayout:
     if len(set(places)) < len(places):
         (twice, _), *_ = Counter(places).most_common(1)
         raise FieldError("places", f"names a place twice: {quote(twice)}")
-    if fields.rest:
-        # Layouts are compared by their places alone.
-        raise FieldError(next(iter(fields.rest)), "is not a field of a layout")
+    fields.end("a layout")  # layouts are compared by their places alone
     return ProbeLayout(number, places)
 
 
@@ -238,18 +238,56 @@ def _parse_place(index: int, entry: Json) -> ProbeKey:
 
 
 def _parse_probes(fields: _Fields) -> ProbesRecord:
-    digests = fields.text("digests", limit=DIGEST_DIGITS * MAX_LAYOUT_PLACES)
-    if not digests.isascii() or not holds_digests(digests.encode()):
-        allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
-        raise FieldError("digests", f"{allowed}, and has {len(digests)} characters")
-    return ProbesRecord(
+    """Parse the probes of schema 1, which are text, or those that are given to the writer."""
+    digests = fields.take("digests")
+    if not isinstance(digests, bytes):
+        digests = _unpack_digests(digests)
+    if not digests or len(digests) % (DIGEST_DIGITS // 2):
+        allowed = "must have 16 bytes for each place"
+        raise FieldError("digests", f"{allowed}, and has {len(digests)} bytes")
+    grouped = fields.whole("count", low=1, high=MAX_GROUP) if "count" in fields.rest else 1
+    growth = [
+        fields.whole(name, high=MAX_GROWTH) if name in fields.rest else 1
+        for name in ("steps", "batches")
+    ]
+    record = ProbesRecord(
         epoch=fields.whole("epoch"),
         step=fields.whole("step"),
         batch=fields.whole("batch"),
         layout=fields.whole("layout"),
         digests=digests,
-        extra=fields.rest,
+        count=grouped,
+        steps=growth[0],
+        batches=growth[1],
     )
+    fields.end("probes")
+    return record
+
+
+def _unpack_digests(text: Json) -> bytes:
+    limit = DIGEST_DIGITS * MAX_LAYOUT_PLACES
+    if not isinstance(text, str) or not text.isascii() or not 0 < len(text) <= limit:
+        found = f"has {len(text)} characters" if isinstance(text, str) else f"is {quote(text)}"
+    elif len(text) % DIGEST_DIGITS or text.encode().translate(None, _HEX):
+        found = f"has {len(text)} characters"
+    else:
+        return bytes.fromhex(text)
+    allowed = f"must be {DIGEST_DIGITS} lowercase hex digits for each place"
+    raise FieldError("digests", f"{allowed}, and {found}")
+
+
+def _parse_frames(fields: _Fields) -> FramesEnd:
+    record = FramesEnd(fields.whole("bytes"), _check(fields, "last"))
+    fields.end("frames")
+    return record
+
+
+def _check(fields: _Fields, name: str) -> str:
+    check = fields.text(name)
+    if _CHECK.fullmatch(check) is None:
+        allowed = "must be 16 lowercase hex digits"
+        raise FieldError(name, f"{allowed}, and is {quote(check)}")
+    return check
 
 
 def _parse_resume(fields: _Fields) -> Resume:
@@ -295,6 +333,7 @@ _PARSERS: dict[str, Callable[[_Fields], Record]] = {
     "digests": _parse_digests,
     "layout": _parse_layout,
     "probes": _parse_probes,
+    "frames": _parse_frames,
     "resume": _parse_resume,
     "end": _parse_end,
 }

@@ -17,7 +17,9 @@ from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.model_tensors import NamedTensors
 from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.records import Json, ProbeKey
+from lightning_d9m.ledger.probe_frames import DIGEST_BYTES, MAX_BLOCK, MAX_LAYOUTS
+from lightning_d9m.ledger.records import Json, ProbeKey, ProbesRecord
+from lightning_d9m.ledger.schema import MAX_GROWTH
 
 RECORD_PLACES = 4096
 # Longer names are cut; places whose cut names are equal count as calls of one place.
@@ -180,6 +182,7 @@ class ProbeCollector:
         self._layouts: dict[tuple[_Met | ProbeKey, ...], int] = {}
         self._next_layout = 0
         self._remembered = 0
+        self._frames: _FrameGroup | None = None
 
     @property
     def saves(self) -> bool:
@@ -297,38 +300,88 @@ class ProbeCollector:
         while self._waiting:
             moment, trace = self._waiting[0]
             if trace.queue.pending and moment is keep:
-                return
+                break
             del self._waiting[0]
             self._waiting_places -= len(trace.met)
-            self._write_trace(moment, trace)
+            digests = bytes.fromhex("".join(trace.queue.fetch()))
+            for start in range(0, len(trace.met), RECORD_PLACES):
+                stop = start + RECORD_PLACES
+                layout = self._layout_of(trace, start, stop)
+                part = digests[DIGEST_BYTES * start : DIGEST_BYTES * stop]
+                self._add_frame(moment, layout, part)
+        self._write_frames()
 
-    def _write_trace(self, moment: ProbePoint, trace: Trace) -> None:
-        digests = trace.queue.fetch()
-        for start in range(0, len(digests), RECORD_PLACES):
-            stop = start + RECORD_PLACES
-            record = {
-                "kind": "probes",
-                "epoch": moment.epoch,
-                "step": moment.step,
-                "batch": moment.batch,
-                "layout": self._layout_of(trace, start, stop),
-                "digests": "".join(digests[start:stop]),
-            }
-            self._write(record)
+    def _add_frame(self, moment: ProbePoint, layout: int, digests: bytes) -> None:
+        """Add a frame to those before it if it continues them."""
+        frames = self._frames
+        if frames is not None:
+            growth = moment.step - frames.last.step, moment.batch - frames.last.batch
+            alike = moment.epoch == frames.last.epoch and layout == frames.layout
+            if alike and frames.takes(growth, len(digests)):
+                frames.add(moment, growth, digests)
+                return
+            self._write_frames()
+        self._frames = _FrameGroup(moment, layout, digests)
+
+    def _write_frames(self) -> None:
+        frames, self._frames = self._frames, None
+        if frames is not None:
+            self._write(frames.as_record())
 
     def _layout_of(self, trace: Trace, start: int, stop: int) -> int:
         sequence = trace.sequence(start, stop)
         number = self._layouts.get(sequence)
         if number is None:
-            if self._remembered > _MAX_CACHED_PLACES:
+            # The record of another layout may follow, with a number that these frames use.
+            self._write_frames()
+            if self._remembered > _MAX_CACHED_PLACES or self._next_layout == MAX_LAYOUTS:
                 self._layouts.clear()
-                self._remembered = 0
-            number = self._layouts[sequence] = self._next_layout
-            self._next_layout += 1
-            self._remembered += len(sequence)
+                self._remembered = self._next_layout = 0
+            number = self._next_layout
             entries = [list(place) for place in trace.places[start:stop]]
             self._write({"kind": "layout", "id": number, "places": entries})
+            self._layouts[sequence] = number
+            self._next_layout += 1
+            self._remembered += len(sequence)
         return number
+
+
+class _FrameGroup:
+    """Frames that are written together: of one layout, with the same growth."""
+
+    def __init__(self, moment: ProbePoint, layout: int, digests: bytes) -> None:
+        self.last = moment
+        self.layout = layout
+        self._first = moment
+        self._growth = (1, 1)
+        self._digests = [digests]
+
+    def takes(self, growth: tuple[int, int], size: int) -> bool:
+        """Return whether a frame with a growth may be added."""
+        count = len(self._digests)
+        if count > 1:
+            return growth == self._growth and (count + 1) * size <= MAX_BLOCK
+        return 0 <= growth[0] <= MAX_GROWTH and 0 < growth[1] <= MAX_GROWTH
+
+    def add(self, moment: ProbePoint, growth: tuple[int, int], digests: bytes) -> None:
+        """Add a frame."""
+        self.last = moment
+        self._growth = growth
+        self._digests.append(digests)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the record that is written."""
+        steps, batches = self._growth
+        return ProbesRecord(
+            epoch=self._first.epoch,
+            step=self._first.step,
+            batch=self._first.batch,
+            layout=self.layout,
+            digests=b"".join(self._digests),
+            count=len(self._digests),
+            steps=steps,
+            batches=batches,
+        ).as_record()
 
 
 class TraceDifference(NamedTuple):

@@ -86,7 +86,12 @@ class Recorder:
         """The folder and the chain hash of the last record; None when the ledger is closed."""
         if self._writer is None:
             return None
-        return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
+        try:
+            check = self._writer.refer_to_frames()
+        except LedgerError as error:
+            self._problem = self._problem or error
+            check = self._writer.chain_hash
+        return {"folder": str(self.folder.absolute()), "check": check}
 
     def begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None = None) -> None:
         """Write the header and the facts of the run, and accept or refuse the reference.

@@ -102,7 +102,7 @@ class Reference:
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, self._stack)
         self._reader = reader = self._ledger.open(rank if alike else self.rank)
-        records = reader.records()
+        records = reader.line_records()
         first = next(records, None)
         if not isinstance(first, RunFacts):
             raise LedgerError(

@@ -232,7 +232,8 @@ def test_a_number_is_shown_in_both_notations(tmp_path):
                 record.pop("check")
                 if record["kind"] == "digests":
                     record["loss"] = loss.hex()
-                writer.write(record)
+                if record["kind"] != "frames":
+                    writer.write(record)
     words = Page(report(tmp_path, *ledgers)).words
     assert "Reference: 0x1.0000000000000p-1 (0.5); this run: 0x1.0000000000000p-2 (0.25)." in words
 
@@ -409,16 +410,8 @@ def test_names_are_escaped(tmp_path):
 def test_the_size_is_bounded(tmp_path):
     """Omitted entries are counted."""
     names = [f"layers.{number}.{'n' * 100}" for number in range(3000)]
-    one, other = (write(tmp_path, names=names, steps=1, drift=d) for d in (None, 0))
-    path = rank_path(other, 0)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    other = create_ledger_folder(tmp_path)
-    with LedgerWriter(rank_path(other, 0)) as writer:
-        for record in records:
-            record.pop("check")
-            if record["kind"] == "probes":
-                record["digests"] = "f" * len(record["digests"])
-            writer.write(record)
+    one = write(tmp_path, names=names, steps=1)
+    other = write(tmp_path, names=names, steps=1, drift=0, growth=10_000)
     text = report(tmp_path, one, other)
     assert len(text) < 2_000_000
     assert "3,002 more are left out." in text

@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_runs import as_schema_1, write_lines
 
 from lightning_d9m.comparison.causes import earliest_divergences
 from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
@@ -26,6 +27,9 @@ PLACES = [
     ("gradient", "layers.1.weight", 0),
     ("gradient", "layers.0.weight", 0),
 ]
+
+
+HEADER = Header(rank=0, world_size=1, fit=0, seed=0, created="", settings={}, stack={}, package="0")
 
 
 def digest_of(place, batch):
@@ -69,11 +73,8 @@ class Tracer:
 
 def write_trace(path, tracer):
     """Write a file with a header and a trace."""
-    header = Header(
-        rank=0, world_size=1, fit=0, seed=0, created="", settings={}, stack={}, package="0"
-    )
     with LedgerWriter(path) as writer:
-        for record in (header.as_record(), *tracer.records):
+        for record in (HEADER.as_record(), *tracer.records):
             writer.write(record)
     return path
 
@@ -275,22 +276,6 @@ def test_another_step_of_the_same_batch_is_a_difference(runs):
     assert (rank.divergence.name, rank.divergence.expected) == ("global step", "4")
 
 
-def test_fields_of_a_later_version_are_evidence(runs):
-    """In the records of probes too."""
-
-    def add(value):
-        def edit(_, records):
-            tracer = traced(range(2))
-            tracer.records[1]["mode"] = value
-            tracer(_, records)
-
-        return edit
-
-    one, other = runs.write(edit=add([1])), runs.write(edit=add([2]))
-    assert compare(one, runs.write(edit=add([1]))).equal
-    assert compare(one, other).divergence.kind == "other fields"
-
-
 def test_large_batches_are_compared_in_parts(runs, monkeypatch):
     """Each place still finds its counterpart where the order is the same."""
     monkeypatch.setattr(probe_batch, "BATCH_PART_PLACES", 3)
@@ -350,34 +335,70 @@ def count(rank):
     return *places, rank.records, rank.only_expected, rank.only_actual, rank.only_expected_places
 
 
-class TestUntrusted:
-    """What breaks the rules is an error with file and line."""
+class TestSchema1:
+    """Ledgers whose probes are text are read to the same contents."""
+
+    def write(self, folder, records):
+        folder.mkdir()
+        write_lines(folder / "rank-0.jsonl", as_schema_1([HEADER.as_record(), *records]))
+        return folder
+
+    @pytest.mark.parametrize("part", [2, 7])
+    def test_is_compared_with_either(self, tmp_path, part):
+        old = self.write(tmp_path / "old", traced(range(5), part=part).records)
+        new = write_trace(tmp_path / "new.jsonl", traced(range(5)))
+        other = write_trace(tmp_path / "x.jsonl", traced(range(4)).add(4, changed=PLACES[5:6]))
+        for one, two in ((old, new), (new, old), (old, old)):
+            assert (compare(one, two).equal, compare(one, two).places) == (True, 35)
+        for one, two in ((old, other), (other, old)):
+            found = compare(one, two).divergence
+            assert (found.batch, found.position, found.name) == (4, 5, "layers.1.weight")
+
+    def test_is_continued_by_a_run_of_the_new_one(self, tmp_path):
+        """Each numbers its layouts from 0; the checkpoint was saved after the probes of a batch."""
+        for late in (0, 1):
+            folder = tmp_path / str(late)
+            folder.mkdir()
+            old = self.write(folder / "fit-000", traced(range(3 + late)).records)
+            line = (old / "rank-0.jsonl").read_text().splitlines()[4]
+            resume = {"kind": "resume", "parent": "../fit-000", "epoch": 0, "step": 3, "batch": 3}
+            resume["parent_check"] = json.loads(line)["check"]
+            tracer = Tracer()
+            tracer.records.append(resume)
+            (folder / "fit-001").mkdir()
+            write_trace(folder / "fit-001" / "rank-0.jsonl", tracer.add(3).add(4))
+            straight = write_trace(folder / "straight.jsonl", traced([0, 1, 2, 3, 4]))
+            rank = compare(straight, folder / "fit-001")
+            assert rank.equal
+            assert rank.places == 35
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"layout": 7}, r"line 5: field 'layout' is 7, and no record before it"),
-            ({"digests": "0" * 32}, r"line 5: field 'digests' must be 7 digests"),
+            ({"layout": 7}, r"line 3: field 'layout' is 7, and no record before it"),
+            ({"digests": "0" * 32}, r"line 3: field 'digests' must be 7 digests"),
             ({"digests": "0" * 31}, r"hex digits for each place, and has 31"),
             ({"digests": "G" * 224}, r"hex digits for each place"),
             ({"digests": "\ud800" * 224}, r"hex digits for each place"),
             ({"digests": ""}, r"hex digits for each place"),
             ({"batch": -1}, r"field 'batch' must be a whole number"),
             ({"epoch": None}, r"field 'epoch' must be a whole number"),
+            ({"mode": 1}, r"field 'mode' is not a field of probes"),
         ],
     )
-    @pytest.mark.parametrize("spaced", [False, True])
-    def test_probes(self, runs, change, message, spaced):
-        """Whether as written by us, or as any JSON."""
-        good = runs.write(edit=traced(range(2)))
-
-        def edit(_):
-            record = traced(range(1)).records[1] | change
-            return {4: dict(reversed(record.items())) if spaced else record}
-
-        bad = rewrite(good, edit)
+    def test_probes_are_checked(self, tmp_path, change, message):
+        layout, record = traced(range(1)).records
+        bad = self.write(tmp_path / "bad", [layout, record | change])
         with pytest.raises(LedgerError, match=message):
-            compare(bad, runs.write(edit=traced(range(2))))
+            compare(bad, bad)
+        turned = dict(reversed((record | change).items()))
+        bad = self.write(tmp_path / "turned", [layout, turned])
+        with pytest.raises(LedgerError, match="field "):
+            compare(bad, bad)
+
+
+class TestUntrusted:
+    """What breaks the rules is an error with file and line."""
 
     @pytest.mark.parametrize(
         ("places", "message"),
@@ -425,19 +446,33 @@ def rewrite(folder, edit):
     return folder
 
 
-def test_long_traces_are_streamed(tmp_path):
-    """Twenty times the batches, the same memory, also where all differ."""
+def write_blocks(path, blocks, digest):
+    """Write so many blocks of 1,000 batches with seven places."""
+    record = {"kind": "probes", "epoch": 0, "layout": 0, "count": 1000}
+    with LedgerWriter(path) as writer:
+        writer.write(HEADER.as_record())
+        writer.write({"kind": "layout", "id": 0, "places": [list(place) for place in PLACES]})
+        for start in range(0, 1000 * blocks, 1000):
+            at = {"step": start, "batch": start, "digests": digest * 7000}
+            writer.write(record | at)
+    return path
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_long_traces_are_streamed(tmp_path, equal):
+    """Four times the batches, the same memory, also where all differ."""
     peaks = []
-    for count in (50, 1000):
-        paths = []
-        for side in "ab":
-            tracer = traced(range(count), changed=PLACES if side == "b" else ())
-            paths.append(write_trace(tmp_path / f"{side}{count}.jsonl", tracer))
+    digests = b"a" * 16, b"a" * 16 if equal else b"b" * 16
+    for blocks in (40, 160):
+        paths = [
+            write_blocks(tmp_path / f"{blocks}-{side}.jsonl", blocks, digest)
+            for side, digest in enumerate(digests)
+        ]
         tracemalloc.start()
-        assert compare(*paths).differing_places == 7 * count
+        assert compare(*paths).differing_places == (0 if equal else 7000 * blocks)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 200_000
+    assert peaks[1] < peaks[0] + 2**20
 
 
 def test_resumed_traces_are_read_as_one(tmp_path):
@@ -456,12 +491,14 @@ def test_resumed_traces_are_read_as_one(tmp_path):
             resume = {"kind": "resume", "parent": f"../{parent.name}", "parent_check": check}
             tracer.records.append(resume | {"epoch": epoch, "step": 0, "batch": 0})
         tracer.add(0, places, epoch=epoch)
-        late = len(tracer.records)
-        # The digests of the last batch come from the device after the checkpoint was saved.
-        tracer.add(1, places, epoch=epoch)
-        write_trace(folder / "rank-0.jsonl", tracer)
-        lines = (folder / "rank-0.jsonl").read_text().splitlines()
-        parent, check = folder, json.loads(lines[late])["check"]
+        with LedgerWriter(folder / "rank-0.jsonl") as writer:
+            for record in (HEADER.as_record(), *tracer.records):
+                writer.write(record)
+            check = writer.refer_to_frames()
+            # The digests of the last batch come from the device after the checkpoint was saved.
+            for record in tracer.add(1, places, epoch=epoch).records[-1:]:
+                writer.write(record)
+        parent = folder
     rank = compare(write_trace(tmp_path / "straight.jsonl", straight), parent)
     assert (rank.differing_places, rank.only_expected.count, rank.only_actual.count) == (0, 0, 0)
     assert (rank.batches, rank.places) == (6, 2 * (7 + 4 + 7))

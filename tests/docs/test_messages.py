@@ -24,6 +24,7 @@ import torch
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.probe_layouts import Layouts
 from lightning_d9m.ledger.records import Header
 from lightning_d9m.ledger.writer import LedgerWriter
 
@@ -175,6 +176,14 @@ def read_a_malformed_line(g):
     path.write_bytes(header + line)
     with g.module.RankReader(path) as reader:
         list(reader.records())
+
+
+def read_a_malformed_block(g):
+    path = g.file(name="rank-0.frames")
+    block = bytes([1, 0, 1, 0, 1, 1])
+    path.write_bytes(b"d9mprb2\n" + block)
+    with g.module.FrameReader(path, "0" * 16) as reader:
+        list(reader.read(14, Layouts()))
 
 
 def forget_the_flags(g):
@@ -427,10 +436,18 @@ CASES = [
         lambda g: (g.refuse(Path, "iterdir", NOTHING), read_ledger(g.folder)),
         ("… cannot be read: …", "{folder} cannot be read: ", "Input/output error"),
     ),
+    (
+        "ledger.frame_reader",
+        read_a_malformed_block,
+        (
+            "…, the block at byte …: …. The file was not",
+            "byte 8: field 'layout' is 1, and no record",
+        ),
+    ),
     ("ledger.reader", read_a_malformed_line, "or was edited; record the run again."),
     (
-        "ledger.reader",
-        lambda g: g.module.RankReader(g.folder / "none"),
+        "ledger.opened_file",
+        lambda g: g.module.open_regular(g.folder / "none"),
         ("… cannot be read: …", "{folder}/none cannot be read: ", "No such file"),
     ),
     (

@@ -177,7 +177,7 @@ class TestNotALedger:
         assert str(path) in str(caught.value)
         assert str(caught.value).isprintable()
 
-    @pytest.mark.parametrize("schema", [2, 2**40])
+    @pytest.mark.parametrize("schema", [3, 2**40])
     @pytest.mark.parametrize("unknown_form", [False, True])
     def test_a_newer_schema(self, runs, tmp_path, schema, unknown_form):
         """The version that can read it is named, also when its header has another form."""
@@ -189,8 +189,9 @@ class TestNotALedger:
         )
         with pytest.raises(LedgerError) as caught:
             read_ledger(tmp_path)
-        assert f"has schema {schema}; the lightning_d9m that is installed reads schema 1. " in str(
-            caught.value
+        assert (
+            f"has schema {schema}; the lightning_d9m that is installed reads schemas 1 to 2. "
+            in str(caught.value)
         )
         assert "It was written by lightning_d9m '7.0.0': install that version" in str(caught.value)
 

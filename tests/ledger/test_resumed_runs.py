@@ -158,13 +158,13 @@ def test_a_record_is_found_anywhere_in_the_chain(chain):
     assert not holds_record(file, "0" * 16)
 
 
-def test_a_layout_of_probes_that_is_said_again_is_left_out(tmp_path):
+def test_each_part_of_a_resumed_run_has_its_own_layouts(tmp_path):
     layout = {"kind": "layout", "id": 0, "places": [["batch", "0", 0]]}
     checks = write(tmp_path / "fit-000", [HEADER, FACTS, layout, digests("epoch", 0)])
     second = [HEADER, resume("../fit-000", checks[-1], epoch=1), FACTS, layout]
     write(tmp_path / "fit-001", [*second, digests("epoch", 1)])
     kinds = [r.as_record()["kind"] for r in read_ledger(tmp_path / "fit-001").records(0)]
-    assert kinds == ["run", "layout", "digests", "digests"]
+    assert kinds == ["run", "layout", "digests", "layout", "digests"]
 
 
 def test_a_long_chain_takes_time_in_proportion(tmp_path, monkeypatch):

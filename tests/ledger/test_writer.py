@@ -10,11 +10,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ledger_runs import list_batches
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.encoding import encode_record
+from lightning_d9m.ledger.encoding import decode_record, encode_record
 from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
+from lightning_d9m.ledger.probe_frames import Frames, frames_path
 from lightning_d9m.ledger.records import Digests, End
+from lightning_d9m.ledger.schema import FieldError
 from lightning_d9m.ledger.writer import LedgerWriter
 
 
@@ -62,6 +65,18 @@ with LedgerWriter(Path(sys.argv[1])) as writer:
             print(step, error)
             break
 """
+
+
+PROBE_FOR_EVER = (
+    WRITE_FOR_EVER.partition("    for step")[0]
+    + """
+    writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
+    for step in range(10**9):
+        record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
+        writer.write(record | {"digests": b"0" * 16})
+        print(step, flush=True)
+"""
+)
 
 
 def read_all(path):
@@ -335,59 +350,189 @@ class TestFailures:
         assert (outcome.final is None) == (not end)
 
 
+LAYOUT = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
+PROBES = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": b"f" * 16}
+
+
+@pytest.fixture
+def writer(runs, tmp_path):
+    """Begin a ledger with a layout of one place."""
+    with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
+        writer.write(runs.header().as_record())
+        writer.write(LAYOUT)
+        yield writer
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"step": True},
-        {"step": 1.0},
-        {"step": -1},
-        {"epoch": "0"},
-        {"digests": "F" * 32},
-        {"digests": "f" * 31},
-        {"digests": b"f" * 32},
-        {"digests": ""},
+        ({"step": True}, "'step' must be"),
+        ({"step": 1.0}, "'step' must be"),
+        ({"step": -1}, "'step' must be"),
+        ({"epoch": "0"}, "'epoch' must be"),
+        ({"digests": "F" * 32}, "'digests' must be 32 lowercase hex digits"),
+        ({"digests": b"f" * 15}, "'digests' must have 16 bytes for each place, and has 15"),
+        ({"digests": b"f" * 32}, "'digests' must be 1 digests of 16 bytes, .* and has 32 bytes"),
+        ({"digests": b""}, "'digests' must have 16 bytes"),
+        ({"digests": 3}, "'digests' must be 32 lowercase hex digits for each place, and is 3"),
+        ({"layout": 1}, "'layout' is 1, and no record before it"),
+        ({"count": 0}, "'count' must be"),
+        ({"count": 2**16}, "'count' must be"),
+        ({"steps": 256}, "'steps' must be"),
+        ({"batches": -1}, "'batches' must be"),
+        ({"count": 2, "batches": 0, "digests": b"f" * 32}, "'batches' must be at least 1 for 2"),
+        ({"count": 2, "step": 2**63 - 1, "digests": b"f" * 32}, "'step' must be .* 9223372036"),
+        ({"mode": 1}, "'mode' is not a field of probes"),
     ],
 )
-def test_probes_are_checked_when_they_are_written(tmp_path, change):
-    """They are written by a short way of their own, which lets nothing through."""
-    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
-    with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
-        writer.write(record)
-        with pytest.raises(LedgerError, match=f"field '{next(iter(change))}' must be"):
-            writer.write(record | change)
+def test_probes_are_checked_when_they_are_written(writer, change, message):
+    writer.write(PROBES)
+    with pytest.raises(LedgerError, match=f"field {message}"):
+        writer.write(PROBES | change)
+    writer.write(PROBES | {"step": 2, "batch": 3})
+    writer.write(End(status="finished").as_record())
+    assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 
 
-def test_a_file_that_is_gone_is_noticed_by_the_next_record_that_is_no_probes(runs, tmp_path):
-    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
-    path = tmp_path / "rank-0.jsonl"
-    with LedgerWriter(path) as writer:
-        writer.write(runs.header().as_record())
-        path.unlink()
+def test_probes_of_a_layout_that_is_too_large_for_a_block(writer):
+    places = [["op", str(number), 0] for number in range(16_384)]
+    writer.write({"kind": "layout", "id": 1, "places": places})
+    record = PROBES | {"layout": 1, "count": 5, "digests": bytes(5 * 16_384 * 16)}
+    with pytest.raises(LedgerError, match="'digests' must have at most 1048576 bytes"):
         writer.write(record)
-        with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
-            writer.write(runs.facts().as_record())
+
+
+def test_a_number_of_a_layout_that_does_not_fit_a_block(writer):
+    writer.write(LAYOUT | {"id": 2**16})
+    with pytest.raises(LedgerError, match="'layout' must be below 65536, and is 65536"):
+        writer.write(PROBES | {"layout": 2**16})
+
+
+def test_probes_before_the_header_are_refused(tmp_path):
+    with LedgerWriter(tmp_path / "rank-0.jsonl") as writer, pytest.raises(LedgerError, match="lay"):
+        writer.write(PROBES)
+
+
+def test_a_file_that_is_gone_is_noticed_by_the_next_record_that_is_no_probes(runs, writer):
+    writer.path.unlink()
+    writer.write(PROBES)
+    with pytest.raises(LedgerError, match="was deleted while the run wrote it"):
+        writer.write(runs.facts().as_record())
+
+
+def test_frames_that_are_gone_are_noticed_by_the_next_record(runs, writer):
+    writer.write(PROBES)
+    frames_path(writer.path).unlink()
+    with pytest.raises(LedgerError, match=r"was deleted while the run wrote it.*first 38 bytes"):
+        writer.write(runs.facts().as_record())
+    with pytest.raises(LedgerError, match="missing from here on"):
+        writer.write(PROBES)
+
+
+def test_frames_of_an_older_run_are_never_overwritten(writer):
+    frames_path(writer.path).write_bytes(b"older")
+    with pytest.raises(LedgerError, match=r"rank-0.frames cannot be made: File exists"):
+        writer.write(PROBES)
+    assert frames_path(writer.path).read_bytes() == b"older"
+
+
+def test_a_full_disk_leaves_whole_frames(writer, monkeypatch):
+    writer.write(PROBES)
+    real, answers = os.write, [OSError(errno.ENOSPC, ""), 10]
+
+    def write(fd, data):
+        answer = answers.pop()
+        if isinstance(answer, OSError):
+            raise answer
+        return real(fd, data[:answer])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(LedgerError, match=r"rank-0\.frames cannot be written: No space"):
+            writer.write(PROBES | {"step": 2})
+    writer.close()
+    assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1]
 
 
 @pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-def test_ctrl_c_before_a_record_of_probes(runs, tmp_path, monkeypatch, written):
+def test_ctrl_c_before_a_record_of_probes(writer, written, monkeypatch):
     """They do not look at the file, unless the write before was interrupted."""
-    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
-    layout = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
-    path = tmp_path / "rank-0.jsonl"
-    with LedgerWriter(path) as writer:
-        writer.write(runs.header().as_record())
-        writer.write(layout)
-        write_interrupted(writer, record, written, monkeypatch)
-        writer.write(record | {"step": 2})
-    _, records = read_all(path)
-    assert [own.step for own in records[1:]] == ([1, 2] if written is None else [2])
+    write_interrupted(writer, PROBES, written, monkeypatch)
+    writer.write(PROBES | {"step": 2, "batch": 3})
+    writer.close()
+    steps = [where[1] for where in list_batches(read_ledger(writer.path))]
+    assert steps == ([1, 2] if written is None else [2])
 
 
-def test_probes_are_written_as_any_record_is():
-    record = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": "f" * 32}
-    assert encode_record(record) == json.dumps(record, separators=(",", ":")).encode()
-    turned = dict(reversed(record.items()))
-    assert encode_record(turned) == json.dumps(turned, separators=(",", ":")).encode()
+@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
+def test_ctrl_c_in_probes_before_another_record(writer, written, monkeypatch):
+    write_interrupted(writer, PROBES, written, monkeypatch)
+    writer.write(End(status="failed").as_record())
+    steps = [where[1] for where in list_batches(read_ledger(writer.path))]
+    assert steps == ([1] if written is None else [])
+
+
+def test_frames_are_referred_to_before_the_next_record(runs, writer):
+    writer.write(PROBES)
+    check = writer.refer_to_frames()
+    assert writer.refer_to_frames() == check == writer.chain_hash
+    writer.write(runs.digests("epoch", 0).as_record())
+    writer.write(PROBES | {"step": 2, "batch": 0, "epoch": 1})
+    writer.write(End(status="finished").as_record())
+    kinds = [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()]
+    assert kinds == ["header", "layout", "frames", "digests", "frames", "end"]
+    found = list(read_ledger(writer.path).records(0))
+    shown = [getattr(record, "moment", type(record).__name__) for record in found]
+    assert shown == ["ProbeLayout", "Frames", "FramesEnd", "epoch", "Frames", "FramesEnd", "End"]
+
+
+def test_a_record_that_refers_to_frames_is_refused(writer):
+    with pytest.raises(LedgerError, match="'kind' is 'frames', a record that the writer adds"):
+        writer.write({"kind": "frames", "bytes": 8, "last": "0" * 16})
+
+
+def test_the_kind_comes_first():
+    turned = dict(reversed(LAYOUT.items()))
+    with pytest.raises(FieldError, match="'kind' must come first"):
+        encode_record(turned)
+    with pytest.raises(FieldError, match="'kind' must come first"):
+        decode_record(json.dumps(LAYOUT).encode())
+
+
+def test_kill_loses_at_most_the_last_frames(tmp_path):
+    """SIGKILL at random moments: all that was acknowledged reads, in order, without a gap."""
+    choice = random.Random(7)
+    for number in range(6):
+        path = tmp_path / f"rank-{number}.jsonl"
+        command = [sys.executable, "-c", PROBE_FOR_EVER, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            for _ in range(choice.randrange(1, 400)):
+                acknowledged = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+            rest = process.stdout.read().split(b"\n")[:-1]
+        acknowledged = int(rest[-1]) if rest else acknowledged
+        steps = [where[1] for where in list_batches(read_ledger(path))]
+        assert steps == list(range(len(steps)))
+        assert len(steps) - 1 in (acknowledged, acknowledged + 1)
+
+
+def test_frames_cut_anywhere(runs, writer):
+    """Each prefix reads as its whole blocks; a torn block is reported."""
+    for step in range(4):
+        writer.write(PROBES | {"step": step, "batch": 2 * step})
+    writer.close()
+    lines = writer.path.read_bytes().splitlines(keepends=True)
+    writer.path.write_bytes(b"".join(line for line in lines if b'"frames"' not in line))
+    path = frames_path(writer.path)
+    data = path.read_bytes()
+    ends = [8 + 30 * number for number in range(1, 5)]
+    assert len(data) == ends[-1]
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        reader, records = read_all(writer.path)
+        count = sum(record.count for record in records if isinstance(record, Frames))
+        assert count == sum(size >= end for end in ends)
+        assert reader.truncated == (size not in (0, 8, *ends))
 
 
 def test_a_forked_process_does_not_write_into_the_ledger_of_its_parent(tmp_path, monkeypatch):

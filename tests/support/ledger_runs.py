@@ -1,10 +1,14 @@
 """Ledgers for the tests: small runs that are written as the callback would write them."""
 
+import json
 from hashlib import blake2b
 
 import pytest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.probe_frames import Frames
+from lightning_d9m.ledger.probe_layouts import unpack_places
 from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
 from lightning_d9m.ledger.writer import LedgerWriter
 
@@ -72,6 +76,43 @@ def make_records(epochs=3, *, status="finished", **header):
         make_digests("final", last),
         End(status=status),
     ]
+
+
+def as_schema_1(records):
+    """Return records as the first versions wrote them: the digests of probes as text."""
+    old = []
+    for record in records:
+        digests = record.get("digests")
+        hexed = {"digests": digests.hex()} if isinstance(digests, bytes) else {}
+        schema = {"schema": 1} if record["kind"] == "header" else {}
+        old.append({**record, **hexed, **schema})
+    return old
+
+
+def write_lines(path, records):
+    """Write records that need not be of the schema, with a valid chain; return the path."""
+    lines, check = [], CHAIN_START
+    for record in records:
+        body = json.dumps(record, separators=(",", ":")).encode()
+        line, check = chain_record(body, check)
+        lines.append(line)
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def list_batches(ledger, rank=0):
+    """Return (epoch, step, batch, [(place, digest)]) of each batch that was probed, in order."""
+    batches = []
+    for frames in ledger.records(rank):
+        for frame in frames.split() if isinstance(frames, Frames) else ():
+            digests = [frame.digests[at : at + 16].hex() for at in range(0, frame.width, 16)]
+            entries = list(zip(unpack_places(frame.layout), digests, strict=True))
+            where = frame.epoch, frame.step, frame.batch
+            if batches and batches[-1][:3] == where:
+                batches[-1][3].extend(entries)
+            else:
+                batches.append((*where, entries))
+    return batches
 
 
 class Runs:

@@ -123,7 +123,7 @@ class Training:
 def _moments(ledger: Ledger) -> list[Digests]:
     records = [
         record
-        for record in ledger.records(min(ledger.files))
+        for record in ledger.line_records(min(ledger.files))
         if isinstance(record, Digests) and record.moment in ("epoch", "final")
     ]
     if not records or records[-1].moment != "final":

@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from textwrap import wrap
 
 import models
 import pytorch_lightning as pl
@@ -21,6 +22,9 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.errors import D9mError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.probe_frames import Frames
+from lightning_d9m.ledger.probe_layouts import unpack_places
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])
@@ -327,18 +331,19 @@ def probes():
     callback = DeterminismCallback(probes=kinds, ledger_dir=folder / "probes")
     strategy = HorovodDeterministicStrategy(bucket_bytes=256)
     rank = fit(model, strategy=strategy, callbacks=[callback], max_epochs=1).global_rank
-    lines = (folder / "probes" / "fit-000" / f"rank-{rank}.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    (places,) = [record["places"] for record in records if record["kind"] == "layout"]
-    batches = [record["digests"] for record in records if record["kind"] == "probes"]
+    batches = [
+        list(zip(unpack_places(frame.layout), wrap(frame.digests.hex(), 32), strict=True))
+        for frames in read_ledger(folder / "probes" / "fit-000").records(rank)
+        if isinstance(frames, Frames)
+        for frame in frames.split()
+    ]
     wrong = [
         (batch, kind, name)
-        for batch, digests in enumerate(batches)
-        for number, (kind, name, _) in enumerate(places)
-        if digests[32 * number : 32 * number + 32]
-        != (own if kind == "local_gradient" else mean)[batch][name]
+        for batch, entries in enumerate(batches)
+        for (kind, name, _), digest in entries
+        if digest != (own if kind == "local_gradient" else mean)[batch][name]
     ]
-    return {"batches": len(batches), "places": len(places), "wrong": wrong}
+    return {"batches": len(batches), "places": len(batches[0]), "wrong": wrong}
 
 
 @check

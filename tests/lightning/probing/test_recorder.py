@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ledger_runs import list_batches
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,17 +24,8 @@ from lightning_d9m.probes.settings import ProbeSettings
 
 def read_probes(ledger, rank=0):
     """Return, for each batch, its places with their digests, in order."""
-    layouts, batches = {}, {}
-    for line in ledger.files[rank].read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "layout":
-            layouts[record["id"]] = [tuple(place) for place in record["places"]]
-        if record["kind"] == "probes":
-            text = record["digests"]
-            digests = [text[i : i + 32] for i in range(0, len(text), 32)]
-            entries = zip(layouts[record["layout"]], digests, strict=True)
-            batches.setdefault((record["epoch"], record["batch"]), []).extend(entries)
-    return batches
+    batches = list_batches(ledger, rank)
+    return {(epoch, batch): entries for epoch, _, batch, entries in batches}
 
 
 def places_of(ledger, *kinds):
@@ -86,14 +78,14 @@ def test_records_come_in_the_order_of_what_they_tell(fit):
     """However fast the batches were: those of an epoch precede its digests."""
     ledger = fit(probes=["loss"], trainer_max_epochs=2)
     kinds = [json.loads(line)["kind"] for line in ledger.files[0].read_text().splitlines()]
-    batches = kinds.count("probes") // 2
     assert kinds == [
         *("header", "run", "digests", "layout"),
-        *["probes"] * batches,
-        *("digests", "evaluation"),
-        *["probes"] * batches,
-        *("digests", "evaluation", "digests", "end"),
+        *("frames", "digests", "evaluation"),
+        *("frames", "digests", "evaluation", "digests", "end"),
     ]
+    epochs = [epoch for epoch, *_ in list_batches(ledger)]
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1}
 
 
 def test_two_runs_have_the_same_probes(fit):

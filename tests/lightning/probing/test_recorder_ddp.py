@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from ledger_runs import list_batches
 from two_ranks import train_on_two_ranks
 
 from lightning_d9m.ledger.folder import read_ledger
@@ -21,17 +22,9 @@ def folder(tmp_path_factory):
 
 def first_batch(folder, rank):
     """Return digest by place of a rank's first batch."""
-    file = folder / "probed" / "fit-000" / f"rank-{rank}.jsonl"
-    layouts, places = {}, {}
-    for line in file.read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "layout":
-            layouts[record["id"]] = [tuple(place) for place in record["places"]]
-        if record["kind"] == "probes" and (record["epoch"], record["batch"]) == (0, 0):
-            text = record["digests"]
-            digests = [text[i : i + 32] for i in range(0, len(text), 32)]
-            places |= dict(zip(layouts[record["layout"]], digests, strict=True))
-    return places
+    (epoch, _, batch, entries), *_ = list_batches(read_ledger(folder / "probed" / "fit-000"), rank)
+    assert (epoch, batch) == (0, 0)
+    return dict(entries)
 
 
 def test_probes_and_replays_change_no_bit(folder):
@@ -57,5 +50,5 @@ def test_a_fault_on_one_rank_stops_both(folder):
 
 def test_only_the_ranks_that_are_named_record(folder):
     """One that ends with an error has written what it met before."""
-    files = [folder / "faulty" / "fit-000" / f"rank-{rank}.jsonl" for rank in (0, 1)]
-    assert [file.read_text().count('"kind":"probes"') for file in files] == [0, 3]
+    ledger = read_ledger(folder / "faulty" / "fit-000")
+    assert [len(list_batches(ledger, rank)) for rank in (0, 1)] == [0, 3]
