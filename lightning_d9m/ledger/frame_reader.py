@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
@@ -18,7 +18,6 @@ from lightning_d9m.ledger.probe_frames import (
     MAX_BLOCK,
     POSITION,
     START,
-    FramePosition,
     Frames,
 )
 from lightning_d9m.ledger.probe_layouts import Layouts
@@ -27,6 +26,29 @@ from lightning_d9m.ledger.schema import MAX_WHOLE, FieldError
 _BUFFER = 2**18
 # The least bytes of a block's frames that are returned together with those of the next blocks.
 _TOGETHER = 2**17
+
+
+@dataclass(slots=True)
+class _Run:
+    """Frames of consecutive blocks of the same layout and growth."""
+
+    layout: int
+    growth: tuple[int, int]
+    place: tuple[int, int, int]
+    token: bytes
+    width: int
+    count: int = 0
+    size: int = 0
+    parts: list[memoryview] = field(default_factory=list)
+
+    def takes(self, layout: int, growth: tuple[int, int]) -> bool:
+        """Return whether the frames of the next block may be added."""
+        return (self.layout, self.growth) == (layout, growth) and self.size < _TOGETHER
+
+    def as_frames(self) -> Frames:
+        """Return the frames."""
+        data = b"".join(self.parts)
+        return Frames(*self.place, *self.growth, self.count, self.token, self.width, data)
 
 
 class FrameReader(AbstractContextManager["FrameReader"]):
@@ -38,8 +60,6 @@ class FrameReader(AbstractContextManager["FrameReader"]):
 
     Attributes:
         size: Bytes of the file when it was opened; a run may still append to it.
-        offset: Bytes that were read.
-        chain_hash: The check of the last block that was read: 16 hex digits.
         truncated: Whether the last block is torn, as a killed run leaves it.
 
     Raises:
@@ -50,20 +70,26 @@ class FrameReader(AbstractContextManager["FrameReader"]):
     def __init__(self, path: Path, start: str) -> None:
         self.path = path
         self._check = int(start, 16)
-        self._position = START
+        self._position: tuple[int, int, int] = START
         self._stream = open_regular(path)
         self.size = os.fstat(self._stream.fileno()).st_size
-        self._data = b""
-        self._at = self.offset = 0
-        found = self._peek(len(MAGIC))
-        if found[: len(MAGIC)] != MAGIC[: len(found)]:
+        # Bytes of the file, where they begin in it, and where the next block begins in them.
+        self._data = self._stream.read(_BUFFER)
+        self._base = 0
+        self._at = min(len(MAGIC), len(self._data))
+        self.truncated = 0 < self._at < len(MAGIC)
+        if self._data[: len(MAGIC)] != MAGIC[: self._at]:
             self.close()
             raise LedgerError(
-                f"{path} does not hold the digests of probes: it begins with {found[:16].hex()}. "
-                "Copy it again together with the file rank-N.jsonl beside it."
+                f"{path} does not hold the digests of probes: it begins with "
+                f"{self._data[:16].hex()}. Copy it again together with the file rank-N.jsonl "
+                "beside it."
             )
-        self._at = self.offset = len(found[: len(MAGIC)])
-        self.truncated = 0 < self.offset < len(MAGIC)
+
+    @property
+    def offset(self) -> int:
+        """Bytes that were read."""
+        return self._base + self._at
 
     @property
     def chain_hash(self) -> str:
@@ -81,21 +107,44 @@ class FrameReader(AbstractContextManager["FrameReader"]):
         Raises:
             LedgerError: When a block was edited, is malformed, or ends beyond ``end``.
         """
-        run: Frames | None = None
-        parts: list[bytes] = []
-        size = 0
-        while (block := self._read_block(end, layouts, torn=torn)) is not None:
-            if run is not None and size < _TOGETHER and _continues(run, block):
-                count = run.count + block.count
-                run = replace(run, count=count)
+        # This runs for each block, of which a trace may have millions: most have the same head as
+        # the block before, and continue its run.
+        run: _Run | None = None
+        head, size, count, growth = b"", HEAD.size, 0, (0, 0)
+        while self.offset < end:
+            self._fill(size + CHECK.size)
+            found = self._data[self._at : self._at + HEAD.size]
+            if found != head or run is None or run.size >= _TOGETHER:
+                if len(found) < HEAD.size:
+                    self.truncated = True
+                    break
+                head = found
+                layout, count, *grown = HEAD.unpack(head)
+                growth = grown[0], grown[1]
+                size = HEAD.size + self._measure(layout, count, layouts, growth)
+                if run is not None and not (count and run.takes(layout, growth)):
+                    yield run.as_frames()
+                    run = None
+                self._fill(size + CHECK.size)
+            if not self._verify(size, end, torn=torn):
+                break
+            start, stop = self._at + HEAD.size, self._at + size
+            if count:
+                place = self._move(count, growth)
+                if run is None:
+                    width = (size - HEAD.size) // count
+                    run = _Run(layout, growth, place, layouts.get(layout), width)
+                run.count += count
+                run.size += size
+                run.parts.append(memoryview(self._data)[start:stop])
+                if not growth[1]:  # a part of a batch continues nothing
+                    run.size = _TOGETHER
             else:
-                if run is not None:
-                    yield _join(run, parts)
-                run, parts, size = block, [], 0
-            parts.append(block.data)
-            size += len(block.data)
+                self._position = POSITION.unpack_from(self._data, start)
+                head = b""
+            self._at = stop + CHECK.size
         if run is not None:
-            yield _join(run, parts)
+            yield run.as_frames()
 
     def close(self) -> None:
         """Close the file."""
@@ -104,110 +153,65 @@ class FrameReader(AbstractContextManager["FrameReader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_block(self, end: int, layouts: Layouts, *, torn: bool) -> Frames | None:
-        """Read the next block of frames; None at ``end`` and at the end of the file."""
-        while self.offset < end:
-            data = self._peek(HEAD.size)
-            if len(data) < HEAD.size:
-                self.truncated = True
-                return None
-            layout, count, *growth = HEAD.unpack_from(data)
-            try:
-                size = HEAD.size + _measure(layout, count, layouts, growth)
-                if not torn:
-                    _check_end(count, self.offset + size + CHECK.size, end)
-                data = self._peek(size + CHECK.size)
-                if len(data) < size + CHECK.size or self.offset + size + CHECK.size > end:
-                    self.truncated = True
-                    return None
-                self._verify(data[:size], data[size:])
-                if count:
-                    found = self._place(data[:size], count, growth, layouts.get(layout))
-                else:
-                    self._position = FramePosition(*POSITION.unpack_from(data, HEAD.size))
-            except FieldError as error:
-                raise LedgerError(
-                    f"{self.path}, the block at byte {self.offset}: {error}. The file was not "
-                    "written by lightning_d9m, or was edited; record the run again."
-                ) from error
-            self._at += size + CHECK.size
-            self.offset += size + CHECK.size
-            if count:
-                return found
-        return None
+    def _fill(self, size: int) -> None:
+        """Hold at least ``size`` of the next bytes; fewer only at the end of the file."""
+        if len(self._data) - self._at < size:
+            self._base += self._at
+            rest = self._data[self._at :]
+            self._data = rest + self._stream.read(max(size - len(rest), _BUFFER))
+            self._at = 0
 
-    def _verify(self, body: memoryview, check: memoryview) -> None:
-        found = xxh3_64_intdigest(body, self._check)
-        if CHECK.unpack_from(check)[0] != found:
+    def _measure(self, layout: int, count: int, layouts: Layouts, growth: tuple[int, int]) -> int:
+        """Return the bytes between head and check of a block."""
+        size = count * layouts.size(layout) * DIGEST_BYTES
+        if not count:
+            if layout or any(growth):
+                raise self._malformed("count", "is 0, and the rest of its head is not")
+            return POSITION.size
+        if not size:
+            unknown = f"is {layout}, and no record before it says what that is"
+            raise self._malformed("layout", unknown)
+        if size > MAX_BLOCK:
+            raise self._malformed("count", f"is {count}, which makes more than {MAX_BLOCK} bytes")
+        if count > 1 and not growth[1]:
+            raise self._malformed("batches", f"must be at least 1 for {count} frames, and is 0")
+        return size
+
+    def _verify(self, size: int, end: int, *, torn: bool) -> bool:
+        """Check the hash of the next block; return whether it is whole."""
+        stop = self._at + size
+        beyond = self._base + stop + CHECK.size > end
+        if beyond and not torn:
+            raise self._malformed("count", f"makes it end beyond byte {end}")
+        if beyond or len(self._data) < stop + CHECK.size:
+            self.truncated = True
+            return False
+        check = xxh3_64_intdigest(memoryview(self._data)[self._at : stop], self._check)
+        if CHECK.unpack_from(self._data, stop)[0] != check:
             raise LedgerError(
                 f"{self.path}, the block at byte {self.offset} does not fit its check: it was "
                 "edited, or a block before it was removed, added or moved. Nothing from here on "
                 "can be trusted; take an unedited copy, or record the run again."
             )
-        self._check = found
+        self._check = check
+        return True
 
-    def _place(self, body: memoryview, count: int, growth: list[int], layout: bytes) -> Frames:
-        """Return the frames of a block at their position, and move it."""
-        steps, batches = growth
+    def _move(self, count: int, growth: tuple[int, int]) -> tuple[int, int, int]:
+        """Move the position behind some frames; return that of the first of them."""
         epoch, step, batch = self._position
-        last = FramePosition(epoch, step + steps * count, batch + batches * count)
-        for name, first, final in (
-            ("epoch", epoch, epoch),
-            ("step", step + steps, last.step),
-            ("batch", batch + batches, last.batch),
-        ):
-            if first < 0 or final > MAX_WHOLE:
-                found = first if first < 0 else final
-                raise FieldError(
-                    name, f"must be a whole number from 0 to {MAX_WHOLE}, and is {found}"
-                )
-        self._position = last
-        place = (epoch, step + steps, batch + batches)
-        data = bytes(body[HEAD.size :])
-        return Frames(*place, steps, batches, count, layout, len(data) // count, data)
+        steps, batches = growth
+        place = epoch, step + steps, batch + batches
+        last = self._position = epoch, step + steps * count, batch + batches * count
+        if min(place) < 0 or max(last) > MAX_WHOLE:
+            for name, first, final in zip(("epoch", "step", "batch"), place, last, strict=True):
+                if first < 0 or final > MAX_WHOLE:
+                    value = first if first < 0 else final
+                    allowed = f"must be a whole number from 0 to {MAX_WHOLE}"
+                    raise self._malformed(name, f"{allowed}, and is {value}")
+        return place
 
-    def _peek(self, size: int) -> memoryview:
-        """Return at least ``size`` of the next bytes; fewer only at the end of the file."""
-        if len(self._data) - self._at < size:
-            rest = self._data[self._at :]
-            self._data = rest + self._stream.read(max(size - len(rest), _BUFFER))
-            self._at = 0
-        return memoryview(self._data)[self._at :]
-
-
-def _measure(layout: int, count: int, layouts: Layouts, growth: list[int]) -> int:
-    """Return the bytes between head and check of a block."""
-    if not count:
-        if layout or any(growth):
-            raise FieldError("count", "is 0, and the rest of its head is not")
-        return POSITION.size
-    size = count * layouts.size(layout) * DIGEST_BYTES
-    if not size:
-        raise FieldError("layout", f"is {layout}, and no record before it says what that is")
-    if size > MAX_BLOCK:
-        raise FieldError("count", f"is {count}, which makes more than {MAX_BLOCK} bytes")
-    if count > 1 and not growth[1]:
-        raise FieldError("batches", f"must be at least 1 for {count} frames, and is 0")
-    return size
-
-
-def _check_end(count: int, reached: int, end: int) -> None:
-    if reached > end:
-        raise FieldError("count", f"is {count}, which makes it end beyond byte {end}")
-
-
-def _position(frames: Frames) -> tuple[int, int, int]:
-    return frames.epoch, frames.step, frames.batch
-
-
-def _continues(run: Frames, block: Frames) -> bool:
-    """Return whether a block continues frames of the same layout and growth."""
-    growth = run.steps, run.batches
-    if growth != (block.steps, block.batches) or not run.batches or run.layout != block.layout:
-        return False
-    follows = run.epoch, run.step + run.steps * run.count, run.batch + run.batches * run.count
-    return follows == _position(block)
-
-
-def _join(run: Frames, parts: list[bytes]) -> Frames:
-    return run if len(parts) == 1 else replace(run, data=b"".join(parts))
+    def _malformed(self, field: str, problem: str) -> LedgerError:
+        return LedgerError(
+            f"{self.path}, the block at byte {self.offset}: {FieldError(field, problem)}. The file "
+            "was not written by lightning_d9m, or was edited; record the run again."
+        )

@@ -1,0 +1,435 @@
+"""Compare a ledger with mutations of itself: clear errors, bounded memory, no false verdict.
+
+    python benchmarks/fuzz_ledger.py -n 10000 -o benchmarks/results/fuzz-ledger.json
+
+Each mutation changes the records or the frames of a small run with probes. Half of them change
+bytes; the other half change values, order or number of records and blocks and compute all checks
+anew, so that only the schema and the comparison can notice. A mutation fails if the comparison
+raises anything but a ``LedgerError``, takes longer than ten seconds or more memory than promised,
+or calls runs equal of which an independent reader finds different contents.
+"""
+
+import argparse
+import json
+import random
+import signal
+import struct
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.probe_frames import frames_path
+from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.writer import LedgerWriter
+
+SECONDS = 10
+# Bytes that reading may take: the buffers, and so many times the size of the files.
+BUFFERS, FACTOR = 8 * 2**20, 64
+HEAD, POSITION = struct.Struct("<HHBB"), struct.Struct("<qqq")
+VALUES = (
+    0,
+    1,
+    -1,
+    2,
+    255,
+    256,
+    2**16,
+    2**31,
+    2**63 - 1,
+    2**63,
+    10**30,
+    0.5,
+    -0.0,
+    True,
+    False,
+    None,
+)
+TEXTS = (
+    "",
+    "a",
+    "f" * 32,
+    "F" * 32,
+    "0x1.8p-1",
+    "\x1b[31m",
+    "\u202e",
+    "end",
+    "probes",
+    "frames",
+    "x" * 5000,
+)
+
+
+def write_run(path, draw):
+    """Write a run with probes: two layouts, batches in parts, an epoch, a jump."""
+    header = Header(
+        rank=0, world_size=1, fit=0, seed=7, created="", settings={}, stack={}, package="0"
+    )
+    facts = RunFacts(model="m", parameters=3, train=(LoaderFacts(8, 2, 4),), trainer={"a": 1})
+    layouts = [["output", "a", 0], ["output", "b", 0], ["loss", "loss", 0]], [["op", "c", 0]]
+    with LedgerWriter(path) as writer:
+        writer.write(header.as_record())
+        writer.write(facts.as_record())
+        writer.write(digests_of("initial", 0, 0, draw))
+        for number, places in enumerate(layouts):
+            writer.write({"kind": "layout", "id": number, "places": places})
+        step = 0
+        for epoch in range(2):
+            for batch in range(4):
+                add_frames(writer, epoch, step, batch, draw)
+                step += batch % 2
+            record = {"epoch": epoch, "step": step, "batch": 4, "count": 3, "batches": 2}
+            writer.write({"kind": "probes", "layout": 1, **record, "digests": draw.randbytes(48)})
+            writer.write(digests_of("epoch", epoch, step, draw))
+            writer.write({"kind": "later", "epoch": epoch, "step": step, "x": [1, {"y": None}]})
+        writer.write(digests_of("final", 1, step, draw))
+        writer.write(End(status="finished").as_record())
+
+
+def add_frames(writer, epoch, step, batch, draw):
+    """Write one batch in two parts."""
+    for layout, places in ((0, 3), (1, 1)):
+        record = {"epoch": epoch, "step": step, "batch": batch, "layout": layout}
+        writer.write({"kind": "probes", **record, "digests": draw.randbytes(16 * places)})
+
+
+def digests_of(moment, epoch, step, draw):
+    """Return digests of two weights."""
+    weights = {name: draw.randbytes(16).hex() for name in ("a.weight", "b.weight")}
+    return Digests(
+        moment=moment,
+        epoch=epoch,
+        step=step,
+        totals={"weights": draw.randbytes(16).hex()},
+        groups={"weights": weights},
+        loss=draw.random().hex(),
+        scalars={"accuracy": draw.random().hex()},
+    ).as_record()
+
+
+# What an independent reader finds.
+
+
+def read_blocks(data, places):
+    """Return (head, body) of each whole block."""
+    blocks, at = [], 8
+    while at + 6 <= len(data):
+        head = HEAD.unpack_from(data, at)
+        end = at + 6 + (16 * head[1] * places.get(head[0], 0) or 24)
+        if end + 8 > len(data):
+            break
+        blocks.append((head, data[at + 6 : end]))
+        at = end + 8
+    return blocks
+
+
+def list_contents(path):
+    """Return what counts in a ledger: records and digests, and the names of groups with a total.
+
+    The first has how often each occurs. A group may be written by its total alone.
+    """
+    found, named, layouts = Counter(), {}, {}
+    position, done = (0, -1, -1), 8
+    data = frames_path(path).read_bytes()
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for line in [*lines, b'{"kind":"frames","bytes":%d,"check":""}' % len(data)]:
+        record = json.loads(line)
+        record.pop("check")
+        match record["kind"]:
+            case "layout":
+                layouts[record["id"]] = [tuple(place) for place in record["places"]]
+            case "frames":
+                part = bytes(8) + data[done : record["bytes"]]
+                position = count_digests(part, layouts, position, found)
+                done = record["bytes"]
+            case "header":
+                names = ("seed", "fit", "world_size", "settings")
+                found[json.dumps([record.get(name) for name in names], sort_keys=True)] += 1
+            case _:
+                count_record(record, found, named)
+    return found, named
+
+
+def count_digests(data, layouts, position, found):
+    """Count the digests of some blocks by batch and place; return the position of the last."""
+    sizes = {number: len(places) for number, places in layouts.items()}
+    for (layout, count, steps, batches), body in read_blocks(data, sizes):
+        if not count:
+            position = POSITION.unpack(body)
+        for number in range(count):
+            position = position[0], position[1] + steps, position[2] + batches
+            at = 16 * number * sizes[layout]
+            for index, place in enumerate(layouts[layout]):
+                digest = body[at + 16 * index : at + 16 * index + 16]
+                found[position, place, digest] += 1
+    return position
+
+
+def count_record(record, found, named):
+    """Count a record by its contents."""
+    if record["kind"] == "end":
+        record.pop("error", None)
+        record.pop("drift", None)
+    if record["kind"] == "digests":
+        totals, groups = record["totals"], record.pop("groups")
+        when = record["moment"], record["epoch"], record["step"]
+        for group, names in groups.items():
+            if group in totals:
+                named[when, group] = names
+            else:
+                found[when, group, repr(sorted(names.items()))] += bool(names)
+    found[json.dumps(record, sort_keys=True)] += 1
+
+
+def try_to_list(path):
+    """Return the contents of a ledger; None if it is none."""
+    try:
+        return list_contents(path)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def agree(contents, others):
+    """Return whether two contents are equal where both have names."""
+    if contents is None or others is None:
+        return False
+    common = contents[1].keys() & others[1].keys()
+    return +contents[0] == +others[0] and all(contents[1][key] == others[1][key] for key in common)
+
+
+# Mutations.
+
+
+def change_bytes(data, draw):
+    """Change, remove, repeat, move or add some bytes."""
+    if not data:
+        return draw.randbytes(4)
+    start = draw.randrange(len(data))
+    stop = min(len(data), start + draw.choice((1, 2, 8, 38, 200)))
+    part = data[start:stop]
+    flipped = bytes([data[start] ^ 1 << draw.randrange(8)])
+    at = draw.randrange(len(data))
+    return draw.choice(
+        (
+            data[:start] + flipped + data[start + 1 :],
+            data[:start] + draw.randbytes(len(part)) + data[stop:],
+            data[:start] + data[stop:],
+            data[:stop] + part + data[stop:],
+            data[:start],
+            (data[:start] + data[stop:])[:at] + part + (data[:start] + data[stop:])[at:],
+            data[:start] + draw.randbytes(draw.randrange(40)) + data[start:],
+        )
+    )
+
+
+def change_list(entries, draw):
+    """Remove, repeat or move an entry."""
+    at, to = draw.randrange(len(entries)), draw.randrange(len(entries))
+    entry = entries[at]
+    match draw.randrange(3):
+        case 0:
+            return entries[:at] + entries[at + 1 :]
+        case 1:
+            return [*entries[:to], entry, *entries[to:]]
+        case _:
+            rest = entries[:at] + entries[at + 1 :]
+            return [*rest[:to], entry, *rest[to:]]
+
+
+def change_value(value, draw):
+    """Return a JSON value that differs somewhere."""
+    within = draw.random() < 0.8
+    if isinstance(value, dict) and value and within:
+        return change_object(value, draw)
+    if isinstance(value, list) and value and within:
+        if draw.random() < 0.5:
+            return change_list(value, draw)
+        at = draw.randrange(len(value))
+        return [*value[:at], change_value(value[at], draw), *value[at + 1 :]]
+    if isinstance(value, str) and value and draw.random() < 0.5:
+        at = draw.randrange(len(value))
+        return value[:at] + draw.choice("0af9xp.-") + value[at + 1 :]
+    return draw.choice((draw.choice(VALUES), draw.choice(TEXTS), [], {}, [[[]]], {"a": {}}))
+
+
+def change_object(value, draw):
+    """Remove, add or change an entry, or turn their order."""
+    name = draw.choice(list(value))
+    match draw.randrange(6):
+        case 0:
+            return {key: entry for key, entry in value.items() if key != name}
+        case 1:
+            return {**value, draw.choice(TEXTS): draw.choice(VALUES)}
+        case 2:
+            return dict(reversed(value.items()))
+        case _:
+            return {**value, name: change_value(value[name], draw)}
+
+
+def change_block(block, draw):
+    """Change the head or the body of a block."""
+    head, body = block
+    if draw.random() < 0.5:
+        head = list(head)
+        at = draw.randrange(4)
+        limit = (2**16, 2**16, 256, 256)[at]
+        head[at] = draw.choice((0, 1, 2, (head[at] + 1) % limit, draw.randrange(limit)))
+        return tuple(head), body
+    if not head[1]:
+        position = list(POSITION.unpack(body))
+        position[draw.randrange(3)] = draw.choice((0, 1, -1, 5, -(2**63), 2**63 - 1))
+        return head, POSITION.pack(*position)
+    return head, draw.choice((change_bytes(body, draw), body[:-16], body + bytes(16)))
+
+
+def forge(path, draw):
+    """Change values, order or number of records or blocks, and compute all checks anew."""
+    records = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    for record in records:
+        record.pop("check")
+    places = {r["id"]: len(r["places"]) for r in records if r["kind"] == "layout"}
+    data = frames_path(path).read_bytes()
+    blocks = read_blocks(data, places)
+    # How many blocks precede each record of frames.
+    ends, at = {}, 8
+    for number, (_, body) in enumerate(blocks, start=1):
+        at += 14 + len(body)
+        ends[at] = number
+    counts = [ends[record["bytes"]] for record in records if record["kind"] == "frames"]
+    if draw.random() < 0.5:
+        if draw.random() < 0.5:
+            blocks = change_list(blocks, draw)
+        else:
+            at = draw.randrange(len(blocks))
+            blocks[at] = change_block(blocks[at], draw)
+    elif draw.random() < 0.3:
+        records = records[:1] + change_list(records[1:], draw)
+    else:
+        at = draw.randrange(len(records))
+        records[at] = change_value(records[at], draw)
+    write_forged(path, records, blocks, counts)
+
+
+def write_forged(path, records, blocks, counts):
+    """Write records and blocks with checks that fit, and records of frames that refer to them."""
+    bodies = [json.dumps(record, separators=(",", ":")).encode() for record in records]
+    _, start = chain_record(bodies[0], CHAIN_START)
+    check, data, places = int(start, 16), b"d9mprb2\n", []
+    for head, body in blocks:
+        block = HEAD.pack(*head) + body
+        check = xxh3_64_intdigest(block, check)
+        data += block + struct.pack("<Q", check)
+        places.append((len(data), f"{check:016x}"))
+    frames_path(path).write_bytes(data)
+    lines, check = [], CHAIN_START
+    for record, body in zip(records, bodies, strict=True):
+        fitting = body
+        if isinstance(record, dict) and record.get("kind") == "frames" and counts:
+            number = counts.pop(0) - 1
+            size, last = places[min(number, len(places) - 1)]
+            fitting = b'{"kind":"frames","bytes":%d,"last":"%b"}' % (size, last.encode())
+        line, check = chain_record(fitting, check)
+        lines.append(line)
+    path.write_bytes(b"".join(lines))
+
+
+# The check of one mutation.
+
+
+class TooLongError(Exception):
+    """The comparison took too long."""
+
+
+def give_up(*_):
+    """Raise, as the handler of the alarm."""
+    raise TooLongError
+
+
+def judge(base, mutated, contents):
+    """Return (outcome, what is wrong with it; empty for nothing)."""
+    size = sum(path.stat().st_size for path in (mutated, frames_path(mutated)))
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    signal.alarm(SECONDS)
+    try:
+        verdicts = {
+            compare_ledgers(read_ledger(one), read_ledger(other)).verdict
+            for one, other in ((base, mutated), (mutated, base))
+        }
+    except LedgerError:
+        outcome, wrong = "refused", ""
+    except BaseException as error:  # noqa: BLE001 - what is looked for
+        return "failed", f"{type(error).__name__}: {error}"
+    else:
+        outcome = "/".join(sorted(verdicts))
+        wrong = "the two directions disagree" if len(verdicts) > 1 else ""
+    finally:
+        signal.alarm(0)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    if peak > BUFFERS + FACTOR * size:
+        wrong = f"{peak} bytes of memory for {size} bytes"
+    if outcome == "equal" and not agree(try_to_list(mutated), contents):
+        wrong = "different contents are called equal"
+    return outcome, wrong
+
+
+def fuzz(count, seed, folder):
+    """Return how often each outcome came, and what failed."""
+    base, mutated = folder / "base.jsonl", folder / "mutated.jsonl"
+    write_run(base, random.Random(seed))  # noqa: S311 - no secret
+    contents = list_contents(base)
+    originals = base.read_bytes(), frames_path(base).read_bytes()
+    outcomes, failures = Counter(), []
+    import numpy  # noqa: F401, ICN001 - what it takes is no memory for a ledger
+
+    signal.signal(signal.SIGALRM, give_up)
+    tracemalloc.start()
+    for number in range(count):
+        draw = random.Random(seed * 1_000_003 + number)  # noqa: S311 - no secret
+        mutated.write_bytes(originals[0])
+        frames_path(mutated).write_bytes(originals[1])
+        if number % 2:
+            forge(mutated, draw)
+        else:
+            path = draw.choice((mutated, frames_path(mutated)))
+            path.write_bytes(change_bytes(path.read_bytes(), draw))
+        outcome, wrong = judge(base, mutated, contents)
+        outcomes["forged" if number % 2 else "bytes", outcome] += 1
+        if wrong:
+            failures.append({"mutation": number, "wrong": wrong})
+    tracemalloc.stop()
+    return outcomes, failures
+
+
+def main():
+    """Mutate, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-n", "--number", type=int, default=10_000)
+    parser.add_argument("-s", "--seed", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, failures = fuzz(arguments.number, arguments.seed, Path(folder))
+    result = {
+        "mutations": arguments.number,
+        "seed": arguments.seed,
+        "seconds": round(time.perf_counter() - began, 1),
+        "outcomes": {" ".join(key): count for key, count in sorted(outcomes.items())},
+        "failures": failures[:100],
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    raise SystemExit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Some mutations of a ledger; benchmarks/fuzz_ledger.py makes many more."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz_ledger.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = spec_from_file_location("fuzz_ledger", SCRIPT)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_mutations_are_refused_or_judged_right(script, tmp_path):
+    outcomes, failures = script.fuzz(120, 3, tmp_path)
+    assert failures == []
+    kinds = {(how, outcome) for how, outcome in outcomes}
+    assert {("bytes", "refused"), ("forged", "refused"), ("forged", "different")} <= kinds
+
+
+def test_a_wrong_verdict_is_found(script, tmp_path, monkeypatch):
+    equal = type("Comparison", (), {"verdict": "equal"})
+    monkeypatch.setattr(script, "compare_ledgers", lambda *_: equal)
+    _, failures = script.fuzz(20, 3, tmp_path)
+    assert {failure["wrong"] for failure in failures} == {"different contents are called equal"}
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), RecursionError()])
+def test_another_error_is_found(script, tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(script, "compare_ledgers", fail)
+    failures = script.fuzz(6, 3, tmp_path)[1]
+    assert failures  # the header of the others cannot be read
+    assert {failure["wrong"] for failure in failures} == {f"{type(error).__name__}: {error}"}
