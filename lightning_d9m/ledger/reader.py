@@ -197,7 +197,7 @@ class RankReader(AbstractContextManager["RankReader"]):
     def _open_frames(self) -> FrameReader | None:
         """Open the file of frames; None if there is none."""
         path = frames_path(self.path)
-        return FrameReader(path, self._start.decode()) if os.path.exists(path) else None  # noqa: PTH110 - a name that is too long is no file
+        return FrameReader(path, self._start.decode()) if os.path.exists(path) else None  # noqa: PTH110 - a name that is too long does not exist
 
     def _frames_before(self, body: bytes, frames: FrameReader | None) -> Iterator[Frames]:
         """Yield the frames that precede a record ``frames``, and check that these are all."""
@@ -206,7 +206,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         if frames is None:
             raise LedgerError(
                 f"{self.path}, line {self.line} refers to {end.bytes} bytes of digests of probes, "
-                f"and there is no file {frames_path(self.path).name} beside it. Copy both files."
+                f"and {frames_path(self.path).name} is not beside it. Copy both files."
             )
         yield from frames.read(end.bytes, self._layouts)
         if frames.offset != end.bytes or frames.chain_hash != end.last:
@@ -255,7 +255,7 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def _beyond(self, frames: FrameReader) -> LedgerError:
         return LedgerError(
-            f"{frames.path} goes on after byte {frames.offset}, and {self.path.name} ends with a "
+            f"{frames.path} continues after byte {frames.offset}, and {self.path.name} ends with a "
             "record that the run has ended. One of the two was edited or replaced; take an "
             "unedited copy, or record the run again."
         )
