@@ -1,47 +1,38 @@
-"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop.
-
-The file is long because one public class answers every call of a loop, and all of its methods share
-one state; loaders, probes, ranks and the saved state are in the other files of this folder.
-"""
+"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.generators import decode_rng, encode_rng
 from lightning_d9m.control.seeding import capture_rng, restore_rng
-from lightning_d9m.control.session import Session, active_session, next_fit
+from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.hashing.training_state import describe_model, take_snapshot
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
-from lightning_d9m.launch.run import LEDGER_VARIABLE
-from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.ledger.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
+from lightning_d9m.loop.beginning import (
+    as_tuple,
+    check_choices,
+    describe_run,
+    find_session,
+    make_folder,
+)
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes
 from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
-from lightning_d9m.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.recorder import Policy
-from lightning_d9m.recording.recorder import Recorder as LedgerRecorder
 from lightning_d9m.recording.replicated_state import find_replicated_state
-from lightning_d9m.recording.shared_folder import share_new_folder
-from lightning_d9m.version import __version__
+from lightning_d9m.recording.run_recorder import RunRecorder, make_header
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,21 +87,15 @@ class Recorder:
         probe_steps: str | None = None,
         probe_ranks: int | Sequence[int] | None = None,
     ) -> None:
-        for name, value, allowed in (
-            ("on_drift", on_drift, ("raise", "warn")),
-            ("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore")),
-        ):
-            if value not in allowed:
-                choices = " or ".join(map(repr, allowed))
-                raise SettingError(f"Recorder was given {name}={value!r}; allowed: {choices}.")
+        check_choices(on_drift=on_drift, on_stack_difference=on_stack_difference)
         if not isinstance(model, torch.nn.Module):
             raise SettingError(
                 f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
                 "models as one torch.nn.ModuleList or ModuleDict."
             )
         self._model = unwrap_model(model)
-        self._optimizers = tuple(map(unwrap_optimizer, _as_tuple(optimizers)))
-        self._schedulers = _as_tuple(schedulers)
+        self._optimizers = tuple(map(unwrap_optimizer, as_tuple(optimizers)))
+        self._schedulers = as_tuple(schedulers)
         self._ledger_dir = Path(ledger_dir)
         self._policy = Policy(
             reference=None if reference is None else Path(reference),
@@ -125,7 +110,7 @@ class Recorder:
         )
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
-        self._recorder: LedgerRecorder | None = None
+        self._run = RunRecorder(self._policy)
         self._probes: LoopProbes | None = None
         self._batches: Batches | None = None
         self._resumed: SavedLoop | None = None
@@ -135,19 +120,10 @@ class Recorder:
         self.global_step = 0
         self._batch = 0
         self._iterated = 0  # calls of `batches` in this epoch
-        self._loss: torch.Tensor | None = None
         self._scalars: dict[str, float] = {}
-        self._digest: str | None = None
 
     def __enter__(self) -> "Self":
-        session = active_session()
-        if session is None:
-            raise SettingError(
-                "There is no deterministic session, so this training would be recorded but not "
-                "repeatable. Put it into `with lightning_d9m.deterministic(seed=...):`, or call "
-                "lightning_d9m.enable(seed=...) first."
-            )
-        self._session = session
+        self._session = session = find_session()
         self._ranks, self._world_size = find_ranks()
         self._fit = next_fit()
         self._probe_settings = self._probe_settings.overridden(os.environ)
@@ -178,12 +154,12 @@ class Recorder:
     @property
     def ledger(self) -> Path | None:
         """The folder of the ledger; None before the first batch."""
-        return None if self._recorder is None else self._recorder.folder
+        return self._run.folder
 
     @property
     def digest(self) -> str | None:
         """The digest of the weights in the last record, 32 hex digits; None before the first."""
-        return self._digest
+        return self._run.digest
 
     def __repr__(self) -> str:
         return (
@@ -201,33 +177,31 @@ class Recorder:
             ReferenceRefusedError: If the reference comes from another experiment.
             StackDifferenceError: If the reference's stack differs, unless the settings allow it.
         """
-        if self._recorder is not None:
+        if self._run.folder is not None:
             return
         session, resumed = self._open_session, self._resumed
-        header, facts, replicated = self._ranks.raise_on_all(
+        self._run.begin(
+            self._ranks,
+            self._model,
             lambda: (
-                self._make_header(session),
-                self._describe_run(loader),
+                make_header(
+                    self._ranks,
+                    session.settings,
+                    {"world.size": self._world_size},
+                    world_size=self._world_size,
+                    fit=self._fit,
+                    further=self._probe_settings.as_record(),
+                ),
+                describe_run(self._model, loader),
                 find_replicated_state(self._model, self._optimizers, self._schedulers),
-            )
+            ),
+            lambda: make_folder(self._ranks, self._ledger_dir),
+            resumed=None if resumed is None else resumed.as_record(),
         )
-        self._recorder = LedgerRecorder(
-            self._make_folder(),
-            header,
-            policy=self._policy,
-            ranks=self._ranks,
-            replicated=replicated,
-        )
-        self._tensors = ModelTensors(self._model)
-        if self._probe_settings.kinds and self._probe_settings.takes_rank(self._ranks.rank):
-            self._probes = LoopProbes(
-                self._probe_settings,
-                self._model,
-                self._optimizers,
-                self._ranks.rank,
-                self._recorder.append,
-            )
-        self._recorder.begin(facts, None if resumed is None else _make_resume_record(resumed))
+        settings, rank = self._probe_settings, self._ranks.rank
+        if settings.kinds and settings.takes_rank(rank):
+            append = self._run.append
+            self._probes = LoopProbes(settings, self._model, self._optimizers, rank, append)
         if resumed is None:
             self._record("initial", 0)
 
@@ -260,7 +234,7 @@ class Recorder:
         Call it after ``begin`` in a loop that cannot iterate through ``batches`` and so seeds its
         generators and restores its position itself.
         """
-        if self._recorder is None:
+        if not self._run.is_open:
             raise SettingError(f"start_batch() was called before the training began. {_CALLS}")
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed.batch
@@ -276,20 +250,20 @@ class Recorder:
             loss: The loss; it is kept on its device until the epoch is recorded.
             **scalars: Further numbers, of which the epoch records the last.
         """
-        if self._recorder is None:
+        if not self._run.is_open:
             raise SettingError(f"step() was called before the training began. {_CALLS}")
         self.log(loss, **scalars)
         if self._probes is not None:
-            self._probes.end_batch(None if loss is None else self._loss, scalars)
+            self._probes.end_batch(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self._interruption.end_step()
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Keep a loss and numbers for the next record."""
         if isinstance(loss, torch.Tensor):
-            self._loss = loss.detach()
+            self._run.loss = loss.detach()
         elif loss is not None:
-            self._loss = torch.tensor(loss, dtype=torch.float64)
+            self._run.loss = torch.tensor(loss, dtype=torch.float64)
         self._scalars.update(scalars)
 
     def epoch(self, epoch: int | None = None, **scalars: float) -> None:
@@ -305,7 +279,7 @@ class Recorder:
             SettingError: If a switch was changed since the session began, or the epoch has another
                 number.
         """
-        if self._recorder is None:
+        if not self._run.is_open:
             raise SettingError(f"epoch() was called before the training began. {_CALLS}")
         if epoch is not None and epoch != self.next_epoch:
             raise SettingError(
@@ -335,7 +309,7 @@ class Recorder:
             )
         if self._probes is not None:
             self._probes.flush()
-        position = None if self._recorder is None else self._recorder.ledger_position
+        position = self._run.ledger_position
         return SavedLoop(
             rank=self._ranks.rank,
             world_size=self._world_size,
@@ -346,7 +320,7 @@ class Recorder:
             batch=self._batch,
             rng=encode_rng(capture_rng()),
             samplers=source.capture_samplers(within=self._batch > 0),
-            loss=_to_hex(self._loss),
+            loss=self._run.loss_text,
             scalars=self._list_scalars(),
             folder="" if position is None else position["folder"],
             check="" if position is None else position["check"],
@@ -363,7 +337,7 @@ class Recorder:
             SettingError: After the training has begun.
         """
         session, saved = self._open_session, SavedLoop.from_plain(state)
-        if self._recorder is not None:
+        if self._run.is_open:
             raise SettingError(
                 "load_state_dict() was called after the first batch. Call it at the start of the "
                 "`with` block."
@@ -376,8 +350,7 @@ class Recorder:
         self._batches = Batches(session.settings, saved.fit, self._ranks.rank)
         self._resumed = saved
         self.next_epoch, self.global_step = saved.epoch, saved.step
-        if saved.loss is not None:
-            self._loss = torch.tensor(float.fromhex(saved.loss), dtype=torch.float64)
+        self._run.load_loss(saved.loss)
         self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
         restore_rng(decode_rng(saved.rng))
 
@@ -393,57 +366,23 @@ class Recorder:
         assert self._batches is not None, "both are set together"
         return self._batches
 
-    def _make_header(self, session: Session) -> Header:
-        control = {} if control_is_on() else {"control": "off"}
-        settings = {**session.settings.as_record(), **control, **self._probe_settings.as_record()}
-        return Header(
-            rank=self._ranks.rank,
-            world_size=self._world_size,
-            fit=self._fit,
-            seed=session.settings.seed,
-            created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-            settings=settings,
-            stack=capture_stack({"world.size": self._world_size}),
-            package=__version__,
-            program=capture_program() if self._ranks.rank == 0 else {},
-        )
-
-    def _describe_run(self, loader: object) -> RunFacts:
-        model, parameters = describe_model(self._model)
-        train = [] if loader is None else [describe_loader(loader)]
-        return RunFacts(model=model, parameters=parameters, train=train)
-
-    def _make_folder(self) -> Path:
-        parent = Path(os.environ.get(LEDGER_VARIABLE) or self._ledger_dir)
-        create = partial(create_ledger_folder, parent)
-        return share_new_folder(self._ranks, create if self._ranks.rank == 0 else None)
-
     def _record(self, moment: str, epoch: int) -> None:
-        assert self._recorder is not None, "begin() comes first"
-        if self._probes is not None:
-            self._probes.save_state(StatePoint(epoch, self.global_step, moment))
-        digests = self._ranks.raise_on_all(lambda: self._take_digests(moment, epoch))
-        self._digest = digests.totals["weights"]
-        self._recorder.record(digests)
-
-    def _take_digests(self, moment: str, epoch: int) -> Digests:
-        self._open_session.verify()
-        snapshot = take_snapshot(self._tensors, self._optimizers, self._schedulers)
-        return Digests(
-            moment=moment,
+        digests = self._run.take(
+            moment,
             epoch=epoch,
             step=self.global_step,
-            totals=snapshot.totals,
-            groups=snapshot.groups,
-            loss=_to_hex(self._loss),
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
             scalars=self._list_scalars(),
+            verify=self._open_session.verify,
         )
+        self._run.record(digests)
 
     def _list_scalars(self) -> dict[str, str]:
         return {name: float(value).hex() for name, value in sorted(self._scalars.items())}
 
     def _finish(self) -> None:
-        if self._recorder is None:
+        if not self._run.is_open:
             return
         if self._probes is not None:
             self._probes.close()
@@ -451,32 +390,12 @@ class Recorder:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
             self._interruption.finish()
         except BaseException as error:
-            self._recorder.end(End.failed(error))
+            self._run.end(End(status="failed", error=f"{type(error).__name__}: {error}"))
             raise
-        self._recorder.end(End(status="finished"))
+        self._run.end(End(status="finished"))
 
     def _fail(self, error: str) -> None:
         with suppress(Exception):  # do not hide the error that is being raised
             if self._probes is not None:
                 self._probes.close()
-        if self._recorder is not None:
-            self._recorder.end(End(status="failed", error=error))
-
-
-def _make_resume_record(saved: SavedLoop) -> dict[str, Any]:
-    return {
-        "kind": "resume",
-        "parent": saved.folder,
-        "parent_check": saved.check,
-        "epoch": saved.epoch,
-        "step": saved.step,
-        "batch": saved.batch,
-    }
-
-
-def _as_tuple(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
-
-
-def _to_hex(value: torch.Tensor | None) -> str | None:
-    return None if value is None else float(value).hex()
+        self._run.end(End(status="failed", error=error))

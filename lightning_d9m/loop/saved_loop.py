@@ -47,6 +47,17 @@ class SavedLoop:
         """Return plain values, which ``torch.load(weights_only=True)`` reads."""
         return {"format": _FORMAT, **asdict(self)}
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the record that names the ledger which a resumed run continues."""
+        return {
+            "kind": "resume",
+            "parent": self.folder,
+            "parent_check": self.check,
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.batch,
+        }
+
     @classmethod
     def from_plain(cls, state: object) -> "SavedLoop":
         """Read what ``as_plain`` returned.

@@ -1,46 +1,40 @@
 """The facts of a run that its ledger records."""
 
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.training_state import describe_model
-from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.records import Header, RunFacts
-from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_stack
+from lightning_d9m.ledger.records import Header, RunFacts, Scalar
+from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.strategies import shards_every_parameter
 from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.recording import run_recorder
+from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.replicated_state import ReplicatedState, find_replicated_state
-from lightning_d9m.version import __version__
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-def make_header(trainer: "Trainer", session: TrainerSession) -> Header:
-    """Return the ledger header of this rank."""
-    return Header(
-        rank=trainer.global_rank,
+def make_header(
+    trainer: "Trainer",
+    session: TrainerSession,
+    further: Mapping[str, Scalar] = MappingProxyType({}),
+) -> Header:
+    """Return the ledger header of this rank, with further settings."""
+    overridden = {"overridden": " ".join(session.overridden)} if session.overridden else {}
+    return run_recorder.make_header(
+        Ranks(trainer.global_rank),
+        session.settings,
+        _describe_layout(trainer),
         world_size=trainer.world_size,
         fit=session.fit,
-        seed=session.settings.seed,
-        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        settings=_describe_settings(session),
-        stack=capture_stack(_describe_layout(trainer)),
-        package=__version__,
-        program=capture_program() if trainer.is_global_zero else {},
+        further={**(overridden if control_is_on() else {}), **further},
     )
-
-
-def _describe_settings(session: TrainerSession) -> dict[str, str | int | bool | None]:
-    record: dict[str, str | int | bool | None] = {**session.settings.as_record()}
-    if not control_is_on():
-        record["control"] = "off"
-    elif session.overridden:
-        record["overridden"] = " ".join(session.overridden)
-    return record
 
 
 def _describe_layout(trainer: "Trainer") -> dict[str, str | int | bool | None]:

@@ -1,7 +1,6 @@
 """The recorder of a Trainer: reads facts and state from it and writes them to the ledger."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.hashing.training_state import describe_model, take_snapshot
-from lightning_d9m.ledger.records import Digests, End, Json, RunFacts
+from lightning_d9m.hashing.training_state import describe_model
+from lightning_d9m.ledger.records import End, Json, RunFacts
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
@@ -25,8 +23,8 @@ from lightning_d9m.lightning.recording.run_metadata import (
 from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_session import TrainerSession
-from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.recorder import Policy, Recorder
+from lightning_d9m.recording.recorder import Policy
+from lightning_d9m.recording.run_recorder import RunRecorder
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -57,22 +55,18 @@ class TrainerRecorder:
         spare_cwd: bool = False,
     ) -> None:
         self._policy = policy
+        self._run = RunRecorder(policy)
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
-        self._ranks = Ranks(0)
-        self._model_tensors: ModelTensors | None = None
-        self._recorder: Recorder | None = None
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
         self._evaluations: list[dict[str, Json]] = []
         self._resumed: dict[str, Json] | None = None
         self.further_settings: dict[str, str | int] = {}
         self.summary = FitSummary()
-        self._loss: torch.Tensor | None = None
         self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        closed = {"_recorder": None, "_outputs": None, "_loss": None, "_model_tensors": None}
-        return self.__dict__ | closed | {"_ranks": Ranks(0)}
+        return self.__dict__ | {"_outputs": None}
 
     def check_reference(self) -> None:
         """Raise a ``LedgerError`` before the setup if the reference cannot be read."""
@@ -85,40 +79,38 @@ class TrainerRecorder:
             SettingError: If a switch has been changed since the run began.
         """
         if self._resumed is None:
-            self._loss = None
+            self._run.loss = None
             self._evaluations.clear()
         self._epoch = trainer.current_epoch
-        self._model_tensors = ModelTensors(module)
-        self._ranks = ranks_of(trainer)
-        header, facts, replicated = self._ranks.raise_on_all(
+        resumed, self._resumed = self._resumed, None
+        self._run.begin(
+            ranks_of(trainer),
+            module,
             lambda: (
-                make_header(trainer, session),
+                make_header(trainer, session, self.further_settings),
                 describe_run(trainer, module),
                 find_replicated(trainer, module),
-            )
+            ),
+            lambda: self._make_fit_folder(trainer),
+            resumed=resumed,
         )
-        self._recorder = Recorder(
-            self._make_folder(trainer, kind="fit"),
-            replace(header, settings={**header.settings, **self.further_settings}),
-            policy=self._policy,
-            ranks=self._ranks,
-            replicated=replicated,
-        )
-        self.summary = FitSummary(self._recorder.folder)
-        resumed, self._resumed = self._resumed, None
-        self._recorder.begin(facts, resumed)
         if resumed is None:
             self.record(trainer, module, session, "initial")
+
+    def _make_fit_folder(self, trainer: "Trainer") -> Path:
+        folder = self._make_folder(trainer, kind="fit")
+        self.summary = FitSummary(folder)
+        return folder
 
     @property
     def ledger_position(self) -> dict[str, str] | None:
         """The ledger's folder, and the check of this rank's last record; None without one."""
-        return None if self._recorder is None else self._recorder.ledger_position
+        return self._run.ledger_position
 
     @property
     def pending(self) -> PendingRecords:
         """The values that wait for the next record."""
-        return PendingRecords(self._loss_text(), list(self._evaluations))
+        return PendingRecords(self._run.loss_text, list(self._evaluations))
 
     def resume(self, record: Mapping[str, Json], pending: PendingRecords) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
@@ -128,8 +120,7 @@ class TrainerRecorder:
             pending: The ``pending`` of the run that wrote the other ledger.
         """
         self._resumed = {"kind": "resume", **record}
-        number = None if pending.loss is None else float.fromhex(pending.loss)
-        self._loss = None if number is None else torch.tensor(number, dtype=torch.float64)
+        self._run.load_loss(pending.loss)
         self._evaluations[:] = pending.evaluations
 
     def keep_loss(self, outputs: object) -> None:
@@ -137,14 +128,14 @@ class TrainerRecorder:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
-            self._loss = loss.detach() if loss.requires_grad else loss
+            self._run.loss = loss.detach() if loss.requires_grad else loss
 
     def reduce_loss(self, trainer: "Trainer") -> None:
         """With logical ranks, replace the loss by the mean of all; every rank must call this."""
         reduce = getattr(trainer.strategy, "reduce_loss", None)
         number = None if reduce is None else reduce()
         if number is not None:
-            self._loss = torch.tensor(number, dtype=torch.float64)
+            self._run.loss = torch.tensor(number, dtype=torch.float64)
 
     def record(
         self,
@@ -160,31 +151,38 @@ class TrainerRecorder:
             LedgerError: If the ledger cannot be written.
             SettingError: If a switch has been changed since the run began.
         """
-        if self._recorder is None:  # no batch has been trained
+        if not self._run.is_open:  # no batch has been trained
             return
         if moment == "epoch":
             self._epoch = trainer.current_epoch
         self.reduce_loss(trainer)
         scalars = {} if moment == "initial" else self._logged_scalars(trainer)
-        digests = self._ranks.raise_on_all(
-            lambda: self._capture_digests(trainer, module, session, moment, scalars)
+        digests = self._run.take(
+            moment,
+            epoch=self._epoch,
+            step=trainer.global_step,
+            optimizers=trainer.optimizers,
+            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+            scalars=scalars,
+            # Other callbacks may have restored their switches at the end.
+            verify=None if moment == "final" else session.verify,
         )
         self.summary.add(moment, digests.totals["weights"])
         try:
-            differing = self._recorder.record(digests)
+            differing = self._run.record(digests)
         finally:
             self._append_evaluations()
-        save_weight_snapshot(trainer, module, self._recorder.folder.name, moment, self._epoch)
+        assert self._run.folder is not None, "the ledger is open"
+        save_weight_snapshot(trainer, module, self._run.folder.name, moment, self._epoch)
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, digests.totals["weights"], trainer.global_step)
-        if self._recorder.compares:
+        if self._run.compares:
             log_drift(trainer.loggers, differing, trainer.global_step)
 
     def append(self, record: Mapping[str, Json]) -> None:
         """Write a record, such as one of probes, if a ledger is open."""
-        if self._recorder is not None:
-            self._recorder.append(record)
+        self._run.append(record)
 
     def begin_evaluation(
         self, trainer: "Trainer", module: "LightningModule", session: TrainerSession, stage: str
@@ -201,26 +199,24 @@ class TrainerRecorder:
         self._outputs = OutputDigest() if block is None else LogicalOutputDigest(block)
         if trainer.state.fn == "fit":
             return
-        self._ranks = ranks_of(trainer)
-        header = self._ranks.raise_on_all(lambda: make_header(trainer, session))
-        folder = self._make_folder(trainer, kind=stage)
-        self._recorder = Recorder(folder, header, policy=Policy(), ranks=self._ranks)
-        model, parameters = describe_model(module)
-        precision = {"precision": str(trainer.precision)}
-        self._recorder.begin(
-            RunFacts(model=model, parameters=parameters, train=[], trainer=precision)
+        self._run.begin(
+            ranks_of(trainer),
+            module,
+            lambda: (make_header(trainer, session), _describe_evaluation(trainer, module), None),
+            lambda: self._make_folder(trainer, kind=stage),
+            policy=Policy(),
         )
-        self._append_model(trainer, module, "initial")
+        self._append_model(trainer, "initial")
 
     def keep_outputs(self, outputs: object, batch: int, loader: int) -> None:
         """Digest the outputs of one batch of an evaluation."""
-        if self._outputs is not None and self._recorder is not None:
+        if self._outputs is not None and self._run.is_open:
             self._outputs.add(outputs, loader=loader, batch=batch)
 
     def end_evaluation(self, trainer: "Trainer", module: "LightningModule", stage: str) -> None:
         """Record an evaluation."""
         outputs, self._outputs = self._outputs, None
-        if outputs is None or self._recorder is None:
+        if outputs is None or not self._run.is_open:
             return
         if isinstance(outputs, LogicalOutputDigest):
             outputs.merge(cast(Any, trainer.strategy).gather_values(outputs.as_plain()))
@@ -236,66 +232,27 @@ class TrainerRecorder:
         )
         if trainer.state.fn != "fit":
             self._append_evaluations()
-            self._append_model(trainer, module, "final")
+            self._append_model(trainer, "final")
 
     def _append_evaluations(self) -> None:
         """Write the evaluations after the digests of their epoch.
 
         If both differ, the weights are then reported first: they usually cause the difference.
         """
-        assert self._recorder is not None, "an evaluation is kept only while a recorder is open"
         for record in self._evaluations:
-            self._recorder.append(record)
+            self._run.append(record)
         self._evaluations.clear()
 
-    def _append_model(
-        self, trainer: "Trainer", module: "LightningModule", moment: RecordKind
-    ) -> None:
+    def _append_model(self, trainer: "Trainer", moment: RecordKind) -> None:
         """Record the evaluated weights, to tell different weights from different arithmetic."""
-        assert self._recorder is not None, "begin_evaluation() comes first"
-        snapshot = take_snapshot(module)
-        digests = Digests(
-            moment=moment,
-            epoch=trainer.current_epoch,
-            step=trainer.global_step,
-            totals=snapshot.totals,
-            groups=snapshot.groups,
-        )
-        self._recorder.append(digests.as_record())
+        digests = self._run.take(moment, epoch=trainer.current_epoch, step=trainer.global_step)
+        self._run.append(digests.as_record())
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open."""
-        if self._recorder is not None:
+        if self._run.is_open:
             self._append_evaluations()
-        recorder, self._recorder = self._recorder, None
-        self._loss = self._model_tensors = None
-        if recorder is not None:
-            recorder.end(end)
-
-    def _capture_digests(
-        self,
-        trainer: "Trainer",
-        module: "LightningModule",
-        session: TrainerSession,
-        moment: RecordKind,
-        scalars: Mapping[str, str],
-    ) -> Digests:
-        if moment != "final":  # other callbacks may have restored their switches by then
-            session.verify()
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        snapshot = take_snapshot(self._model_tensors or module, trainer.optimizers, schedulers)
-        return Digests(
-            moment=moment,
-            epoch=self._epoch,
-            step=trainer.global_step,
-            totals=snapshot.totals,
-            groups=snapshot.groups,
-            loss=self._loss_text(),
-            scalars=scalars,
-        )
-
-    def _loss_text(self) -> str | None:
-        return None if self._loss is None else float(self._loss).hex()
+        self._run.end(end)
 
     def _logged_scalars(self, trainer: "Trainer") -> dict[str, str]:
         """Return the logged scalars; vectors are left out.
@@ -313,3 +270,9 @@ class TrainerRecorder:
             return scalars
         first: dict[str, str] = cast(Any, trainer.strategy).gather_values(scalars)[0]
         return first
+
+
+def _describe_evaluation(trainer: "Trainer", module: "LightningModule") -> RunFacts:
+    model, parameters = describe_model(module)
+    precision = {"precision": str(trainer.precision)}
+    return RunFacts(model=model, parameters=parameters, train=[], trainer=precision)

@@ -1,0 +1,71 @@
+"""The beginning of a recorded loop: its arguments, its facts, and its ledger's folder."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_d9m.control.session import Session, active_session
+from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.training_state import describe_model
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.ledger.records import RunFacts
+from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.recording.loader_facts import describe_loader
+from lightning_d9m.recording.shared_folder import share_new_folder
+
+_ALLOWED = {"on_drift": ("raise", "warn"), "on_stack_difference": ("raise", "warn", "ignore")}
+
+
+def check_choices(**choices: str) -> None:
+    """Raise a ``SettingError`` if an argument of the recorder has a value that is not allowed."""
+    for name, value in choices.items():
+        if value not in _ALLOWED[name]:
+            listed = " or ".join(map(repr, _ALLOWED[name]))
+            raise SettingError(f"Recorder was given {name}={value!r}; allowed: {listed}.")
+
+
+def as_tuple(given: Any) -> tuple[Any, ...]:
+    """Return one object or several as a tuple."""
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def find_session() -> Session:
+    """Return the session that a recorder opens in.
+
+    Raises:
+        SettingError: If there is none.
+    """
+    session = active_session()
+    if session is None:
+        raise SettingError(
+            "There is no deterministic session, so this training would be recorded but not "
+            "repeatable. Put it into `with lightning_d9m.deterministic(seed=...):`, or call "
+            "lightning_d9m.enable(seed=...) first."
+        )
+    return session
+
+
+def describe_run(model: torch.nn.Module, loader: object) -> RunFacts:
+    """Return what two comparable runs must share."""
+    described, parameters = describe_model(model)
+    train = [] if loader is None else [describe_loader(loader)]
+    return RunFacts(model=described, parameters=parameters, train=train)
+
+
+def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:
+    """Make the folder of a new ledger on rank 0, and return it on all ranks.
+
+    Args:
+        ranks: All ranks.
+        ledger_dir: Its parent, if no variable names another one.
+
+    Raises:
+        LedgerError: If it cannot be made.
+    """
+    parent = Path(os.environ.get(LEDGER_VARIABLE) or ledger_dir)
+    create = partial(create_ledger_folder, parent)
+    return share_new_folder(ranks, create if ranks.rank == 0 else None)

@@ -1,0 +1,219 @@
+"""The recorder of a training: what the callback of a Trainer and the recorder of a loop share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lightning_d9m.control.environment import control_is_on
+from lightning_d9m.control.settings import Settings
+from lightning_d9m.hashing.model_tensors import ModelTensors
+from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.ledger.program import capture_program
+from lightning_d9m.ledger.records import Digests, End, Header, Json, RunFacts, Scalar
+from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.recording.recorder import Policy, Recorder
+from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.version import __version__
+
+NO_SCALARS: Mapping[str, str] = MappingProxyType({})
+
+
+class RunRecorder:
+    """Opens the ledger of a training, digests its state at each moment, and closes the ledger.
+
+    Args:
+        policy: The reference of the training, and the effect of differences.
+
+    Attributes:
+        ranks: The ranks of the training.
+        loss: The last loss, on its device; None without one.
+        digest: The digest of the weights that were digested last; None before the first.
+        folder: The folder of the ledger that was opened last; None before.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._recorder: Recorder | None = None
+        self._tensors: ModelTensors | None = None
+        self.ranks = Ranks(0)
+        self.loss: torch.Tensor | None = None
+        self.digest: str | None = None
+        self.folder: Path | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_recorder": None,
+            "_tensors": None,
+            "ranks": Ranks(0),
+            "loss": None,
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a ledger is open."""
+        return self._recorder is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the training is compared with a reference or across ranks."""
+        return self._recorder is not None and self._recorder.compares
+
+    @property
+    def ledger_position(self) -> dict[str, str] | None:
+        """The ledger's folder, and the check of this rank's last record; None without one."""
+        return None if self._recorder is None else self._recorder.ledger_position
+
+    @property
+    def loss_text(self) -> str | None:
+        """``float.hex()`` of the last loss; None without one."""
+        return None if self.loss is None else float(self.loss).hex()
+
+    def load_loss(self, text: str | None) -> None:
+        """Restore a loss from what ``loss_text`` was."""
+        number = None if text is None else float.fromhex(text)
+        self.loss = None if number is None else torch.tensor(number, dtype=torch.float64)
+
+    def begin(
+        self,
+        ranks: Ranks,
+        model: torch.nn.Module,
+        describe: Callable[[], tuple[Header, RunFacts, ReplicatedState | None]],
+        make_folder: Callable[[], Path],
+        *,
+        resumed: Mapping[str, Json] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        """Open a ledger, and write its header and the facts of the training.
+
+        Args:
+            ranks: All ranks.
+            model: The model.
+            describe: Returns the header, the facts, and what must be equal on all ranks.
+            make_folder: Makes the ledger's folder, the same on all ranks.
+            resumed: The record that names the continued ledger; None for none.
+            policy: Takes the place of the recorder's policy.
+
+        Raises:
+            LedgerError: If the ledger cannot be written, or the reference not be read.
+            ReferenceRefusedError: If the reference comes from another experiment.
+            StackDifferenceError: If the reference's stack differs, unless the policy allows it.
+        """
+        self.ranks = ranks
+        header, facts, replicated = ranks.raise_on_all(describe)
+        self.folder = make_folder()
+        self._recorder = Recorder(
+            self.folder, header, policy=policy or self._policy, ranks=ranks, replicated=replicated
+        )
+        self._tensors = ModelTensors(model)
+        self._recorder.begin(facts, resumed)
+
+    def take(
+        self,
+        moment: str,
+        *,
+        epoch: int,
+        step: int,
+        optimizers: Sequence[Any] = (),
+        schedulers: Sequence[Any] = (),
+        scalars: Mapping[str, str] = NO_SCALARS,
+        verify: Callable[[], None] | None = None,
+    ) -> Digests:
+        """Digest the state at a moment; every rank must call this.
+
+        Args:
+            moment: ``"initial"``, ``"epoch"`` or ``"final"``.
+            epoch: The epoch.
+            step: The global step.
+            optimizers: The optimizers.
+            schedulers: The schedulers.
+            scalars: ``float.hex()`` of numbers, by name.
+            verify: Raises a ``SettingError`` if a switch was changed.
+        """
+        return self.ranks.raise_on_all(
+            lambda: self._take(moment, epoch, step, optimizers, schedulers, scalars, verify)
+        )
+
+    def _take(
+        self,
+        moment: str,
+        epoch: int,
+        step: int,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        scalars: Mapping[str, str],
+        verify: Callable[[], None] | None,
+    ) -> Digests:
+        assert self._tensors is not None, "begin() comes first"
+        if verify is not None:
+            verify()
+        snapshot = take_snapshot(self._tensors, optimizers, schedulers)
+        self.digest = snapshot.totals["weights"]
+        return Digests(
+            moment=moment,
+            epoch=epoch,
+            step=step,
+            totals=snapshot.totals,
+            groups=snapshot.groups,
+            loss=self.loss_text,
+            scalars=scalars,
+        )
+
+    def record(self, digests: Digests) -> int:
+        """Write what ``take`` returned, and compare it; return the number of differences.
+
+        Raises:
+            DriftError: If it differs and ``on_drift`` is ``"raise"``.
+            LedgerError: If the ledger cannot be written.
+        """
+        assert self._recorder is not None, "begin() comes first"
+        return self._recorder.record(digests)
+
+    def append(self, record: Mapping[str, Json]) -> None:
+        """Write a record that is not compared now, if a ledger is open."""
+        if self._recorder is not None:
+            self._recorder.append(record)
+
+    def end(self, end: End) -> None:
+        """Close the ledger, if one is open."""
+        recorder, self._recorder = self._recorder, None
+        self._tensors = self.loss = None
+        if recorder is not None:
+            recorder.end(end)
+
+
+def make_header(
+    ranks: Ranks,
+    settings: Settings,
+    layout: Mapping[str, Scalar],
+    *,
+    world_size: int,
+    fit: int,
+    further: Mapping[str, Scalar] = MappingProxyType({}),
+) -> Header:
+    """Return the header of this rank's ledger.
+
+    Args:
+        ranks: All ranks.
+        settings: The settings of the session.
+        layout: What the stack says of processes and devices.
+        world_size: Number of ranks.
+        fit: Ordinal of the fit.
+        further: Further settings.
+    """
+    control = {} if control_is_on() else {"control": "off"}
+    return Header(
+        rank=ranks.rank,
+        world_size=world_size,
+        fit=fit,
+        seed=settings.seed,
+        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        settings={**settings.as_record(), **control, **further},
+        stack=capture_stack(dict(layout)),
+        package=__version__,
+        program=capture_program() if ranks.rank == 0 else {},
+    )
