@@ -219,8 +219,7 @@ class Recorder:
             source.start_epoch(epoch)
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed.batch
-        samplers = {} if resumed is None else resumed.samplers
-        found = source.iterate(loader, epoch, self._batch, samplers)
+        found = source.iterate(loader, epoch, self._batch, resumed.samplers if resumed else {})
         if resumed is not None and resumed.batch:
             restore_rng(decode_rng(resumed.rng))
         for batch in found:
