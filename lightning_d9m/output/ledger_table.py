@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TITLES = ("ledger", "date", "program", "seed", "epochs", "weights", "commit", "verdict")
 _DIGEST, _COMMIT = 8, 7
-_MOST_PROGRAM = 20
+_MOST_PROGRAM = 80
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _name_program(command: str) -> str:
 def format_ledgers(rows: Sequence[LedgerRow], width: int) -> str:
     """Lay out the rows below their folders, in columns that are as wide in each folder."""
     parents = list(dict.fromkeys(str(Path(row.ledger).parent) for row in rows))
-    table = _make_table(rows)
+    table = _make_table(rows, width)
     needed = sum((column.min_width or 0) + 2 for column in table.columns)
     lines = render(table, max(width, needed)).splitlines()
     body = dict(zip((row.ledger for row in rows), lines[1:], strict=True))
@@ -138,14 +138,18 @@ def format_ledgers(rows: Sequence[LedgerRow], width: int) -> str:
     return "\n".join(shown)
 
 
-def _make_table(rows: Sequence[LedgerRow]) -> "Table":
+def _make_table(rows: Sequence[LedgerRow], width: int) -> "Table":
     table = make_table(_TITLES, [_list_cells(row) for row in rows])
     for column in table.columns:
         column.no_wrap = True
         column.overflow = "ellipsis"
         # Only the program's name is cut if the terminal is narrow.
         column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
-    table.columns[_TITLES.index("program")].min_width = len("program")
+    program = table.columns[_TITLES.index("program")]
+    program.min_width = len("program")
+    # rich would cut all columns alike.
+    others = sum((column.min_width or 0) + 2 for column in table.columns if column is not program)
+    program.max_width = max(len("program"), width - others - 2)
     for title in ("seed", "epochs"):
         table.columns[_TITLES.index(title)].justify = "right"
     return table

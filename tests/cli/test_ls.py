@@ -50,6 +50,17 @@ def test_a_table_at_80_columns(folder, capsys):
     assert cells[8][-1] == "other"
 
 
+def test_a_long_name_of_a_program_does_not_cut_verdicts(folder, runs, capsys):
+    command = {"command": f"python {'long_name_' * 5}.py"}
+    for day in (5, 6):
+        runs.write(2, program=PROGRAM | command, created=f"2026-01-0{day}T12:30:00+00:00")
+    lines = ls(capsys).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].endswith("  equal")
+    assert " long_name_" in lines[-1]
+    assert lines[0].endswith("  verdict")
+
+
 def test_json_has_everything(folder, capsys):
     found = json.loads(ls(capsys, "--json", "runs"))
     assert [row["verdict"] for row in found] == [None, "equal", "different", "not comparable"]
