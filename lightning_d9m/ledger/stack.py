@@ -56,6 +56,7 @@ _PACKAGES = (
     "opencv-python",
     "opencv-python-headless",
     "transformers",
+    "accelerate",
     "timm",
     "flash-attn",
     "transformer-engine",
