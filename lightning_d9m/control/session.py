@@ -5,7 +5,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -88,6 +88,10 @@ class Session:
             fill = self.settings.fill_uninitialized_memory
             torch_flags.verify_flags(fill_uninitialized_memory=fill)
         verify_threads(self.settings.threads)
+
+    def call_on_close(self, func: Callable[[], object]) -> None:
+        """Call a function when the session closes, before it restores anything."""
+        self._stack.callback(func)
 
     def close(self) -> None:
         """Restore everything in reverse order, including generators. A second call does nothing.

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.loop.beginning import find_session
 from lightning_d9m.loop.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     ) -> None:
         """Open the ledger and record the state that the training starts from."""
         _refuse_interruption(os.environ)
-        if self._is_open:  # an error ended the training before, and no event told us
-            self._close(RuntimeError("The training was given up."))
+        self._give_up()
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
         self.recorder = Recorder(
             folder,
@@ -136,6 +136,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         )
         self.recorder.__enter__()
         self._is_open = True
+        find_session().call_on_close(self._give_up)
         self._loss = None
         # The Trainer tells its callbacks only a mean over some steps.
         self._loss_hook = kwargs["model"].register_forward_hook(self._keep_loss)
@@ -214,6 +215,11 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         except Exception as error:
             self._close(error)
             raise
+
+    def _give_up(self) -> None:
+        """Close the ledger of a training that an error ended, of which no event tells."""
+        if self._is_open:
+            self._close(RuntimeError("The training was given up."))
 
     def _close(self, error: Exception | None) -> None:
         self._is_open = False

@@ -14,6 +14,7 @@ from lightning_d9m import (
     SettingError,
     TransformersCallback,
     compare,
+    deterministic,
     read_ledger,
 )
 from lightning_d9m.cli.main import main
@@ -132,10 +133,16 @@ def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp
     assert read_ledger(resumed.ledger).outcome(0).last.step == 30
 
 
-def test_a_training_that_failed_is_closed_when_the_next_begins(example, tmp_path):
+def test_a_training_that_failed_is_closed_with_its_session_or_by_the_next(example, tmp_path):
     with pytest.raises(OSError, match="disk"):
         example.train(tmp_path, At(3, fail), num_train_epochs=1)
-    assert read_ledger(tmp_path / "fit-000").outcome(0).end is None
+    with deterministic(seed=1):
+        with pytest.raises(OSError, match="disk"):
+            example.train(tmp_path, At(3, fail), num_train_epochs=1)
+        example.train(tmp_path, num_train_epochs=1)
+    ends = [read_ledger(tmp_path / f"fit-00{number}").outcome(0).end for number in range(3)]
+    assert [end.status for end in ends] == ["failed", "failed", "finished"]
+    assert ends[0].error == "RuntimeError: The training was given up."
 
 
 def test_a_session_is_required_and_an_interruption_refused(example, tmp_path, monkeypatch):
