@@ -91,7 +91,7 @@ def locate(tmp_path, monkeypatch, capsys):
     ("planted", "cause", "kind", "name"),
     [
         ("noise", "random numbers", "op", "1::aten.randn.generator"),
-        ("race", "operation", "op", "1::d9m_loop_test.race.default"),
+        ("race", "op", "op", "1::d9m_loop_test.race.default"),
         ("order", "data", "batch", "batch:0"),
     ],
 )
