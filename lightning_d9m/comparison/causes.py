@@ -50,12 +50,12 @@ _CAUSES = {
         "buffers",
         "Buffers differ before the first step.",
         "Look for code that writes to them before the training: the model's own, a hook, or the "
-        "validation that Lightning runs first.",
+        "validation that Lightning's Trainer runs first.",
     ),
     "initial settings": Cause(
         "optimizer settings",
         "The optimizer's settings differ before the first step.",
-        "Look at the values from which configure_optimizers computes them.",
+        "Look at the values from which the program computes them, such as in configure_optimizers.",
     ),
     "initial weights": Cause(
         "initial weights",
