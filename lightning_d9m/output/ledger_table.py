@@ -149,7 +149,7 @@ def _make_table(rows: Sequence[LedgerRow], width: int) -> "Table":
     program.min_width = len("program")
     # rich would cut all columns alike.
     others = sum((column.min_width or 0) + 2 for column in table.columns if column is not program)
-    program.max_width = max(len("program"), width - others - 2)
+    program.max_width = max(len("program"), width - others)
     for title in ("seed", "epochs"):
         table.columns[_TITLES.index(title)].justify = "right"
     return table
