@@ -57,7 +57,7 @@ def test_a_long_name_of_a_program_does_not_cut_verdicts(folder, runs, capsys):
     lines = ls(capsys).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1].endswith("  equal")
-    assert " long_name_" in lines[-1]
+    assert " long_" in lines[-1]
     assert lines[0].endswith("  verdict")
 
 
