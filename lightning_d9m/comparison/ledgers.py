@@ -107,16 +107,17 @@ def compare_ledgers(
         stack += _on_ranks(found, where)
         settings += _on_ranks(setting_differences(one, other), where)
         refusals += _on_ranks(header_refusals(one, other), where)
+    any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
+    same_size = expected.header.world_size == actual.header.world_size
     ranks: list[RankComparison] = []
     for rank in common if not refusals else ():
         done = sum(entry.records + entry.places for entry in ranks)
         with expected.open(rank) as one_file, actual.open(rank) as other_file:
             tick = partial(_report, progress, done)
             files = (one_file, other_file)
-            comparison, found_in_run = _compare_rank(rank, files, tick, watch)
+            comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
         ranks.append(comparison)
         refusals += _on_ranks(found_in_run, (rank,))
-    any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
     alone = [
         () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
         for one, other in ((expected, actual), (actual, expected))
@@ -167,6 +168,7 @@ class _Tally:
     refusals: list[FieldDifference] = field(default_factory=list)
     batches: int = 0
     differing_batches: int = 0
+    left_out: int = 0
     places: int = 0
     differing_places: int = 0
     only: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
@@ -200,6 +202,12 @@ class _Tally:
             # Only the first difference is described: after it most records differ.
             self.differing += one != other
         return None
+
+    def leave_out(self, batch: Batch) -> None:
+        """Count a batch whose probes are not compared."""
+        number = (batch.epoch, batch.batch)
+        self.left_out += number != self.batch
+        self.batch = number
 
     def count_alone(self, side: int, record: Item) -> None:
         """Count a record that only the earlier (0) or the later run (1) has."""
@@ -294,6 +302,8 @@ def _compare_rank(
     files: tuple[RankReader, RankReader],
     progress: Callable[[int], None],
     watch: RecordObserver | None,
+    *,
+    probes: bool,
 ) -> tuple[RankComparison, list[FieldDifference]]:
     """Compare two files; stop if they are incomparable."""
     tally = _Tally(rank, watched=watch is not None)
@@ -302,6 +312,10 @@ def _compare_rank(
     records = align_records(*files, whole=watch is not None, named=lambda: tally.first is None)
     for one, other in records:
         found = None
+        batch = other if one is None else one
+        if not probes and isinstance(batch, Batch):
+            tally.leave_out(batch)
+            continue
         if one is not None and other is not None:
             found = tally.count(one, other)
             if tally.refusals:
@@ -334,6 +348,7 @@ def _compare_rank(
         actual_truncated=actual.truncated,
         batches=tally.batches,
         differing_batches=tally.differing_batches,
+        uncompared_batches=tally.left_out,
         places=tally.places,
         differing_places=tally.differing_places,
         only_expected_places=tally.only_places[0],

@@ -109,6 +109,8 @@ class RankComparison:
         actual_truncated: Whether the later run's is.
         batches: Number of batches whose probes were compared.
         differing_batches: Number of them that differ.
+        uncompared_batches: Number of batches whose probes were not compared, because logical ranks
+            ran on different numbers of processes.
         places: Number of places (probes) that were compared.
         differing_places: Number of them that differ.
         only_expected_places: Places, in batches of both, that only the earlier run has.
@@ -132,6 +134,7 @@ class RankComparison:
     actual_truncated: bool
     batches: int = 0
     differing_batches: int = 0
+    uncompared_batches: int = 0
     places: int = 0
     differing_places: int = 0
     only_expected_places: OneSided = NONE

@@ -162,6 +162,13 @@ def list_one_sided(comparison: Comparison) -> Iterator[str]:
 
 
 def _list_one_sided(rank: RankComparison) -> Iterator[str]:
+    if rank.uncompared_batches:
+        batches = pluralize(rank.uncompared_batches, "batch", "batches")
+        yield (
+            f"the probes of {batches} were not compared, because they are of the micro-batches of "
+            "each process, and the runs have different numbers of processes. Compare runs on "
+            "equally many."
+        )
     for name, found, places, breaks, complete, truncated in (
         (
             "the reference",

@@ -11,6 +11,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, LoaderFacts
 from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.output.comparison_text import list_one_sided
 
 
 def compare(one, other, **options):
@@ -147,6 +148,28 @@ class TestDivergence:
             records[3]["totals"]["weights"] = "0" * 32
 
         assert compare(one, logical_run(runs, 2, edit=drift)).verdict == "different"
+
+    def test_with_logical_ranks_probes_are_compared_on_equally_many_processes(self, runs):
+        """They are of the micro-batches of each process; otherwise they are counted."""
+
+        def probe(digest):
+            layout = {"kind": "layout", "id": 0, "places": [["output", "layers.0", 0]]}
+            place = {"kind": "probes", "epoch": 0, "layout": 0, "digests": digest * 32}
+            batches = [{**place, "step": step, "batch": step} for step in range(3)]
+            return lambda _, records: records.__setitem__(slice(3, 3), [layout, *batches])
+
+        one, two, other = (
+            logical_run(runs, processes, edit=probe(digest))
+            for processes, digest in ((1, "0"), (2, "1"), (1, "1"))
+        )
+        (rank,) = compare(one, two).ranks
+        assert rank.equal
+        assert (rank.batches, rank.uncompared_batches) == (0, 3)
+        (said,) = list_one_sided(compare(one, two))
+        assert "the probes of 3 batches were not compared" in said
+        (rank,) = compare(one, other).ranks
+        assert not rank.equal
+        assert (rank.batches, rank.uncompared_batches) == (3, 0)
 
     @pytest.mark.parametrize("numbers", [(4, 8), (4, None), (None, None)])
     def test_without_equal_logical_ranks_it_is(self, runs, numbers):
