@@ -1,4 +1,4 @@
-"""Write docs/commands.md: the help of every command, as its parser prints it.
+"""Write docs/commands.md: the help of every command, as its parser prints it, and d9m scan's rules.
 
 ``python docs/write_commands.py`` writes the page; ``tests/docs/test_commands_page.py`` compares it
 with the parsers.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_d9m.cli.main import COMMANDS, build_parser
+from lightning_d9m.lint.rules import RULES
 
 PAGE = Path(__file__).parent / "commands.md"
 _HEAD = """# Commands
@@ -17,6 +18,14 @@ _HEAD = """# Commands
 Every command and option, as `d9m COMMAND --help` prints them. The exit status of each is 0 for
 equal or in order, 1 for a difference or a finding, and 2 for an error. This page is written from
 the parsers by `python docs/write_commands.py`.
+"""
+_RULES = """
+## Rules of d9m scan
+
+`d9m ops NAME` prints the details of an op.
+
+| rule | severity | reason | fix |
+| --- | --- | --- | --- |
 """
 
 
@@ -28,7 +37,11 @@ def format_page() -> str:
         f"| argument | meaning |\n| --- | --- |\n{''.join(_format_arguments(parser))}"
         for parser in _list_commands(build_parser(*COMMANDS))
     ]
-    return _HEAD + "".join(sections)
+    rules = [
+        f"| {rule.id} `{rule.name}` | {rule.severity} | {rule.reason} | {rule.fix} |\n"
+        for rule in RULES.values()
+    ]
+    return _HEAD + "".join(sections) + _RULES + "".join(rules)
 
 
 def _list_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

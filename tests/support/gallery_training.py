@@ -177,6 +177,16 @@ class WatchedNet(Net):
         self.layers[0].weight.mul_(1 - 1e-9 * (time.time_ns() % 10**6))
 
 
+def is_hit():
+    """Whether the fault shows in this run: in every second."""
+    mark = Path("hit")
+    if mark.exists():
+        mark.unlink()
+        return False
+    mark.touch()
+    return True
+
+
 class WeakCellNet(Net):
     def on_train_batch_end(self, *_):
         if self.global_rank == 1 and self.global_step == 3 and is_hit():
@@ -239,16 +249,6 @@ def use_memory(size):
     """Leave memory behind that held something else in each run, as any larger program does."""
     for tensor in [torch.empty(size, dtype=torch.uint8) for _ in range(16)]:
         tensor.copy_(torch.frombuffer(bytearray(os.urandom(size)), dtype=torch.uint8))
-
-
-def is_hit():
-    """Whether the fault shows in this run: in every second."""
-    mark = Path("hit")
-    if mark.exists():
-        mark.unlink()
-        return False
-    mark.touch()
-    return True
 
 
 def unpack(folder):
