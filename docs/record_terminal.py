@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -55,29 +56,36 @@ def run(command: str, folder: Path) -> str:
     return printed.decode().replace("\r\n", "\n")
 
 
-def cut(printed: str, before: str) -> str:
-    """Return the output up to a line that begins with a text, and an ellipsis."""
+def cut(printed: str, before: str | None) -> str:
+    """Return the output up to a line that begins with a text, and an ellipsis; or all of it."""
+    if before is None:
+        return printed.rstrip()
     kept, _, _ = printed.partition(f"\n{before}")
     return f"{kept.rstrip()}\n..."
 
 
-def main() -> None:
-    """Run the commands and write the picture."""
+def record(commands: Iterable[tuple[str, str | None]], folder: Path, picture: Path) -> None:
+    """Run commands in a folder, and write what they print as a picture."""
     console = Console(record=True, width=WIDTH, file=sys.stderr, highlight=False)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        shutil.copy(ROOT / "examples" / "noisy_digits.py", folder / "train.py")
-        for command, before in COMMANDS:
-            console.print(Text.assemble(("$ ", "green"), (command, "bold")))
-            shown = cut(run(command, folder), before).replace(f"{folder.resolve()}/", "")
-            console.print(Text.from_ansi(shown.replace(f"{folder}/", "")))
-            console.print()
+    for command, before in commands:
+        console.print(Text.assemble(("$ ", "green"), (command, "bold")))
+        shown = cut(run(command, folder), before).replace(f"{folder.resolve()}/", "")
+        console.print(Text.from_ansi(shown.replace(f"{folder}/", "")))
+        console.print()
     style = inspect.signature(Console.export_svg).parameters["code_format"].default
     # No font from the network.
     style = re.sub(r"@font-face \{\{.*?\}\}\n", "", style, flags=re.DOTALL)
     style = style.replace("Fira Code", "DejaVu Sans Mono")
-    PICTURE.write_text(console.export_svg(title="d9m", code_format=style, unique_id="d9m") + "\n")
-    sys.stdout.write(f"{PICTURE}\n")
+    picture.write_text(console.export_svg(title="d9m", code_format=style, unique_id="d9m") + "\n")
+    sys.stdout.write(f"{picture}\n")
+
+
+def main() -> None:
+    """Run the commands and write the picture."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(ROOT / "examples" / "noisy_digits.py", folder / "train.py")
+        record(COMMANDS, folder, PICTURE)
 
 
 if __name__ == "__main__":

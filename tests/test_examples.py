@@ -1,6 +1,7 @@
 """The examples, and the nondeterminism that one of them has without the callback."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import lightning
@@ -102,3 +103,12 @@ def test_logical_ranks_give_the_same_bits_on_one_and_on_three_processes(
     script = str(EXAMPLES / "logical_ranks.py")
     arguments = ["repeat", "--processes", "1,3", "--", forking_python, script]
     assert main(arguments) == 0
+
+
+def test_the_page_lists_every_example_and_its_pictures_exist():
+    page = (EXAMPLES / "README.md").read_text()
+    listed = re.findall(r"^\| \[(\S+)\]", page, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    pictures = re.findall(r"^!\[.*?\]\((\S+)\)", page, re.MULTILINE)
+    assert len(pictures) > 3
+    assert all((EXAMPLES / picture).exists() for picture in pictures)

@@ -1,7 +1,6 @@
 """The pages' code runs as it stands, their commands are ours, and their links lead somewhere.
 
-Names that a block takes for granted (`train`, say) are defined in an invisible block of the page:
-``<!--- invisible-code-block: python``. Each page runs in an empty folder.
+The blocks of a page run one after the other, in an empty folder. A reader sees every block.
 
 Every block names its language. ``python`` is run; of ``sh`` the commands of ours are parsed, and
 others are not run: they start the reader's own programs; of ``yaml`` callbacks are built and hooks
@@ -23,7 +22,10 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from lightning_d9m.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 HOOKS = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
 CALLBACK = "{class_path: lightning_d9m.DeterminismCallback, init_args: {sed: 1}}"
@@ -100,6 +102,11 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     run_page(page)
     gc.collect()  # callbacks that a page makes and does not use
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_no_block_is_invisible(page):
+    assert "<!---" not in page.read_text()
 
 
 def languages(page):

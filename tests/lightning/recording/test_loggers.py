@@ -1,5 +1,8 @@
 """Every logger of Lightning's gets the weights' digest as text, and drift as a scalar."""
 
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 from lightning.pytorch import loggers
@@ -32,6 +35,18 @@ def test_tensorboard(fit, tmp_path):
     assert [event.value for event in events.Scalars("d9m/drift")] == [0, 0, 0]
 
 
+@pytest.fixture
+def keep_report(tmp_path, monkeypatch):
+    """The function that docs/report.md shows; a report is in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.html").write_text("<!doctype html><title>d9m</title>")
+    page = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(code, names)  # noqa: S102 - the page's own
+    return names["keep_report"]
+
+
 def set_for_itself(monkeypatch, *names):
     """Remove at the end what a logger's package sets and leaves."""
     for name in names:
@@ -39,7 +54,7 @@ def set_for_itself(monkeypatch, *names):
         monkeypatch.delenv(name)
 
 
-def test_mlflow(fit, tmp_path, monkeypatch):
+def test_mlflow(fit, tmp_path, monkeypatch, keep_report):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -51,9 +66,12 @@ def test_mlflow(fit, tmp_path, monkeypatch):
     run = MlflowClient(uri).get_run(logger.run_id)
     assert run.data.tags["d9m/weights"] == ledger.outcome(0).final.totals["weights"]
     assert run.data.metrics["d9m/drift"] == 0
+    keep_report(logger)
+    (kept,) = tmp_path.glob("mlruns/*/*/artifacts/report.html")
+    assert kept.read_text() == Path("report.html").read_text()
 
 
-def test_wandb_offline(fit, tmp_path, monkeypatch):
+def test_wandb_offline(fit, tmp_path, monkeypatch, keep_report):
     import wandb
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -62,7 +80,10 @@ def test_wandb_offline(fit, tmp_path, monkeypatch):
     logger = loggers.WandbLogger("digits", save_dir=tmp_path, offline=True)
     ledger = fit(reference=reference, trainer_logger=logger)
     summary = dict(logger.experiment.summary)
+    keep_report(logger)
     wandb.finish()
+    (kept,) = tmp_path.glob("wandb/*/files/media/html/**/*.html")
+    assert kept.read_text() == Path("report.html").read_text()
     assert summary["d9m/weights"] == ledger.outcome(0).final.totals["weights"]
     assert summary["d9m/drift"] == 0
 
