@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.name is None:
         print(_format_table(ops))
     else:
-        print(render_op(ops[0]))
+        from lightning_d9m.output.terminal import terminal_width
+
+        print(render_op(ops[0], terminal_width()))
     return 0
 
 

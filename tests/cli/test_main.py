@@ -146,3 +146,11 @@ def test_a_reader_that_leaves_early_is_no_traceback():
     )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_an_op_is_described_within_the_width_of_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["ops", "index_put_accumulate"]) == 0
+    longest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert columns - 15 < longest <= columns

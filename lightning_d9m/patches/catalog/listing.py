@@ -69,14 +69,14 @@ def list_facts(op: Op) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
-def render_op(op: Op) -> str:
-    """Return all facts of one op, wrapped for a terminal."""
+def render_op(op: Op, columns: int = 100) -> str:
+    """Return all facts of one op, wrapped for a terminal of that many columns."""
     facts = [("name", op.name), ("status", op.status), *list_facts(op)]
     width = max(len(label) for label, _ in facts) + 2
     return "\n".join(
         fill(
             text,
-            100,
+            columns,
             initial_indent=f"{label}:".ljust(width),
             subsequent_indent=" " * width,
             break_on_hyphens=False,
