@@ -82,7 +82,7 @@ def test_wandb_offline(fit, tmp_path, monkeypatch, keep_report):
     summary = dict(logger.experiment.summary)
     keep_report(logger)
     wandb.finish()
-    (kept,) = tmp_path.glob("wandb/*/files/media/html/**/*.html")
+    (kept,) = tmp_path.glob("wandb/offline-run-*/files/media/html/**/*.html")
     assert kept.read_text() == Path("report.html").read_text()
     assert summary["d9m/weights"] == ledger.outcome(0).final.totals["weights"]
     assert summary["d9m/drift"] == 0
