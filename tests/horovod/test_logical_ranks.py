@@ -54,3 +54,11 @@ def test_other_networks_end_with_other_bits(found):
 def test_more_processes_than_logical_ranks_are_refused_on_every_rank(found):
     for rank in found[4]:
         assert "There are 4 processes, but only 2 logical ranks" in rank["too many"]
+
+
+def test_a_collective_of_horovod_in_a_step_is_refused_on_every_rank(found):
+    for count in COUNTS:
+        for rank in found[count]:
+            assert rank["collective"].startswith(
+                "horovod.torch.allreduce is called in the step of logical rank"
+            )

@@ -9,11 +9,14 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))  # the trainings of all tests
 
+import horovod.torch
 import logical_trainings
 import models
+import torch
 
 from lightning_d9m import DDPDeterministicStrategy, HorovodDeterministicStrategy, SettingError
 
@@ -41,6 +44,22 @@ def error_of(folder, **options):
     raise AssertionError("no error was raised")
 
 
+class Reducing(logical_trainings.Classifier):
+    """Calls a collective of Horovod in its step."""
+
+    def training_step(self, batch, batch_idx):
+        horovod.torch.allreduce(torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
+def error_of_collective(folder):
+    """Return the message of the error of a collective in a step; afterwards it can be called."""
+    with mock.patch.object(logical_trainings, "Classifier", Reducing):
+        message = error_of(folder)
+    horovod.torch.allreduce(torch.ones(1))
+    return message
+
+
 def main():
     """Train several networks."""
     warnings.filterwarnings("ignore")
@@ -52,6 +71,7 @@ def main():
     found["small buckets"] = fit(ledgers / "small", "mlp", bucket_bytes=256)
     if SIZE == 1:
         found["ddp"] = fit(ledgers / "ddp", "mlp", make=DDPDeterministicStrategy)
+    found["collective"] = error_of_collective(ledgers)
     if SIZE > 2:
         found["too many"] = error_of(ledgers, logical_ranks=2)
     rank = int(os.environ["HOROVOD_RANK"])
