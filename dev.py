@@ -39,9 +39,8 @@ CUDA_ARCHITECTURE = "90"
 OLDEST_PYTHON = (3, 10)
 # `pip install` imports this; an interrupted upgrade of pip leaves only parts of it.
 PIP = "pip._internal.commands.install"
-# Markers of tests that run one at a time: their threads race, or each of their processes needs a
-# core.
-ALONE = "alone or horovod"
+# The marker of tests that run one at a time: their threads race, or time matters.
+ALONE = "alone"
 # The files of slow tests start first (tests/conftest.py), so that both workers end together.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 # There while the environment is being made.
@@ -191,7 +190,7 @@ def test(arguments: list[str]) -> None:
     pytest = (PYTHON, "-m", "pytest", f"--raise-sites={sites}")
     say("tests and doctests, two at once")
     # One thread each: those of two processes would wait for each other in every small operation.
-    statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
+    statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not {ALONE}", OMP_NUM_THREADS="1")]
     say("tests that need the cores for themselves")
     statuses += [execute(*pytest, "-m", ALONE)]
     # Silent unless there is an error of ours that no test has made.
@@ -205,7 +204,7 @@ def test_quickly() -> None:
     check()
     say("fast tests, two at once")
     status = execute(
-        *(PYTHON, "-m", "pytest", "-q", *TWO_AT_ONCE, "-m", f"not ({ALONE} or slow)"),
+        *(PYTHON, "-m", "pytest", "-q", *TWO_AT_ONCE, "-m", f"not ({ALONE} or horovod or slow)"),
         OMP_NUM_THREADS="1",
     )
     print(

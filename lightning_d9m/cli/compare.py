@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-from pathlib import Path
 
 from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
@@ -15,7 +14,7 @@ from lightning_d9m.output.comparison_text import (
     state_verdict,
 )
 from lightning_d9m.output.markdown import format_markdown
-from lightning_d9m.output.next_steps import format_next_steps
+from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
 from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.terminal import print_lines
 from lightning_d9m.text import printable
@@ -40,14 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_lines(format_comparison(comparison))
         if not comparison.equal:
-            print("\n".join(format_next_steps(_list_next_steps(paths))))
+            ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
+            print("\n".join(format_next_steps(list_next_steps("COMMAND", ledgers))))
     return 0 if comparison.equal else 1
-
-
-def _list_next_steps(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
-    ledgers = " ".join(shlex.quote(str(path)) for path in paths)
-    return [
-        (f"d9m report {printable(ledgers)}", "shows the difference as a page"),
-        ("d9m locate -- COMMAND", "finds the step, module and source line"),
-        ("d9m scan", "lists causes in the source"),
-    ]

@@ -34,6 +34,7 @@ from lightning_d9m.horovod.torchmetrics_sync import MetricSync
 from lightning_d9m.lightning.packages import combined_base, import_packages
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
 else:
     _ParallelStrategy = combined_base("strategies.ParallelStrategy")
@@ -130,7 +131,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there may be other processes: samplers and ``sync_dist`` read it."""
+        """True: Lightning gives each rank its part of the data, and ``sync_dist`` reduces."""
         return True
 
     @property
@@ -187,7 +188,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
             communicator.connect(limit_seconds=stall, device=self.root_device.type)
         communicator.liveness = connect_liveness(communicator)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         """Run Lightning's setup, and set up the reductions."""
         super().setup(trainer)
         self.set_up_reductions(cast(Module, self.lightning_module))

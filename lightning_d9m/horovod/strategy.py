@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _VARIABLE = variable_of("logical_ranks")
 _OPERATIONS = ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter")
@@ -91,7 +94,7 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
                     "logical_ranks."
                 )
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         """Run the setup for processes, and begin the run of the logical ranks."""
         super().setup(trainer)
         self.begin_logical_ranks(trainer)

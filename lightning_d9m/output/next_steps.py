@@ -5,6 +5,20 @@ from collections.abc import Sequence
 _WIDTH = 80
 
 
+def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
+    """Return the commands that find the cause of a difference, with what each does.
+
+    Args:
+        command: The command that trains.
+        ledgers: The paths of the two ledgers, quoted for a shell.
+    """
+    return [
+        (f"d9m locate -- {command}", "finds the step, module and source line"),
+        (f"d9m report {ledgers}", "shows the difference as a page"),
+        ("d9m scan", "lists causes in the source"),
+    ]
+
+
 def format_next_steps(steps: Sequence[tuple[str, str]]) -> list[str]:
     r"""Return a block of commands with what each does; what does not fit beside it stands below.
 

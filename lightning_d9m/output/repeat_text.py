@@ -14,7 +14,7 @@ from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict, wrap
 from lightning_d9m.output.markdown import format_markdown
-from lightning_d9m.output.next_steps import format_next_steps
+from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
 from lightning_d9m.output.run_table import RunRow, format_markdown_table, format_table
 from lightning_d9m.output.terminal import print_lines, terminal_width
 from lightning_d9m.text import pluralize, printable
@@ -227,11 +227,7 @@ class RepeatReport:
         assert entry.comparison is not None, "it differs"
         ledgers = (entry.comparison.expected, entry.comparison.actual)
         command = printable(shlex.join(self._command))
-        return [
-            (f"d9m locate -- {command}", "finds the step, module and source line"),
-            (f"d9m report {' '.join(map(_show_path, ledgers))}", "shows the difference as a page"),
-            ("d9m scan", "lists causes in the source"),
-        ]
+        return list_next_steps(command, " ".join(map(_show_path, ledgers)))
 
     def _advise_logical_ranks(self) -> str | None:
         """Return advice if runs on different numbers of processes have no logical ranks."""

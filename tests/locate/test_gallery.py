@@ -3,19 +3,20 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from itertools import cycle, repeat
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
-from forked_training import TrainingServer
+from forking_python import ForkingPython, shared_python
 
 from lightning_d9m.cli import locate as locate_module
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import run_pair
+from lightning_d9m.launch.rank_variables import make_rank_variables
 from lightning_d9m.launch.run import run_once
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
@@ -24,25 +25,31 @@ TRAINING = Path(__file__).parents[1] / "support" / "gallery_training.py"
 PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 
-def run_forked(command, folder, *, title, timeout, variables, ranks, servers):
+def run_forked(command, folder, *, title, timeout, variables, ranks, pythons):
     """Replace ``run_once``: the same variables, without the start of an interpreter."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
     environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}
     environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
     log = folder / "output.log"
-    server = next(servers[environment["PYTHONHASHSEED"]])
-    if any(server.run(ranks, command, environment, log)):
+    python = next(pythons)
+    with log.open("wb") as file:
+        processes = [
+            subprocess.Popen(
+                [python, *command[1:]],
+                env=environment | own,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+            for own in ([{}] if ranks == 1 else make_rank_variables(ranks))
+        ]
+        statuses = [process.wait(timeout=240) for process in processes]
+    if any(statuses):
         raise CommandError(log.read_text())
 
 
-@pytest.fixture(scope="module")
-def server():
-    with TrainingServer() as started:
-        yield started
-
-
 @pytest.fixture
-def locate(tmp_path, monkeypatch, capsys, server):
+def locate(tmp_path, monkeypatch, capsys):
     """Return a function that locates one cause; it gives (status, what was found)."""
     monkeypatch.chdir(tmp_path)
     for name in ("LIGHTNING_D9M", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
@@ -58,9 +65,9 @@ def locate(tmp_path, monkeypatch, capsys, server):
     kept = []
     monkeypatch.setattr(locate_module, "Search", Kept)
 
-    def locate(cause, *words, ranks=1, forked=True, servers=MappingProxyType({})):
-        known = dict.fromkeys(("0", "random"), repeat(server)) | servers
-        run = partial(run_forked, ranks=ranks, servers=known) if forked else run_once
+    def locate(cause, *words, ranks=1, forked=True, pythons=None):
+        pythons = pythons or repeat(shared_python())
+        run = partial(run_forked, ranks=ranks, pythons=pythons) if forked else run_once
         monkeypatch.setattr(run_pair, "run_once", run)
         command = [sys.executable, str(TRAINING), cause]
         status = main(["locate", "--json", *words, "--", *command])
@@ -216,9 +223,11 @@ def test_fits_in_processes_that_take_turns(locate):
 def test_the_order_of_a_set(locate):
     """The hash seed is fixed in the runs that we start, unless determinism is off."""
     assert locate("set", "--tries", "1", forked=False)[0] == 0
-    with TrainingServer() as one, TrainingServer() as other:  # Python seeds the hashes of each
-        servers = {"random": cycle([one, other])}
-        status, found = locate("set", "--tries", "1", WITHOUT, servers=servers)
+    servers = ForkingPython(), ForkingPython()  # Python seeds the hashes of each
+    pythons = cycle(server.path for server in servers)
+    status, found = locate("set", "--tries", "1", WITHOUT, pythons=pythons)
+    for server in servers:
+        server.end()
     assert status == 1
     assert (found["cause"], found["step"], found["kind"]) == ("data", 0, "batch")
     assert shows(found)

@@ -14,6 +14,7 @@ from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = combined_base("strategies.DDPStrategy")
@@ -63,7 +64,7 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
         if self.logical_ranks is None:
             super().configure_ddp()
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         """Run Lightning's setup, and begin the run of the logical ranks."""
         super().setup(trainer)
         self.begin_logical_ranks(trainer)

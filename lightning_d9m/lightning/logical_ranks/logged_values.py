@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.exact_sums import ExactMean
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 # Values on an accelerator that are read together, because each reading waits for it.
 _MOST_UNREAD = 256
@@ -125,7 +128,7 @@ class LoggedValues:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: "Trainer",
         block: range,
         current: Callable[[], int | None],
         gather: GatherValues,

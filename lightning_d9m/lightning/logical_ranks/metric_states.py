@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torchmetrics import MetricCollection
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.resume.metric_state import find_metrics, move, to_plain
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _COUNT = "_update_count"
 
@@ -30,7 +33,7 @@ class MetricStates:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: "Trainer",
         block: range,
         current: Callable[[], int | None],
         gather: Callable[[bytes], list[bytes]],

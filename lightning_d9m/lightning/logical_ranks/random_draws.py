@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,7 +10,11 @@ import torch
 from lightning_d9m.control.generators import find_generators
 from lightning_d9m.control.seeding import derive_seed
 from lightning_d9m.lightning.resume.metric_state import name_callbacks
+from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
 from lightning_d9m.logical_ranks.rng import seed_micro_batch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 # The draws between two steps, such as those of callbacks, are of no logical rank.
 _BETWEEN_STEPS = -1
@@ -32,12 +36,12 @@ class MicroBatchSeeds:
         self._fit = fit
         self._generators: Mapping[str, Any] = {}
 
-    def find_generators(self, trainer: Any) -> None:
+    def find_generators(self, trainer: "Trainer") -> None:
         """Find the generators that the user's objects hold, which are seeded too."""
-        owners: dict[str, object] = {"datamodule": trainer.datamodule}
+        owners: dict[str, object] = {"datamodule": get_datamodule(trainer)}
         for name, module in trainer.lightning_module.named_modules():
             owners[f"model.{name}"] = module
-        self._generators = find_generators(owners | name_callbacks(trainer.callbacks))
+        self._generators = find_generators(owners | name_callbacks(list_callbacks(trainer)))
 
     def start(self, stage: str, epoch: int, batch: int, logical_rank: int) -> None:
         """Seed for a micro-batch of a stage."""

@@ -23,6 +23,8 @@ from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     # Any strategy that implements the abstract methods.
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
@@ -112,7 +114,7 @@ class LogicalRanksMixin(_Base):
         """The logical ranks of this process."""
         return self.blocks.of(self.global_rank)
 
-    def begin_logical_ranks(self, trainer: Any) -> None:
+    def begin_logical_ranks(self, trainer: "Trainer") -> None:
         """Begin a run, when the model is on its device.
 
         Raises:
@@ -280,8 +282,8 @@ class LogicalRanksMixin(_Base):
 
     @property
     def _stage(self) -> str:
-        trainer: Any = self.lightning_module
-        name = str(trainer.trainer.state.stage.value)
+        module: Any = self.lightning_module
+        name = str(module.trainer.state.stage.value)
         return _STAGES.get(name, name)
 
     # Collectives

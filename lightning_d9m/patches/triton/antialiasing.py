@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 # ruff: noqa: PLR2004 - formulas of torch
 """Gradients of antialiased interpolation: each input reads the outputs whose filters contain it.
 
@@ -156,20 +156,13 @@ def add_filtered(
 ):
     """Write for each input the sum of the gradients of the outputs whose filters contain it.
 
+    ``launch_gradient`` describes the other arguments.
+
     Args:
-        gradient: Of the outputs.
-        result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs, as divisors.
-        outputs: Depth, height and width of the outputs.
-        steps: For each of these dimensions the bits of the distance of two outputs, in inputs, and
+        steps: For each spatial dimension the bits of the distance of two outputs, in inputs, and
             the position of its sums in ``totals``.
-        strides: Of ``gradient``: batch, channel, depth, height, width.
         totals: What ``sum_filters`` writes.
-        elements: The number of inputs.
-        BLOCK: The number of inputs of a program.
-        WIDE: Whether an offset may exceed 32 bits.
         DIMS: The number of spatial dimensions: 1 or 2.
-        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
         MODE: TRIANGLE, KEYS or LANCZOS: the radius of the filter.
         MARGIN: The greatest error of the first estimate of an output.
         RANKS_D: 1.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 """Gradients of average pooling as one launch: each input reads the windows that contain it.
 
 Each window's gradient is divided, and the quotients are added, in the order in which the torch ops
@@ -72,24 +72,14 @@ def add_strided_means(
 ):
     """Write for each input the sum of the shares that it has in windows of a fixed stride.
 
+    ``launch_gradient`` describes the other arguments.
+
     Args:
-        gradient: Of the outputs.
-        result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs, as divisors.
-        outputs: Depth, height and width of the outputs.
-        windows: For each of these dimensions what ``find_strided_window`` takes.
-        strides: Of ``gradient``: batch, channel, depth, height, width.
+        windows: For each spatial dimension what ``find_strided_window`` takes.
         divisor: The divisor of all windows, if ``OVERRIDE``.
-        elements: The number of inputs.
-        BLOCK: The number of inputs of a program.
         WIDE: Whether an offset, or the volume of a window, may exceed 32 bits.
-        DIMS: The number of spatial dimensions.
-        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
         COUNT_PADDING: Whether the padding counts as a part of a window.
         OVERRIDE: Whether ``divisor`` replaces the volume of a window.
-        RANKS_D: The greatest number of windows to visit along the depth.
-        RANKS_H: Along the height.
-        RANKS_W: Along the width.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
@@ -137,21 +127,10 @@ def add_adaptive_means(
 ):
     """Write for each input the sum of the shares that it has in windows of an adaptive pooling.
 
+    ``launch_gradient`` describes the other arguments.
+
     Args:
-        gradient: Of the outputs.
-        result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs, as divisors.
-        outputs: Depth, height and width of the outputs.
-        divisors: The same as divisors.
-        strides: Of ``gradient``: batch, channel, depth, height, width.
-        elements: The number of inputs.
-        BLOCK: The number of inputs of a program.
-        WIDE: Whether an offset may exceed 32 bits.
-        DIMS: The number of spatial dimensions.
-        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
-        RANKS_D: The greatest number of windows to visit along the depth.
-        RANKS_H: Along the height.
-        RANKS_W: Along the width.
+        divisors: ``outputs`` as divisors.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)

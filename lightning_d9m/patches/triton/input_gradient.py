@@ -59,10 +59,22 @@ def launch_gradient(
 ) -> Tensor:
     """Launch a kernel that writes the gradient of an input.
 
-    The kernel takes the tensors, the result, the sizes of the input (channels, depth, height,
-    width; as divisors), the sizes of the output (depth, height, width), the numbers of the sides (a
-    tuple for each of these), the strides of each tensor (of five dimensions), more numbers, and the
-    number of inputs.
+    Every kernel takes these arguments, with its own between ``outputs`` and ``strides``, and before
+    ``elements`` and ``RANKS_D``:
+
+    - The tensors: first the gradient of the outputs.
+    - ``result``: The gradient of the inputs, dense.
+    - ``sizes``: Channels, depth, height and width of the inputs, as divisors.
+    - ``outputs``: Depth, height and width of the outputs.
+    - The numbers of the sides: a tuple for each of these dimensions.
+    - ``strides`` of each tensor: batch, channel, depth, height, width.
+    - ``elements``: The number of inputs.
+    - ``BLOCK``: The number of inputs of a program.
+    - ``WIDE``: Whether an offset may exceed 32 bits.
+    - ``DIMS``: The number of spatial dimensions.
+    - ``CHANNELS_LAST``: Whether the channels are the result's last dimension in memory.
+    - ``RANKS_D``, ``RANKS_H``, ``RANKS_W``: The most outputs that an input reads along depth,
+      height and width.
 
     Args:
         kernel: The Triton kernel.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 # ruff: noqa: PLR2004, SIM108 - formulas of torch; conditional expressions are evaluated twice
 """Gradients of interpolation: each input reads the outputs that it contributed to.
 
@@ -153,24 +153,13 @@ def add_weighted(
 ):
     """Write for each input the weighted sum of the gradients of the outputs that read it.
 
+    ``launch_gradient`` describes the other arguments.
+
     Args:
-        gradient: Of the outputs.
-        result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs, as divisors.
-        outputs: Depth, height and width of the outputs.
-        steps: For each of these dimensions the bits of the distance of two outputs, in inputs.
-        strides: Of ``gradient``: batch, channel, depth, height, width.
-        elements: The number of inputs.
-        BLOCK: The number of inputs of a program.
-        WIDE: Whether an offset may exceed 32 bits.
-        DIMS: The number of spatial dimensions.
-        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
+        steps: For each spatial dimension the bits of the distance of two outputs, in inputs.
         MODE: LINEAR or CUBIC.
         ALIGNED: Whether the corners of input and output are aligned.
         MARGIN: The greatest error of the first estimate of an output.
-        RANKS_D: The greatest number of outputs to read along the depth.
-        RANKS_H: Along the height.
-        RANKS_W: Along the width.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 """Gradients of max pooling as one launch: each input reads the windows that may have chosen it.
 
 The windows of an input are computed from its coordinates and visited in ascending order, as the
@@ -66,25 +66,14 @@ def add_chosen(
 ):
     """Write for each input the sum of the gradients of the windows whose index names it.
 
+    ``launch_gradient`` describes the other arguments.
+
     Args:
-        gradient: Of the outputs.
         indices: For each output the flat position of the chosen input in its plane; int64.
-        result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs, as divisors.
-        outputs: Depth, height and width of the outputs.
-        windows: For each of these dimensions what the functions of geometry.py take.
-        strides: Of ``gradient``: batch, channel, depth, height, width.
+        windows: For each spatial dimension what the functions of geometry.py take.
         index_strides: Of ``indices``.
-        elements: The number of inputs.
-        BLOCK: The number of inputs of a program.
-        WIDE: Whether an offset may exceed 32 bits.
-        DIMS: The number of spatial dimensions.
-        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
         KIND: The kind of pooling.
         DILATED: Whether windows of a fixed stride are dilated.
-        RANKS_D: The greatest number of windows to visit along the depth.
-        RANKS_H: Along the height.
-        RANKS_W: Along the width.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 """Gradients of padding: each input reads its copies.
 
 They are added in the order of the torch ops of ``kernels/padding.py``: along the last dimension
@@ -60,23 +60,14 @@ def add_copies(
 ):
     """Write for each input the sum of the gradients of its copies.
 
+    ``launch_gradient`` describes the other arguments.
+
     Args:
-        gradient: Of the outputs.
-        result: The gradient of the inputs, dense.
-        sizes: Channels, depth, height and width of the inputs, as divisors.
-        outputs: Depth, height and width of the outputs.
-        sides: For each of these dimensions the padding before the input.
-        strides: Of ``gradient``: batch, channel, depth, height, width.
+        sides: For each spatial dimension the padding before the input.
         elements: The number of inputs, times ``PARTS``.
         BLOCK: The number of elements of a program.
-        WIDE: Whether an offset may exceed 32 bits.
-        DIMS: The number of spatial dimensions.
-        CHANNELS_LAST: Whether the channels are the result's last dimension in memory.
         REFLECTED: Whether the copies are reflected, else the edges are replicated.
         PARTS: 2 for complex numbers, else 1.
-        RANKS_D: The greatest number of copies along the depth.
-        RANKS_H: Along the height.
-        RANKS_W: Along the width.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     places = offsets // PARTS

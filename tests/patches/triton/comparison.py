@@ -11,6 +11,16 @@ from torch import Tensor
 from lightning_d9m.patches.triton import launch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Sizes of inputs and outputs of adaptive poolings: larger and smaller, divisible and not.
+ADAPTIVE_2D = [
+    ((1, 7), (5, 1)),
+    ((2, 3), (7, 2)),
+    ((5, 6), (5, 3)),
+    ((7, 8), (3, 5)),
+    ((3, 4), (11, 8)),
+    ((9, 10), (8, 9)),
+]
+ADAPTIVE_3D = [(1, 1, 1), (2, 3, 4), (9, 13, 2)]
 
 
 def compare(

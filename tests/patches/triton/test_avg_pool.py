@@ -2,7 +2,14 @@
 
 import torch
 from patches.cases import GRADIENT_CASES
-from patches.triton.comparison import DTYPES, compare, compare_case, select
+from patches.triton.comparison import (
+    ADAPTIVE_2D,
+    ADAPTIVE_3D,
+    DTYPES,
+    compare,
+    compare_case,
+    select,
+)
 from patches.triton.interpreted import interpreted
 
 from lightning_d9m.patches.kernels import avg_pool
@@ -48,21 +55,14 @@ def test_windows_of_a_fixed_stride() -> None:
 @interpreted
 def test_windows_of_an_adaptive_pooling() -> None:
     """Sizes larger and smaller than the input, divisible and not, in 2 and 3 dimensions."""
-    for sizes, outputs in [
-        ((1, 7), (5, 1)),
-        ((2, 3), (7, 2)),
-        ((5, 6), (5, 3)),
-        ((7, 8), (3, 5)),
-        ((3, 4), (11, 8)),
-        ((9, 10), (8, 9)),
-    ]:
+    for sizes, outputs in ADAPTIVE_2D:
         compare(
             "avg_pool:adaptive",
             avg_pool.adaptive_avg_pool2d_backward,
             torch.randn(2, 2, *outputs),
             torch.empty(2, 2, *sizes),
         )
-    for outputs in [(1, 1, 1), (2, 3, 4), (9, 13, 2)]:
+    for outputs in ADAPTIVE_3D:
         compare(
             "avg_pool:adaptive",
             avg_pool.adaptive_avg_pool3d_backward,

@@ -5,7 +5,14 @@ import itertools
 import torch
 import torch.nn.functional as nnf
 from patches.cases import GRADIENT_CASES
-from patches.triton.comparison import DTYPES, compare, compare_case, select
+from patches.triton.comparison import (
+    ADAPTIVE_2D,
+    ADAPTIVE_3D,
+    DTYPES,
+    compare,
+    compare_case,
+    select,
+)
 from patches.triton.interpreted import interpreted
 from torch import Tensor
 
@@ -55,14 +62,7 @@ def test_windows_of_a_fixed_stride() -> None:
 @interpreted
 def test_windows_of_an_adaptive_pooling() -> None:
     """Sizes larger and smaller than the input, divisible and not, in 2 and 3 dimensions."""
-    for sizes, outputs in [
-        ((1, 7), (5, 1)),
-        ((2, 3), (7, 2)),
-        ((5, 6), (5, 3)),
-        ((7, 8), (3, 5)),
-        ((3, 4), (11, 8)),
-        ((9, 10), (8, 9)),
-    ]:
+    for sizes, outputs in ADAPTIVE_2D:
         image = make_image(2, 2, *sizes)
         output, indices = nnf.adaptive_max_pool2d_with_indices(image, outputs)
         grad_output = torch.randn_like(output)
@@ -74,7 +74,7 @@ def test_windows_of_an_adaptive_pooling() -> None:
             indices,
         )
     image = make_image(2, 3, 4, 6, 5)
-    for sides in [(1, 1, 1), (2, 3, 4), (9, 13, 2)]:
+    for sides in ADAPTIVE_3D:
         output, indices = nnf.adaptive_max_pool3d_with_indices(image, sides)
         compare(
             "max_pool:adaptive",
