@@ -103,20 +103,33 @@ def _follow(recipe: _Recipe, digests: Sequence[bytes]) -> bytes:
     return xxh3_128_digest(b"".join(parts))
 
 
-def _hash_all(plain: Sequence[DenseTensor]) -> list[bytes]:
+def hash_chunks_of(data: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return the digests of each tensor's chunks, 8 bytes each, wherever the tensors are.
+
+    Args:
+        data: Dense tensors, in row-major order in memory.
+    """
     by_device: dict[torch.device, list[int]] = {}
-    for index, part in enumerate(plain):
-        by_device.setdefault(part.data.device, []).append(index)
+    for index, tensor in enumerate(data):
+        by_device.setdefault(tensor.device, []).append(index)
     started = [
-        (device, indices, _start_hashing([plain[index].data for index in indices], device))
+        (device, indices, _start_hashing([data[index] for index in indices], device))
         for device, indices in by_device.items()
     ]
-    digests = [b""] * len(plain)
+    found = [b""] * len(data)
     # The CPU first: the other devices work meanwhile.
     for _, indices, finish in sorted(started, key=lambda start: start[0].type != "cpu"):
         for index, chunk_digests in zip(indices, finish(), strict=True):
-            digests[index] = xxh3_128_digest(plain[index].header + chunk_digests)
-    return digests
+            found[index] = chunk_digests
+    return found
+
+
+def _hash_all(plain: Sequence[DenseTensor]) -> list[bytes]:
+    found = hash_chunks_of([part.data for part in plain])
+    return [
+        xxh3_128_digest(part.header + chunk_digests)
+        for part, chunk_digests in zip(plain, found, strict=True)
+    ]
 
 
 def _start_hashing(data: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[bytes]]:

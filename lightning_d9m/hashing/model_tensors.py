@@ -16,13 +16,19 @@ from lightning_d9m.hashing.address_cache import AddressCache, TensorAddresses
 _TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
 
 
+# What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefix of ``torch.compile``.
+    """Return the name of a parameter or module without what wrappers of modules add.
 
     >>> plain_name("encoder._orig_mod.layers.0.weight")
     'encoder.layers.0.weight'
     """
-    return name.replace("_orig_mod.", "")
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 class NamedTensors(dict[str, Tensor]):

@@ -114,6 +114,11 @@ def _describe_form(
     return _header(dtype, shape), dtype.itemsize, shape.numel() * dtype.itemsize
 
 
+def describe_dense(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:
+    """Return the header of a dense tensor; None for a dtype that has more than its bytes."""
+    return None if dtype in _QUANTIZED else _header(dtype, shape)
+
+
 def locate(data: torch.Tensor) -> tuple[int, int]:
     """Return the address and the size in bytes of a dense tensor.
 

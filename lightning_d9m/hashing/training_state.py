@@ -4,8 +4,9 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from xxhash import xxh3_128_hexdigest
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.address_cache import digest_located
 from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
+from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
 from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
@@ -39,6 +42,31 @@ class Snapshot:
     totals: dict[str, str]
 
 
+@dataclass(frozen=True)
+class PartialSnapshot:
+    """Digests of one moment on one rank, without those of tensors that ranks share out.
+
+    Attributes:
+        groups: As those of a ``Snapshot``.
+        shards: The parts of tensors that this rank holds, by group and name.
+        owners: By group and name, the shard of the parameter to which a value belongs of which
+            only the ranks know that hold a part of the parameter.
+        scattered: Tensors whose elements are not in order on any rank, by group and name.
+    """
+
+    groups: Groups
+    shards: dict[tuple[str, str], Shard]
+    owners: dict[tuple[str, str], Shard]
+    scattered: dict[tuple[str, str], Tensor]
+
+    def finish(self, digests: Mapping[tuple[str, str], str] | None = None) -> Snapshot:
+        """Return the snapshot, with the digests of whole tensors by group and name."""
+        groups = {group: dict(entries) for group, entries in self.groups.items()}
+        for (group, name), value in (digests or {}).items():
+            groups[group][name] = value
+        return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
+
+
 def take_snapshot(
     model: nn.Module | ModelTensors,
     optimizers: Sequence[torch.optim.Optimizer] = (),
@@ -58,22 +86,50 @@ def take_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
+    return _read_state(model, optimizers, schedulers, None).finish()
+
+
+def take_partial_snapshot(
+    model: nn.Module | ModelTensors,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    schedulers: Sequence[Any] = (),
+    layouts: Mapping[int, FlatLayout] | None = None,
+) -> PartialSnapshot:
+    """Digest this rank's part of the state of a training that divides tensors among ranks.
+
+    Args:
+        model: As ``take_snapshot``.
+        optimizers: As above.
+        schedulers: As above.
+        layouts: What ``find_flat_layouts`` returns.
+
+    Raises:
+        DigestError: When a weight or a buffer has no defined bytes.
+    """
+    return _read_state(model, optimizers, schedulers, layouts or {})
+
+
+def _read_state(
+    model: nn.Module | ModelTensors,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    layouts: Mapping[int, FlatLayout] | None,
+) -> PartialSnapshot:
+    """Digest the state; without layouts, shards as if they were tensors."""
     model_tensors = model if isinstance(model, ModelTensors) else ModelTensors(model)
     parameters, buffers, names = model_tensors.look()
     tensors: dict[tuple[str, str], Tensor] = {}
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
-    for group, entries in (("weights", parameters), ("buffers", buffers)):
-        for name, tensor in entries.items():
-            if _is_lazy(tensor):
-                groups[group][name] = digest_value(type(tensor))
-            else:
-                tensors[group, name] = tensor
-    for number, optimizer in enumerate(optimizers):
-        for name, value in optimizer_state(optimizer, names):
-            if isinstance(value, Tensor):
-                tensors["optimizers", f"{number}.{name}"] = value
-            else:
-                groups["optimizers"][f"{number}.{name}"] = _digest_state(value)
+    divided = _DividedTensors(layouts, names)
+    for place, owner, value in _list_state(parameters, buffers, optimizers, names):
+        if divided.take(place, owner, value):
+            continue
+        if not isinstance(value, Tensor):
+            groups[place[0]][place[1]] = _digest_state(value)
+        elif _is_lazy(value):
+            groups[place[0]][place[1]] = digest_value(type(value))
+        else:
+            tensors[place] = value
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     values = list(tensors.values())
@@ -81,7 +137,68 @@ def take_snapshot(
     digests = digest_many(values) if located is None else digest_located(located)
     for (group, name), value in zip(tensors, digests, strict=True):
         groups[group][name] = value
-    return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
+    return PartialSnapshot(groups, divided.shards, divided.owners, divided.scattered)
+
+
+def _list_state(
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, str],
+) -> Iterator[tuple[tuple[str, str], str, object]]:
+    """Yield group and name, the name of the parameter, and the value."""
+    for name, tensor in parameters.items():
+        yield ("weights", name), name, tensor
+    for name, tensor in buffers.items():
+        yield ("buffers", name), name, tensor
+    for number, optimizer in enumerate(optimizers):
+        for name, value in optimizer_state(optimizer, names):
+            yield ("optimizers", f"{number}.{name}"), name.partition(".")[2], value
+
+
+class _DividedTensors:
+    """The tensors of a training of which each rank holds a part.
+
+    Args:
+        layouts: The layouts of parameters by id; None takes no tensor.
+        names: The names of the parameters by id.
+    """
+
+    def __init__(self, layouts: Mapping[int, FlatLayout] | None, names: Mapping[int, str]) -> None:
+        self._layouts = None
+        if layouts is not None:
+            self._layouts = {names[key]: own for key, own in layouts.items() if key in names}
+        self.shards: dict[tuple[str, str], Shard] = {}
+        self.owners: dict[tuple[str, str], Shard] = {}
+        self.scattered: dict[tuple[str, str], Tensor] = {}
+
+    def take(self, place: tuple[str, str], parameter: str, value: object) -> bool:
+        """Take a value if ranks hold parts of it; return whether it need not be digested here.
+
+        Args:
+            place: Its group and name.
+            parameter: The name of the parameter that it is, or to which it belongs.
+            value: A tensor, or another value of an optimizer's state.
+        """
+        if self._layouts is None:
+            return False
+        if place[0] != "buffers" and (layout := self._layouts.get(parameter)) is not None:
+            own = layout.data if place[0] == "weights" else value
+            shard = layout.find_state_shard(own) if isinstance(own, Tensor) else None
+            if shard is None:
+                holder = layout.find_state_shard(layout.data)
+                if holder is not None:
+                    self.owners[place] = holder
+                return False
+        elif isinstance(value, Tensor) and is_sharded_dtensor(value):
+            shard = find_dtensor_shard(value)
+            if shard is None:
+                self.scattered[place] = value
+                return True
+        else:
+            return False
+        self.shards[place] = shard
+        return True
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -120,7 +237,15 @@ def optimizer_state(
     """Yield (name, value) for each group's settings and each parameter's state."""
     position = 0
     for number, group in enumerate(optimizer.param_groups):
-        yield f"group.{number}", {key: value for key, value in group.items() if key != "params"}
+        # Loading a full checkpoint into sharded optimizers turns tuples (betas) into lists.
+        yield (
+            f"group.{number}",
+            {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in group.items()
+                if key != "params"
+            },
+        )
         for parameter in group["params"]:
             name = names.get(id(parameter), f"parameter {position}")
             position += 1
@@ -128,14 +253,28 @@ def optimizer_state(
                 yield f"{key}.{name}", value
 
 
-def describe_model(model: nn.Module) -> tuple[str, int]:
+def describe_model(
+    model: nn.Module, layouts: Mapping[int, FlatLayout] | None = None
+) -> tuple[str, int]:
     """Return a digest of the model's names, shapes and dtypes, and its number of parameters.
 
     Two models with equal descriptions can be compared, whatever their weights.
+
+    Args:
+        model: The model.
+        layouts: What ``find_flat_layouts`` returns: the shapes of parameters that are divided.
     """
+    layouts = layouts or {}
+
+    def shape(tensor: Tensor) -> tuple[int, ...] | None:
+        if _is_lazy(tensor):
+            return None
+        layout = layouts.get(id(tensor))
+        return tuple(tensor.shape) if layout is None else layout.shape
+
     description = {
         plain_name(name): [
-            None if _is_lazy(tensor) else list(tensor.shape),
+            None if (sizes := shape(tensor)) is None else list(sizes),
             str(tensor.dtype),
             kind,
         ]
@@ -145,19 +284,31 @@ def describe_model(model: nn.Module) -> tuple[str, int]:
         )
         for name, tensor in entries
     }
-    numbers = [0 if _is_lazy(p) else p.numel() for p in model.parameters()]
-    return digest_value(description), sum(numbers)
+    sizes_of_all = [shape(parameter) for parameter in model.parameters()]
+    return digest_value(description), sum(0 if own is None else prod(own) for own in sizes_of_all)
 
 
-def replicated_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that must be equal on all ranks.
+def replicated_names(
+    model: nn.Module, layouts: Mapping[int, FlatLayout] | None = None
+) -> list[str]:
+    """Return the names of the parameters that must have equal digests on all ranks.
 
-    A parameter that is sharded over ranks (a DTensor with a placement other than ``Replicate``, a
-    partition of DeepSpeed's ZeRO-3) differs from rank to rank by design.
+    A sharded parameter counts if its digest is that of the whole parameter: DTensors and those with
+    a layout. A flat parameter of FSDP1 and a partition of DeepSpeed's ZeRO-3 differ from rank to
+    rank by design.
     """
     return sorted(
         plain_name(name)
         for name, parameter in model.named_parameters()
-        if all(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
-        and not hasattr(parameter, "ds_id")
+        if id(parameter) in (layouts or {})
+        or not (hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param"))
+    )
+
+
+def count_sharded(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> int:
+    """Return the number of parameters of which ranks hold different parts."""
+    names = set(replicated_names(model))
+    return sum(
+        id(parameter) in layouts or is_sharded_dtensor(parameter) or plain_name(name) not in names
+        for name, parameter in model.named_parameters()
     )

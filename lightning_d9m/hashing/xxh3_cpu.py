@@ -107,6 +107,11 @@ def hash_copy(copy: bytes) -> bytes:
     return xxh3_64_intdigest(copy).to_bytes(8, "little") if copy else b""
 
 
+def hash_chunk(data: bytes) -> bytes:
+    """Hash the bytes of one chunk, or of the last one of a tensor, which may be incomplete."""
+    return hash_copy(data.ljust(len(data) + -len(data) % BLOCK_BYTES, b"\0"))
+
+
 def split_chunk_digests(chunk_digests: bytes, memory: Sequence[tuple[int, int]]) -> list[bytes]:
     """Divide the digests of all chunks of ``memory`` among its spans."""
     ends = accumulate(-(-size // CHUNK_BYTES) * 8 for _, size in memory)

@@ -3,6 +3,7 @@
 Framework-free: ranks communicate through a function that the caller passes.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -68,13 +69,19 @@ class Ranks:
         if self.gather is None:
             return text
         own = text.encode("utf-8", "surrogateescape") if self.rank == 0 else b""
-        size = self.gather([len(own)])[0][0]
-        padded = own.ljust(-size % _INTEGER + size, b"\0")
-        parts = [padded[at : at + _INTEGER] for at in range(0, len(padded), _INTEGER)]
-        numbers = [int.from_bytes(part, "little", signed=True) for part in parts]
-        row = self.gather(numbers)[0] if numbers else []
-        data = b"".join(number.to_bytes(_INTEGER, "little", signed=True) for number in row)
-        return data[:size].decode("utf-8", "surrogateescape")
+        return self.gather_bytes(own)[0].decode("utf-8", "surrogateescape")
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes that each rank passes, in order of ranks; each rank calls this."""
+        if self.gather is None:
+            return [own]
+        sizes = [row[0] for row in self.gather([len(own)])]
+        length = -(-max(sizes) // _INTEGER)
+        if not length:
+            return [b""] * len(sizes)
+        numbers = array("q", own.ljust(length * _INTEGER, b"\0"))
+        rows = self.gather(numbers.tolist())
+        return [array("q", row).tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _ranks_where(self, fact: bool) -> list[int]:
         """Return the ranks on which ``fact`` is so."""

@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.hashing.training_state import Groups, replicated_names
 
@@ -22,7 +23,7 @@ class ReplicatedState:
     """Names of the state that must be equal on all ranks.
 
     Attributes:
-        weights: Parameters that are not sharded.
+        weights: Parameters whose digest is that of the whole parameter.
         synchronized: Buffers that every rank computes from the data of all ranks.
         local: Buffers that each rank computes from its own data.
         sharded_optimizers: Numbers of optimizers whose per-parameter state is not compared.
@@ -69,6 +70,7 @@ def find_replicated_state(
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[object] = (),
     *,
+    layouts: Mapping[int, FlatLayout] | None = None,
     sharded: bool = False,
 ) -> ReplicatedState:
     """Return what must be equal on all ranks.
@@ -77,7 +79,8 @@ def find_replicated_state(
         model: The model, as the user's optimizers see it.
         optimizers: In the order of the snapshot.
         schedulers: In the order of the snapshot.
-        sharded: Whether the strategy shards all parameters and their optimizer state.
+        layouts: What ``find_flat_layouts`` returns.
+        sharded: Whether no parameter has a digest that all ranks share.
     """
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     synchronized: set[str] = set()
@@ -88,7 +91,7 @@ def find_replicated_state(
         names = (f"{path}.{name}" if path else name for name, _ in module.named_buffers())
         own = synchronized if isinstance(module, SyncBatchNorm) else local
         own.update(map(plain_name, names))
-    weights = [name for name in replicated_names(model) if name not in ignored]
+    weights = [name for name in replicated_names(model, layouts) if name not in ignored]
     return ReplicatedState(
         weights=frozenset(() if sharded else weights),
         synchronized=synchronized - local,

@@ -1,0 +1,195 @@
+"""The digest of a whole tensor from the shards that ranks hold, without gathering the tensor.
+
+A shard here is a range of the tensor's bytes. Its rank hashes the chunks that lie within the range,
+and keeps the bytes of the chunks that it shares with other ranks: fewer than 128 KiB at each end.
+From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
+
+from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing.digest import hash_chunks_of
+from lightning_d9m.hashing.tensor_bytes import describe_dense
+from lightning_d9m.hashing.xxh3_cpu import CHUNK_BYTES, hash_chunk
+
+_LEAF = 8  # bytes of the digest of a chunk
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range of a tensor's bytes that this rank holds.
+
+    Attributes:
+        header: The header of the whole tensor's digest.
+        size: The whole tensor's bytes.
+        begin: The first byte of the range.
+        data: The bytes, of shape (n,) and dtype uint8.
+        ranks: The ranks that together hold the tensor once.
+    """
+
+    header: bytes
+    size: int
+    begin: int
+    data: Tensor
+    ranks: tuple[int, ...]
+
+
+class ShardParts(NamedTuple):
+    """What one rank knows of a tensor.
+
+    Attributes:
+        begin: The first byte of the range.
+        head: The bytes before the first chunk that the rank holds completely.
+        leaves: The digests of those chunks, 8 bytes each.
+        tail: The bytes after the last of them.
+    """
+
+    begin: int
+    head: bytes
+    leaves: bytes
+    tail: bytes
+
+    @property
+    def end(self) -> int:
+        """The byte after the range, but for the padding of the last chunk."""
+        chunks = len(self.leaves) // _LEAF
+        return self.begin + len(self.head) + chunks * CHUNK_BYTES + len(self.tail)
+
+
+def make_shard(
+    whole: Sequence[int], data: Tensor, first: int, ranks: Sequence[int]
+) -> Shard | None:
+    """Return the shard of a rank; None if its elements are not bytes in row-major order.
+
+    Args:
+        whole: The shape of the whole tensor.
+        data: The elements that this rank holds, in the order of the whole tensor.
+        first: The number of the first of them.
+        ranks: The ranks that together hold the tensor once.
+    """
+    header = describe_dense(data.dtype, tuple(whole))
+    ordinary = type(data) in (Tensor, nn.Parameter) and data.layout is torch.strided
+    if header is None or not ordinary:
+        return None
+    flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
+    return Shard(header, prod(whole) * data.itemsize, first * data.itemsize, flat, tuple(ranks))
+
+
+def is_sharded_dtensor(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor of which ranks hold different parts."""
+    placements: Any = getattr(tensor, "placements", ())
+    return any(not placement.is_replicate() for placement in placements)
+
+
+def find_dtensor_shard(tensor: Any) -> Shard | None:
+    """Return this rank's shard of a sharded DTensor.
+
+    Returns:
+        None unless the tensor is divided along its first dimension only.
+    """
+    placements = tensor.placements
+    if any(getattr(own, "dim", 0) != 0 or own.is_partial() for own in placements):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    row = prod(tensor.shape[1:])
+    mesh = tensor.device_mesh
+    index = tuple(
+        at if placement.is_replicate() else slice(None)
+        for at, placement in zip(mesh.get_coordinate(), placements, strict=True)
+    )
+    ranks = mesh.mesh[index].reshape(-1).tolist()
+    first = min(chunk.offsets[0], tensor.shape[0]) * row
+    return make_shard(tensor.shape, tensor.to_local(), first, ranks)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the modules of FSDP2 hold their shards.
+
+    After a forward pass without a backward pass, as in a validation, the outermost module holds
+    whole parameters, other objects than those of the optimizer, in the dtype of the computation.
+    """
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+
+
+def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
+    """Hash the chunks within the shards and copy the bytes at their ends.
+
+    An accelerator is synchronized once for all chunks, and once for each shard whose ends lie
+    within a chunk.
+    """
+    shards = list(shards)
+    bounds = [_divide(shard) for shard in shards]
+    inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
+    leaves = hash_chunks_of(inner)
+    return [
+        ShardParts(shard.begin, _copy(shard.data[:begin]), own, _copy(shard.data[end:]))
+        for shard, (begin, end), own in zip(shards, bounds, leaves, strict=True)
+    ]
+
+
+def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str:
+    """Return the digest of the whole tensor.
+
+    Args:
+        header: The header of its digest.
+        size: Its bytes.
+        parts: Those of all ranks that together hold it once, in any order.
+
+    Raises:
+        DigestError: If the parts do not cover the tensor.
+    """
+    leaves: list[bytes] = []
+    pending = b""
+    at = 0
+    for part in sorted(parts, key=lambda own: (own.begin, own.end)):
+        if part.begin == part.end:
+            continue
+        if part.begin != at:
+            break
+        at = min(part.end, size)
+        pending += part.head
+        if part.leaves:
+            leaves += _finish(pending)
+            leaves.append(part.leaves)
+            pending = b""
+        pending += part.tail
+        if len(pending) >= CHUNK_BYTES:
+            leaves += _finish(pending[:CHUNK_BYTES])
+            pending = pending[CHUNK_BYTES:]
+    if at != size:
+        ranges = sorted((part.begin, part.end) for part in parts)
+        raise DigestError(
+            f"The shards of a tensor do not cover it: it has {size:,} bytes, the ranks hold "
+            f"{ranges}. All ranks must digest the same training state."
+        )
+    leaves += _finish(pending)
+    return xxh3_128_hexdigest(header + b"".join(leaves))
+
+
+def _divide(shard: Shard) -> tuple[int, int]:
+    """Return begin and end, within the shard, of the chunks that it holds completely."""
+    length = len(shard.data)
+    begin = -shard.begin % CHUNK_BYTES
+    end = length
+    if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
+        end -= (shard.begin + length) % CHUNK_BYTES
+    return (begin, end) if begin < end else (length, length)
+
+
+def _finish(pending: bytes) -> list[bytes]:
+    """Return the digest of a chunk; of no bytes, none."""
+    return [hash_chunk(pending)] if pending else []
+
+
+def _copy(data: Tensor) -> bytes:
+    # A clone: numpy() makes a storage that it shares fixed in size, and FSDP resizes storages.
+    return data.cpu().clone().numpy().tobytes() if len(data) else b""

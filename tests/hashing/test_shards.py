@@ -1,0 +1,84 @@
+"""The digest of a tensor follows from the shards of ranks, wherever these end."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m import digest
+from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing.shards import combine_shards, make_shard, read_shards
+
+CHUNK = 131072
+
+
+def divide(tensor, cuts):
+    """Return the shards of ranks that hold what lies between cuts, counted in elements."""
+    flat = tensor.reshape(-1)
+    bounds = [0, *sorted(cuts), len(flat)]
+    ranks = range(len(bounds) - 1)
+    return [
+        make_shard(tensor.shape, flat[begin:end], begin, ranks) for begin, end in pairwise(bounds)
+    ]
+
+
+def combine(shards):
+    return combine_shards(shards[0].header, shards[0].size, read_shards(shards))
+
+
+ELEMENTS = st.integers(0, 5 * CHUNK // 2)
+
+
+@given(
+    size=ELEMENTS,
+    near=st.lists(st.tuples(st.integers(0, 5), st.integers(-3, 3)), max_size=5),
+    cuts=st.lists(ELEMENTS, max_size=4),
+)
+def test_any_division_gives_the_digest_of_the_whole(size, near, cuts):
+    tensor = torch.arange(size, dtype=torch.int32).to(torch.int16)
+    at_chunks = [number * CHUNK // 2 + offset for number, offset in near]
+    cuts = [min(max(cut, 0), size) for cut in (*at_chunks, *cuts)]
+    assert combine(divide(tensor, cuts)) == digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_rows_of_any_dtype(dtype):
+    tensor = torch.randn(7, 3, 5).to(dtype)
+    assert combine(divide(tensor, [15, 45, 45, 90])) == digest(tensor)
+
+
+def test_a_changed_bit_in_each_part_changes_the_digest():
+    tensor = torch.zeros(3 * CHUNK, dtype=torch.uint8)
+    cuts = [CHUNK // 2, CHUNK // 2 + 5, 2 * CHUNK + 7]
+    expected = combine(divide(tensor, cuts))
+    for place in (0, cuts[0], cuts[1], CHUNK, cuts[2], 3 * CHUNK - 1):
+        changed = tensor.clone()
+        changed[place] = 1
+        assert combine(divide(changed, cuts)) == digest(changed) != expected
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_shards_that_leave_a_gap_have_no_digest(missing):
+    shards = divide(torch.zeros(100_000), [33_000, 66_000])
+    del shards[missing]
+    with pytest.raises(DigestError, match="The shards of a tensor do not cover it: it has 400,000"):
+        combine(shards)
+
+
+def test_shards_that_overlap_have_no_digest():
+    first, second = divide(torch.zeros(100), [50])
+    with pytest.raises(DigestError, match="the ranks hold"):
+        combine([first, first, second])
+
+
+def test_reading_leaves_the_storage_resizable():
+    """FSDP frees and allocates storages; one that NumPy has seen cannot be resized."""
+    tensor = torch.zeros(100)
+    read_shards(divide(tensor, [50]))
+    tensor.untyped_storage().resize_(0)
+
+
+def test_a_tensor_that_consists_of_others_has_no_shard():
+    assert make_shard((8,), torch.zeros(4).to_sparse(), 0, (0, 1)) is None
