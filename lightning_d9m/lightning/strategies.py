@@ -18,10 +18,10 @@ _STRATEGIES = {
 
 
 # Each rank holds a part of every parameter, and the parameters do not say which.
-_SHARD_EVERY_PARAMETER = ("FSDPStrategy", "DeepSpeedStrategy")
-# Each rank holds parts of parameters, and saves its own files. ModelParallelStrategy has DTensors,
-# which say how they are placed.
-_SHARDED = (*_SHARD_EVERY_PARAMETER, "ModelParallelStrategy")
+_SHARD_EVERY_PARAMETER = ("DeepSpeedStrategy",)
+# Each rank holds parts of parameters, and saves its own files. FSDP's flat parameters and the
+# DTensors of ModelParallelStrategy say which part a rank holds.
+_SHARDED = (*_SHARD_EVERY_PARAMETER, "FSDPStrategy", "ModelParallelStrategy")
 
 
 def is_sharded(strategy: object) -> bool:
@@ -32,6 +32,14 @@ def is_sharded(strategy: object) -> bool:
 def shards_every_parameter(strategy: object) -> bool:
     """Return whether no parameter is the same on two ranks under a strategy."""
     return _is_any_of(strategy, _SHARD_EVERY_PARAMETER)
+
+
+def find_hybrid_sharding(strategy: object) -> str | None:
+    """Return how FSDP1 divides the model within groups of ranks; None if it does not."""
+    if not _is_any_of(strategy, ("FSDPStrategy",)):
+        return None
+    name = str(getattr(getattr(strategy, "sharding_strategy", None), "name", ""))
+    return name if "HYBRID" in name else None
 
 
 def _is_any_of(strategy: object, names: tuple[str, ...]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.control.data.resumable_sampler import find_position_problem, find_worker_problem
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
+from lightning_d9m.lightning.strategies import find_hybrid_sharding
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -104,6 +105,13 @@ def find_problems(
         problems.append(
             f"It was saved by {state.world_size} ranks; now there are {trainer.world_size}, "
             "which get different data."
+        )
+    hybrid = find_hybrid_sharding(trainer.strategy)
+    if hybrid is not None:
+        problems.append(
+            f"The strategy is {type(trainer.strategy).__name__} with sharding_strategy={hybrid}, "
+            "with which the optimizer's state differs after it is loaded. Use FULL_SHARD, or "
+            "ModelParallelStrategy with fully_shard on a mesh of two dimensions."
         )
     position = state.position
     if position.phase == "within":
