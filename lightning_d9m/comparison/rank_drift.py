@@ -10,9 +10,10 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_layouts import unpack_places
 from lightning_d9m.ledger.records import Digests, End, RankDrift
+from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 
-# These must be equal. A strategy may shard the others: they count only after a batch in which all
-# ranks agreed on them.
+# Weights must be equal. An optimizer may shard the others: they count only after a batch in which
+# all ranks agreed on them. If the header says that parameters are sharded, none of them counts.
 _WEIGHT = "weight"
 _MAYBE_SHARDED = frozenset({"optimizer", "gradient"})
 # Kind of probe by the group of the entry that the run itself found to differ.
@@ -66,7 +67,8 @@ def _read_known_drift(ledger: Ledger) -> RankDrift | None:
 def _compare_ranks(
     ledger: Ledger, first: int, rank: int, known: RankDrift | None
 ) -> Divergence | None:
-    comparable = {_WEIGHT}
+    sharded = bool(ledger.header.stack.get(SHARDED_PARAMETERS))
+    comparable: set[str] = set() if sharded else {_WEIGHT}
     with ledger.open(first) as one_file, ledger.open(rank) as other_file:
         for one, other in align_records(one_file, other_file):
             places: list[PlaceDifference] = []
@@ -81,9 +83,11 @@ def _compare_ranks(
                 places = [
                     place
                     for place in found
-                    if place.kind in comparable or _is_known_place(place, known)
+                    if place.kind in comparable
+                    or _is_known_place(place, None if sharded else known)
                 ]
-                comparable |= _list_kinds(other) - {place.kind for place in found}
+                if not sharded:
+                    comparable |= _list_kinds(other) - {place.kind for place in found}
             if places and isinstance(other, Digests | Batch):
                 return _make_divergence(rank, other, places)
     return None

@@ -35,6 +35,9 @@ INFORMATIONAL = {
 
 # The number of logical ranks. Where two runs share it, their processes are not compared.
 LOGICAL_RANKS = "world.logical_ranks"
+
+SHARDED_PARAMETERS = "world.sharded_parameters"
+"""The number of parameters of which ranks hold different parts, if there are any."""
 _PROCESSES = ("world.size", "world.nodes", "world.devices_per_node")
 
 # Installed packages whose code computes values that reach the model, or orders the computation.

@@ -20,6 +20,7 @@ from lightning_d9m.control.seeding import (
 )
 from lightning_d9m.control.session import deterministic, give_back_fit, next_fit
 from lightning_d9m.control.settings import Settings
+from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
 from lightning_d9m.lightning.trainer_attributes import get_epoch_counts, get_reload_interval
@@ -196,7 +197,8 @@ class TrainerSession:
         """Give the whole validation of a fit its own random stream.
 
         Lightning makes the iterators, which may draw, before ``on_validation_start``, and hooks of
-        the module and of other callbacks may draw after our ``on_validation_end``.
+        the module and of other callbacks may draw after our ``on_validation_end``. Sharded modules
+        hold their shards again afterwards, as without a validation.
         """
         loop = self._trainer.fit_loop.epoch_loop.val_loop
         original: Callable[[], object] = loop.run
@@ -207,6 +209,7 @@ class TrainerSession:
                 return original()
             finally:
                 self.end_evaluation("validate")
+                reshard(self._trainer.lightning_module)
 
         patches.replace(loop, "run", run)
 

@@ -1,6 +1,7 @@
 """The beginning of a recorded loop: its arguments, its facts, and its ledger's folder."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import torch
 
 from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.training_state import describe_model
+from lightning_d9m.hashing.flat_parameters import FlatLayout
+from lightning_d9m.hashing.training_state import count_sharded, describe_model
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.ledger.records import RunFacts
+from lightning_d9m.ledger.records import RunFacts, Scalar
+from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.shared_folder import share_new_folder
@@ -49,9 +52,20 @@ def find_session() -> Session:
     return session
 
 
-def describe_run(model: torch.nn.Module, loader: object) -> RunFacts:
+def describe_layout(
+    model: torch.nn.Module, layouts: Mapping[int, FlatLayout], world_size: int
+) -> dict[str, Scalar]:
+    """Return what the stack says of processes."""
+    sharded = count_sharded(model, layouts)
+    further = {SHARDED_PARAMETERS: sharded} if sharded else {}
+    return {"world.size": world_size, **further}
+
+
+def describe_run(
+    model: torch.nn.Module, loader: object, layouts: Mapping[int, FlatLayout]
+) -> RunFacts:
     """Return what two comparable runs must share."""
-    described, parameters = describe_model(model)
+    described, parameters = describe_model(model, layouts)
     train = [] if loader is None else [describe_loader(loader)]
     return RunFacts(model=described, parameters=parameters, train=train)
 

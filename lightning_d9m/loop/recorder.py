@@ -13,12 +13,14 @@ from lightning_d9m.control.generators import decode_rng, encode_rng
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.beginning import (
     as_tuple,
     check_choices,
+    describe_layout,
     describe_run,
     find_session,
     make_folder,
@@ -93,6 +95,7 @@ class Recorder:
                 f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
                 "models as one torch.nn.ModuleList or ModuleDict."
             )
+        self._wrapped = model
         self._model = unwrap_model(model)
         self._optimizers = tuple(map(unwrap_optimizer, as_tuple(optimizers)))
         self._schedulers = as_tuple(schedulers)
@@ -180,6 +183,7 @@ class Recorder:
         if self._run.folder is not None:
             return
         session, resumed = self._open_session, self._resumed
+        layouts = find_flat_layouts(self._wrapped)
         self._run.begin(
             self._ranks,
             self._model,
@@ -187,15 +191,21 @@ class Recorder:
                 make_header(
                     self._ranks,
                     session.settings,
-                    {"world.size": self._world_size},
+                    describe_layout(self._model, layouts, self._world_size),
                     world_size=self._world_size,
                     fit=self._fit,
                     further=self._probe_settings.as_record(),
                 ),
-                describe_run(self._model, loader),
-                find_replicated_state(self._model, self._optimizers, self._schedulers),
+                describe_run(self._model, loader, layouts),
+                find_replicated_state(
+                    self._model,
+                    self._optimizers,
+                    self._schedulers,
+                    layouts=layouts,
+                ),
             ),
             lambda: make_folder(self._ranks, self._ledger_dir),
+            wrapped=self._wrapped,
             resumed=None if resumed is None else resumed.as_record(),
         )
         settings, rank = self._probe_settings, self._ranks.rank

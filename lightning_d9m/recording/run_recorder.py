@@ -10,14 +10,17 @@ import torch
 
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.control.settings import Settings
+from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.hashing.training_state import take_snapshot
+from lightning_d9m.hashing.shards import reshard
+from lightning_d9m.hashing.training_state import PartialSnapshot, take_partial_snapshot
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.records import Digests, End, Header, Json, RunFacts, Scalar
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.recorder import Policy, Recorder
 from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.recording.whole_state import complete_snapshot
 from lightning_d9m.version import __version__
 
 NO_SCALARS: Mapping[str, str] = MappingProxyType({})
@@ -39,6 +42,7 @@ class RunRecorder:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._recorder: Recorder | None = None
+        self._model: torch.nn.Module | None = None
         self._tensors: ModelTensors | None = None
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
@@ -48,6 +52,7 @@ class RunRecorder:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {
             "_recorder": None,
+            "_model": None,
             "_tensors": None,
             "ranks": Ranks(0),
             "loss": None,
@@ -85,6 +90,7 @@ class RunRecorder:
         describe: Callable[[], tuple[Header, RunFacts, ReplicatedState | None]],
         make_folder: Callable[[], Path],
         *,
+        wrapped: torch.nn.Module | None = None,
         resumed: Mapping[str, Json] | None = None,
         policy: Policy | None = None,
     ) -> None:
@@ -95,6 +101,7 @@ class RunRecorder:
             model: The model.
             describe: Returns the header, the facts, and what must be equal on all ranks.
             make_folder: Makes the ledger's folder, the same on all ranks.
+            wrapped: The model with the wrappers around it; None if it has none.
             resumed: The record that names the continued ledger; None for none.
             policy: Takes the place of the recorder's policy.
 
@@ -109,6 +116,7 @@ class RunRecorder:
         self._recorder = Recorder(
             self.folder, header, policy=policy or self._policy, ranks=ranks, replicated=replicated
         )
+        self._model = model if wrapped is None else wrapped
         self._tensors = ModelTensors(model)
         self._recorder.begin(facts, resumed)
 
@@ -134,24 +142,8 @@ class RunRecorder:
             scalars: ``float.hex()`` of numbers, by name.
             verify: Raises a ``SettingError`` if a switch was changed.
         """
-        return self.ranks.raise_on_all(
-            lambda: self._take(moment, epoch, step, optimizers, schedulers, scalars, verify)
-        )
-
-    def _take(
-        self,
-        moment: str,
-        epoch: int,
-        step: int,
-        optimizers: Sequence[Any],
-        schedulers: Sequence[Any],
-        scalars: Mapping[str, str],
-        verify: Callable[[], None] | None,
-    ) -> Digests:
-        assert self._tensors is not None, "begin() comes first"
-        if verify is not None:
-            verify()
-        snapshot = take_snapshot(self._tensors, optimizers, schedulers)
+        partial = self.ranks.raise_on_all(lambda: self._read(optimizers, schedulers, verify))
+        snapshot = complete_snapshot(partial, self.ranks)
         self.digest = snapshot.totals["weights"]
         return Digests(
             moment=moment,
@@ -162,6 +154,20 @@ class RunRecorder:
             loss=self.loss_text,
             scalars=scalars,
         )
+
+    def _read(
+        self,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        verify: Callable[[], None] | None,
+    ) -> PartialSnapshot:
+        assert self._tensors is not None, "begin() comes first"
+        assert self._model is not None, "begin() comes first"
+        if verify is not None:
+            verify()
+        reshard(self._model)
+        layouts = find_flat_layouts(self._model)
+        return take_partial_snapshot(self._tensors, optimizers, schedulers, layouts)
 
     def record(self, digests: Digests) -> int:
         """Write what ``take`` returned, and compare it; return the number of differences.
@@ -181,7 +187,7 @@ class RunRecorder:
     def end(self, end: End) -> None:
         """Close the ledger, if one is open."""
         recorder, self._recorder = self._recorder, None
-        self._tensors = self.loss = None
+        self._model = self._tensors = self.loss = None
         if recorder is not None:
             recorder.end(end)
 

@@ -20,6 +20,8 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import Listener
 
+# Attributes of modules that only call another one: FSDP1's, and those of activation checkpointing.
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # A call that is traced rather than run, by one of the two, gives nothing.
 _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way to it
 
@@ -72,7 +74,8 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen or module._compiled_call_impl is not None:  # noqa: SLF001 - module.compile() leaves no other trace
             continue
         seen.add(id(module))
-        yield plain_name(name), module
+        if not any(hasattr(module, own) for own in _WRAPPED):
+            yield plain_name(name), module
         if not hasattr(module, "_orig_mod") and not isinstance(module, torch.jit.ScriptModule):
             prefix = f"{name}." if name else ""
             children = [(prefix + child, inner) for child, inner in module.named_children()]

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
 
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.hashing.training_state import describe_model
+from lightning_d9m.hashing.flat_parameters import find_flat_layouts
+from lightning_d9m.hashing.training_state import count_sharded, describe_model
 from lightning_d9m.ledger.records import Header, RunFacts, Scalar
-from lightning_d9m.ledger.stack import LOGICAL_RANKS
+from lightning_d9m.ledger.stack import LOGICAL_RANKS, SHARDED_PARAMETERS
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.strategies import shards_every_parameter
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -46,12 +49,16 @@ def _describe_layout(trainer: "Trainer") -> dict[str, str | int | bool | None]:
         "world.accelerator": type(trainer.accelerator).__name__,
     }
     logical_ranks = getattr(trainer.strategy, "logical_ranks", None)
-    return layout if logical_ranks is None else {**layout, LOGICAL_RANKS: logical_ranks}
+    if logical_ranks is not None:
+        layout[LOGICAL_RANKS] = logical_ranks
+    layouts = find_flat_layouts(cast(nn.Module, trainer.model))
+    sharded = count_sharded(trainer.lightning_module, layouts)
+    return {**layout, SHARDED_PARAMETERS: sharded} if sharded else layout
 
 
 def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:
     """Return the model, data and Trainer settings that two comparable runs must share."""
-    model, parameters = describe_model(module)
+    model, parameters = describe_trained_model(trainer, module)
     return RunFacts(
         model=model,
         parameters=parameters,
@@ -65,8 +72,18 @@ def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:
     )
 
 
+def describe_trained_model(trainer: "Trainer", module: "LightningModule") -> tuple[str, int]:
+    """Return a digest of the model's names, shapes and dtypes, and its number of parameters."""
+    return describe_model(module, find_flat_layouts(cast(nn.Module, trainer.model)))
+
+
 def find_replicated(trainer: "Trainer", module: "LightningModule") -> ReplicatedState:
     """Return the state that must be equal on all ranks."""
-    sharded = shards_every_parameter(trainer.strategy)
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    return find_replicated_state(module, trainer.optimizers, schedulers, sharded=sharded)
+    return find_replicated_state(
+        module,
+        trainer.optimizers,
+        schedulers,
+        layouts=find_flat_layouts(cast(nn.Module, trainer.model)),
+        sharded=shards_every_parameter(trainer.strategy),
+    )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.records import End, Json, RunFacts
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
@@ -17,6 +16,7 @@ from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.recording.loggers import log_digest, log_drift
 from lightning_d9m.lightning.recording.run_metadata import (
     describe_run,
+    describe_trained_model,
     find_replicated,
     make_header,
 )
@@ -92,6 +92,7 @@ class TrainerRecorder:
                 find_replicated(trainer, module),
             ),
             lambda: self._make_fit_folder(trainer),
+            wrapped=trainer.model,
             resumed=resumed,
         )
         if resumed is None:
@@ -204,6 +205,7 @@ class TrainerRecorder:
             module,
             lambda: (make_header(trainer, session), _describe_evaluation(trainer, module), None),
             lambda: self._make_folder(trainer, kind=stage),
+            wrapped=trainer.model,
             policy=Policy(),
         )
         self._append_model(trainer, "initial")
@@ -273,6 +275,6 @@ class TrainerRecorder:
 
 
 def _describe_evaluation(trainer: "Trainer", module: "LightningModule") -> RunFacts:
-    model, parameters = describe_model(module)
+    model, parameters = describe_trained_model(trainer, module)
     precision = {"precision": str(trainer.precision)}
     return RunFacts(model=model, parameters=parameters, train=[], trainer=precision)

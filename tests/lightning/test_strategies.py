@@ -1,0 +1,184 @@
+"""Trainings under each strategy on two and four processes: one launch runs many of them.
+
+Each cell of docs/strategies.md names one of these tests.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rank_processes import run_ranks
+
+from lightning_d9m import digest
+from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.comparison.rank_drift import find_rank_drift
+from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.records import Digests
+from lightning_d9m.lightning.strategies import find_hybrid_sharding
+
+SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"
+REPLICATED = [
+    "ddp",
+    "ddp, unused parameters",
+    "ddp, fp16_compress_hook",
+    "ddp, static_graph",
+]
+SHARDED = [
+    "fsdp1",
+    "fsdp1, wrapped layers",
+    "fsdp2",
+    "fsdp2, full checkpoints",
+    "tp",
+    "tp, full checkpoints",
+]
+FLAT = "fsdp1, flat parameters"
+HYBRID = "fsdp1, hybrid"
+ON_FOUR = ["hsdp", "fsdp2 and tp", HYBRID]
+ALL = [*REPLICATED, *SHARDED, FLAT, *ON_FOUR]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Train every cell of two processes once for all tests."""
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks(SCRIPT, 2, folder, *REPLICATED, *SHARDED, FLAT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Train every cell of four processes once for all tests."""
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks(SCRIPT, 4, folder, "fsdp2", *ON_FOUR)
+    return folder
+
+
+@pytest.fixture
+def cell(request, two, four):
+    """Return the folder of a cell, and what each rank found."""
+    folder = (four if request.param in ON_FOUR else two) / request.param
+    files = sorted(folder.glob("found-*.json"))
+    return folder, [json.loads(file.read_text()) for file in files]
+
+
+def ledger(folder, name="first"):
+    return read_ledger(folder / name / "fit-000")
+
+
+def records(folder, name="first", rank=0):
+    found = ledger(folder, name).records(rank)
+    return [record for record in found if isinstance(record, Digests)]
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_two_runs_agree_on_every_rank(cell):
+    folder, found = cell
+    assert [entry["second"] for entry in found] == [None] * len(found)
+    comparison = compare_ledgers(ledger(folder), ledger(folder, "second"))
+    assert comparison.equal
+    assert len(comparison.ranks) == len(found)
+
+
+@pytest.mark.parametrize("cell", [name for name in ALL if name != FLAT], indirect=True)
+def test_a_change_on_one_rank_differs_from_the_reference(cell):
+    _, found = cell
+    for error in (entry["fault"] for entry in found):
+        assert error["type"] == "DriftError"
+        assert (error["group"], error["epoch"]) in {("weights", "1"), ("", "1")}
+    assert "layers.0.weight" in found[1]["fault"]["names"]
+    assert found[1]["fault"]["count"] == "1"
+
+
+@pytest.mark.parametrize("cell", [*REPLICATED, "hsdp", HYBRID], indirect=True)
+def test_copies_that_differ_on_one_rank_raise_on_all(cell):
+    _, found = cell
+    for error in (entry["fault without reference"] for entry in found):
+        assert (error["type"], error["names"]) == ("DriftError", "('layers.0.weight',)")
+        assert "from rank 0 in epoch 1" in error["message"]
+
+
+@pytest.mark.parametrize("cell", [*SHARDED, "fsdp2 and tp"], indirect=True)
+def test_shards_are_not_compared_with_each_other(cell):
+    folder, found = cell
+    assert [entry["fault without reference"] for entry in found] == [None] * len(found)
+    assert find_rank_drift(ledger(folder)) == find_rank_drift(ledger(folder, "probed")) == ()
+    assert ledger(folder).header.stack["world.sharded_parameters"] in {3, 4}
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_probes_agree_in_two_runs(cell):
+    folder, found = cell
+    assert [entry["probed"] for entry in found] == [None] * len(found)
+    ledgers = [ledger(folder, name) for name in ("probed", "probed again")]
+    assert compare_ledgers(*ledgers).equal
+    assert ledgers[0].path.joinpath("rank-1.jsonl").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_steps_run_twice_or_not_at_all(cell, request):
+    _, found = cell
+    replicated = request.node.callspec.params["cell"] in REPLICATED
+    for error in (entry["replayed"] for entry in found):
+        if replicated:
+            assert error is None
+        else:
+            assert error["type"] == "SettingError"
+            assert "divides the weights among the ranks" in error["message"]
+
+
+@pytest.mark.parametrize("cell", [name for name in ALL if name != HYBRID], indirect=True)
+def test_resumed_within_an_epoch_it_ends_with_the_same_bits(cell):
+    _, found = cell
+    for entry in found:
+        assert entry["saved"] is entry["resumed at 1"] is entry["resumed at 2"] is None
+
+
+@pytest.mark.parametrize("cell", [HYBRID], indirect=True)
+def test_hybrid_sharding_of_fsdp1_is_not_resumed(cell):
+    _, found = cell
+    for error in (entry["resumed at 1"] for entry in found):
+        assert error["type"] == "InexactResumeError"
+        assert "with which the optimizer's state differs after it is loaded" in error["message"]
+    assert find_hybrid_sharding(DDPStrategy()) is None
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, wrapped layers", "fsdp2"])
+def test_a_sharded_ledger_has_the_digests_of_the_whole_model(two, name):
+    """DDP computes the same sums of two gradients, and its ledger has the same digests."""
+    sharded, whole = records(two / name), records(two / "ddp")
+    assert [record.groups["weights"] for record in sharded] == [
+        record.groups["weights"] for record in whole
+    ]
+    assert [record.groups["optimizers"] for record in sharded] == [
+        record.groups["optimizers"] for record in whole
+    ]
+    assert records(two / name, rank=1)[-1].groups == sharded[-1].groups
+
+
+def test_the_number_of_ranks_does_not_enter_into_the_digests(two, four):
+    initial = [
+        records(folder / name)[0].groups["weights"]
+        for folder, name in (
+            (two, "fsdp1"),
+            (two, "fsdp2"),
+            (two, "tp"),
+            (four, "fsdp2"),
+            (four, "hsdp"),
+            (four, "fsdp2 and tp"),
+            (four, HYBRID),
+        )
+    ]
+    assert all(weights == initial[0] for weights in initial)
+    assert len(set(initial[0].values())) == 4
+
+
+@pytest.mark.parametrize("name", ["fsdp2, full checkpoints", "tp, full checkpoints"])
+def test_a_checkpoint_has_the_digests_of_the_ledger(two, name):
+    path = two / name / "checkpoints"
+    last = max(path.glob("*.ckpt"), key=lambda file: int(file.stem.partition("=")[2]))
+    state = torch.load(last, weights_only=True)["state_dict"]
+    assert {key: digest(value) for key, value in state.items()} == records(two / name)[-1].groups[
+        "weights"
+    ]
