@@ -42,7 +42,7 @@ class Shard:
 
 
 class ShardParts(NamedTuple):
-    """What one rank knows of a tensor.
+    """One rank's knowledge of a tensor.
 
     Attributes:
         begin: The first byte of the range.
