@@ -18,7 +18,7 @@ _ROUND = 2**20
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank says of its part of a tensor, or of a value that belongs to one.
+    """A rank's description of its part of a tensor, or of a value that belongs to one.
 
     Attributes:
         ranks: The ranks that together hold the tensor once.
