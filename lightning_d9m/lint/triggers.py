@@ -61,7 +61,7 @@ _PLAIN = {
 _RATE = re.compile(
     rb"[\"']lr[\"']\s*\]|\b(?:lr|learning_rate)\s*=(?!=)|(?:Lambda|Multiplicative)LR\b"
 )
-_CLOCK = re.compile(rb"\bimport time\b|\bfrom time import|datetime")
+_CLOCK = re.compile(rb"\bimport [^\n]*\btime\b|\bfrom time import|datetime")
 # Reads of tensors by an index, in a text that makes parameters and repeated indices.
 _INDEXED = re.compile(rb"\w\s*\[\s*[A-Za-z_\[:.]")
 _GRADIENT = re.compile(rb"Parameter\s*\(|requires_grad|\.(?:weight|bias)\s*\[")
