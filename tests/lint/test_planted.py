@@ -20,15 +20,19 @@ PLANTED = {
     "generator without a seed": ("draw = np.random.default_rng().random()", "D9M201"),
     "seed from the clock": ("torch.manual_seed(int(time.time()))", "D9M203"),
     "order of modification times": (
-        "files = sorted(Path('data').glob('*'), key=os.path.getmtime)\n"
-        "data = [torch.load(file) for file in files]",
+        (
+            "files = sorted(Path('data').glob('*'), key=os.path.getmtime)\n"
+            "data = [torch.load(file) for file in files]"
+        ),
         "D9M306",
     ),
     "generator seeded by the system": ("own = torch.Generator()\nown.seed()", "D9M204"),
     "learning rate by the clock": (
-        "def adapt(optimizer, start):\n"
-        "    for group in optimizer.param_groups:\n"
-        "        group['lr'] = 0.1 / (time.time() - start)",
+        (
+            "def adapt(optimizer, start):\n"
+            "    for group in optimizer.param_groups:\n"
+            "        group['lr'] = 0.1 / (time.time() - start)"
+        ),
         "D9M212",
     ),
     "memory that was not written": (
@@ -36,11 +40,13 @@ PLANTED = {
         "D9M107",
     ),
     "thread that writes to parameters": (
-        "def start(model):\n"
-        "    def decay():\n"
-        "        for weight in model.parameters():\n"
-        "            weight.data.mul_(0.9)\n"
-        "    threading.Thread(target=decay).start()",
+        (
+            "def start(model):\n"
+            "    def decay():\n"
+            "        for weight in model.parameters():\n"
+            "            weight.data.mul_(0.9)\n"
+            "    threading.Thread(target=decay).start()"
+        ),
         "D9M307",
     ),
     "index_put that accumulates": (
@@ -48,12 +54,14 @@ PLANTED = {
         "D9M103",
     ),
     "gradient of a repeated index": (
-        "class Table(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.rows = torch.nn.Parameter(torch.zeros(4))\n"
-        "    def forward(self):\n"
-        "        return self.rows[torch.tensor([0, 0, 1])]",
+        (
+            "class Table(torch.nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.rows = torch.nn.Parameter(torch.zeros(4))\n"
+            "    def forward(self):\n"
+            "        return self.rows[torch.tensor([0, 0, 1])]"
+        ),
         "D9M103",
     ),
 }
