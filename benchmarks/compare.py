@@ -4,10 +4,11 @@
 
 Each case is a synthetic pair that is compared by a process of its own, so that its peak of resident
 memory is that of the case alone. What is counted is digests, each with its place: a frame has as
-many as its batch has places, or its epoch weights. Times are the best of several and include
-reading, the check of every line and block and the parsing of what must be parsed; the files are in
-the page cache. Batches are written together, as they are when a step takes a few milliseconds, or
-each alone, as when a step takes longer than a tenth of a second.
+many as its batch has places, or its epoch weights. Times are the best of several, in CPU time of
+the one thread that compares, so that other programs change them little. They include reading, the
+check of every line and block and the parsing of what must be parsed; the files are in the page
+cache. Batches are written together, as they are when a step takes a few milliseconds, or each
+alone, as when a step takes longer than a tenth of a second.
 """
 
 import argparse
@@ -124,9 +125,9 @@ def measure_here(paths, repeats):
     """Compare two files in this process; return seconds, verdict, counts and peak memory."""
     seconds = []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        begun = time.process_time()
         comparison = compare_ledgers(*(read_ledger(path) for path in paths))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.process_time() - begun)
     (rank,) = comparison.ranks
     return {
         "verdict": comparison.verdict,
