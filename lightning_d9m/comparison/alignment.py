@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.comparison.cursor import LedgerCursor, LedgerRecord
-from lightning_d9m.comparison.frame_diff import count_equal, order_like
+from lightning_d9m.comparison.frame_diff import find_differences, order_like
 from lightning_d9m.ledger.keys import START, Item, Key, LedgerPosition
 from lightning_d9m.ledger.reader import RankReader
 from lightning_d9m.ledger.records import Digests
@@ -97,11 +97,11 @@ def _pair_frames(
     ours, theirs = ours.take(0, count), order_like(ours, theirs.take(0, count))
     if theirs is None:
         return []
-    if (equal := count_equal(ours, theirs)) == count:
+    if ours.digests == theirs.digests:
         theirs = ours
     elif whole or named():
-        ours = theirs = ours.take(0, equal)
-        count = equal
+        count = find_differences(ours, theirs).first
+        ours = theirs = ours.take(0, count)
     if not count:
         return []
     pairs: list[RecordPair] = [(ours, theirs)]

@@ -37,16 +37,10 @@ def order_like(expected: Frames, actual: Frames) -> Frames | None:
     return replace(actual, layout=expected.layout, data=data, start=0)
 
 
-def count_equal(expected: Frames, actual: Frames) -> int:
-    """Return the number of frames before the first one that differs."""
-    if expected.digests == actual.digests:
-        return expected.count
-    return find_differences(expected, actual).first
-
-
 def find_differences(expected: Frames, actual: Frames) -> FrameDifference:
     """Count the places that differ in frames of the same layout, at least one of which does."""
-    differs = (_as_pairs(expected) != _as_pairs(actual)).any(axis=2)
+    unequal = _as_pairs(expected) != _as_pairs(actual)
+    differs = unequal[:, :, 0] | unequal[:, :, 1]
     (frames,) = differs.any(axis=1).nonzero()
     return FrameDifference(int(differs.sum()), len(frames), int(frames[0]), int(frames[-1]))
 

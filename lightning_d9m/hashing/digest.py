@@ -11,12 +11,19 @@ from types import ModuleType
 from typing import cast
 
 import torch
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.hashing import xxh3_cpu
-from lightning_d9m.hashing.tensor_bytes import VERSION, DenseTensor, flatten_tensor, locate
+from lightning_d9m.hashing.tensor_bytes import (
+    VERSION,
+    DenseTensor,
+    flatten_tensor,
+    locate,
+    locate_quickly,
+)
 from lightning_d9m.hashing.value_bytes import Piece, encode
 
+_SMALL = 16384  # bytes of a tensor
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
 
@@ -51,9 +58,11 @@ def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
     """
     plain: list[DenseTensor] = []
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
-        recipes = [_plan(tensor, plain) for tensor in tensors]
+        recipes = [_digest_small(tensor) or _plan(tensor, plain) for tensor in tensors]
         digests = _hash_all(plain)
-    return [_follow(recipe, digests).hex() for recipe in recipes]
+    return [
+        recipe if isinstance(recipe, str) else _follow(recipe, digests).hex() for recipe in recipes
+    ]
 
 
 def digest_value(value: object) -> str:
@@ -80,6 +89,20 @@ def digest_value(value: object) -> str:
         recipe = _plan_pieces(pieces, plain)
         digests = _hash_all(plain)
     return _follow(recipe, digests).hex()
+
+
+def _digest_small(tensor: torch.Tensor) -> str | None:
+    """Return the digest of a small contiguous CPU tensor, three times as fast as by a plan.
+
+    Returns:
+        None for any other tensor. Many large ones are hashed on several threads.
+    """
+    place = locate_quickly(tensor)
+    if place is None or place[2] > _SMALL:
+        return None
+    header, address, size = place
+    copy = xxh3_cpu.copy_span(address, size)
+    return xxh3_128_hexdigest(header + xxh3_cpu.hash_copy(copy))
 
 
 def _plan(tensor: torch.Tensor, plain: list[DenseTensor]) -> _Recipe:
