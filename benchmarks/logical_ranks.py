@@ -44,6 +44,7 @@ SETTINGS = {
     "small-2-of-2": ("small", 2, 2, 30),
     "small-2-of-4": ("small", 2, 4, 20),
     "small-1-of-4": ("small", 1, 4, 30),
+    "small-4-of-4": ("small", 4, 4, 15),
     "large-2-of-2": ("large", 2, 2, 4),
     "large-2-of-4": ("large", 2, 4, 3),
     "large-1-of-4": ("large", 1, 4, 4),

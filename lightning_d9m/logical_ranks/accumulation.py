@@ -1,6 +1,7 @@
 """The gradients of a process's logical ranks, added along the tree as they come in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,16 +10,18 @@ from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.tree import Fold, Node
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-# The gradients of a node, by parameter; None is a missing one, which counts as +0.0.
+_CHUNK = 2**16  # elements; several such chunks fit in the second cache of a core
+# The gradients of a node, by part: a large gradient, or the small ones of a bucket. None is a
+# missing one, which counts as +0.0.
 Gradients = list[Tensor | None]
 
 
 class GradientFold:
     """The sums of the subtrees of one process's block.
 
-    The gradients of the next logical rank come in one by one (`fold_one`) or many at once
-    (`fold_many`), in any order; `push` ends the logical rank. Tensors that are held are changed in
-    place, so they must not share memory.
+    The gradients of the next logical rank come in one by one (`fold_one`), in any order; `push`
+    ends the logical rank. Tensors that are held are changed in place, so they must not share
+    memory.
 
     Args:
         blocks: The logical ranks of all processes.
@@ -40,37 +43,45 @@ class GradientFold:
         self.next = self._block.start
 
     @property
+    def is_first(self) -> bool:
+        """Whether the next logical rank is the first of a step."""
+        return self.next == self._block.start
+
+    @property
     def merges(self) -> int:
         """The number of held nodes to which the next logical rank is added."""
         return self._merges[self.next - self._block.start]
 
     def fold_one(
-        self, index: int, gradient: Tensor | None, out: Tensor | None = None
+        self,
+        index: int,
+        gradient: Tensor | None,
+        out: Tensor | None = None,
+        end: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Add one gradient of the next logical rank to the nodes that it completes.
 
         Args:
-            index: The parameter.
+            index: The part.
             gradient: Its gradient. It is not changed unless others lack theirs.
             out: Where the result may be written; it is used if the dtype agrees.
+            end: Called with parts of the result to change them, which is then in ``out``.
         """
-        value = gradient
-        merges = self.merges
-        for level in range(1, merges + 1):
-            lefts = self.held[-level]
-            left, lefts[index] = lefts[index], None
-            value = add_pair(left, value, out if level == merges else None)
-        return value
-
-    def fold_many(self, indices: Sequence[int], gradients: Gradients) -> Gradients:
-        """Add gradients of several parameters to the nodes that they complete."""
-        values = gradients
+        lefts: Gradients = []
         for level in range(1, self.merges + 1):
-            lefts = self.held[-level]
-            values = add_gradients([lefts[index] for index in indices], values)
-            for index in indices:
-                lefts[index] = None
-        return values
+            held = self.held[-level]
+            lefts.append(held[index])
+            held[index] = None
+        if (end is not None or len(lefts) > 1) and _are_alike([*lefts, gradient, out]):
+            return add_in_chunks(lefts, gradient, out, end)
+        value = gradient
+        for left in lefts:
+            value = add_pair(left, value, out if left is lefts[-1] else None)
+        if end is not None and value is not None:
+            assert out is not None
+            value = value if value is out else out.copy_(value)
+            end(value)
+        return value
 
     def push(self, values: Gradients) -> None:
         """Hold the folded gradients of the next logical rank."""
@@ -88,23 +99,6 @@ def count_merges(block: range, leaves: int) -> list[int]:
         fold.push(Node(leaf, leaf + 1), None)
         merges.append(before + 1 - len(fold.held))
     return merges
-
-
-def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add the gradients of two nodes, in place where they are float32 or wider."""
-    total: Gradients = []
-    lefts: list[Tensor] = []
-    rights: list[Tensor] = []
-    for one, other in zip(left, right, strict=True):
-        if one is None or other is None or is_half(one) or is_half(other):
-            total.append(add_pair(one, other))
-        else:
-            lefts.append(one)
-            rights.append(other)
-            total.append(one)
-    if lefts:
-        torch._foreach_add_(lefts, rights)
-    return total
 
 
 def add_pair(left: Tensor | None, right: Tensor | None, out: Tensor | None = None) -> Tensor | None:
@@ -129,6 +123,49 @@ def add_wide(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None or out.dtype != left.dtype:
         return left.add_(right)
     return torch.add(left, right, out=out)
+
+
+def _are_alike(tensors: Gradients) -> bool:
+    """Return whether sums can be taken in chunks; the last tensor may be None."""
+    *inputs, out = tensors
+    first = inputs[-1]
+    if first is None or is_half(first) or (out is None and not first.is_contiguous()):
+        return False
+    return all(
+        each is not None and each.dtype == first.dtype and each.stride() == first.stride()
+        for each in (*inputs, first if out is None else out)
+    )
+
+
+def add_in_chunks(
+    lefts: Any, right: Any, out: Tensor | None, end: Callable[[Tensor], None] | None
+) -> Tensor:
+    """Add tensors of the same layout, in chunks that stay in the cache from one sum to the next.
+
+    Args:
+        lefts: What is added to the left of the sum so far, one after the other. They are scratch.
+        right: The first right operand, which is not changed.
+        out: The result; without it, that is the last of ``lefts``.
+        end: Called with each chunk of the result.
+    """
+    total: Tensor = lefts[-1] if out is None else out
+    targets = [*lefts[:-1], total] if lefts else [total]
+    for parts in zip(*map(split_in_chunks, (right, *lefts, *targets)), strict=True):
+        value = parts[0]
+        for left, target in zip(parts[1 : 1 + len(lefts)], parts[1 + len(lefts) :], strict=False):
+            value = torch.add(left, value, out=target)
+        if not lefts:
+            parts[-1].copy_(value)
+        if end is not None:
+            end(parts[-1])
+    return total
+
+
+def split_in_chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Return parts that fit in a cache of the processor, in the order of memory."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    parts: tuple[Tensor, ...] = flat.split(_CHUNK) if tensor.device.type == "cpu" else (flat,)
+    return parts
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.accumulation import add_wide, is_half
+from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
 from lightning_d9m.logical_ranks.background import BackgroundThread
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.sums import (
@@ -95,6 +95,7 @@ class RootExchange:
         self.blocks = blocks
         self.process = process
         self.roots = list_roots(blocks)
+        self._nodes = [node for nodes in self.roots for node in nodes]
         self.bytes_sent = 0
         self._algorithm = algorithm
         self._chunk_bytes = chunk_bytes
@@ -213,22 +214,35 @@ class RootExchange:
 
     def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' values to the result; values are scratch."""
+        tensors = [each for part in values for each in part]
+        for *parts, out in zip(*map(split_in_chunks, (*tensors, result)), strict=True):
+            self._fold_chunk(parts, out, divisor)
+
+    def _fold_chunk(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
         leaves = self.blocks.logical_ranks
         stack: list[tuple[Node, Tensor]] = []
-        for nodes, tensors in zip(self.roots, values, strict=True):
-            for node, tensor in zip(nodes, tensors, strict=True):
-                value = tensor
-                while stack and (parent := find_parent(stack[-1][0], node, leaves)):
-                    is_last = parent == (0, leaves)
-                    value = add_wide(stack.pop()[1], value, result if is_last else None)
-                    node = parent  # noqa: PLW2901 - the climb
-                stack.append((node, value))
+        for node, tensor in zip(self._nodes, values, strict=True):
+            value, top = tensor, node
+            while stack and (parent := find_parent(stack[-1][0], top, leaves)):
+                is_last = parent == (0, leaves)
+                value = add_wide(stack.pop()[1], value, result if is_last else None)
+                top = parent
+            stack.append((top, value))
         ((_, total),) = stack
-        if divisor != 1:
-            total = (total.float() if is_half(total) else total).div_(divisor)
+        if is_half(total):
+            total = total.float()
+        divide(total, divisor)
         if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
             result.copy_(total)  # the only rounding of a half type
         replace_nans(result)
+
+
+def divide(tensor: Tensor, divisor: int) -> None:
+    """Divide in place."""
+    if divisor & (divisor - 1):
+        tensor.div_(divisor)
+    elif divisor != 1:  # the same bits, as the reciprocal is exact, and a product takes less time
+        tensor.mul_(1.0 / divisor)
 
 
 def replace_nans(tensor: Tensor) -> None:

@@ -14,6 +14,7 @@ from lightning_d9m.errors import RanksDisagreeError, SettingError
 from lightning_d9m.logical_ranks.accumulation import GradientFold, Gradients, as_real, separate
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.exchange import RootExchange
+from lightning_d9m.logical_ranks.gradient_checks import make_dense, refuse_stale
 from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots
 from lightning_d9m.logical_ranks.scalars import gather_bytes
 
@@ -89,7 +90,8 @@ class LogicalGradients:
         self._trained: tuple[bool, ...] = ()
         self._buckets: list[RootBucket] = []
         self._places: dict[int, _Place] = {}
-        self._hooks: dict[int, Any] = {}
+        self._large: list[_Place] = []
+        self._hooks: list[Any] = []
         # The folded gradients of the next logical rank that hooks have taken, by index.
         self._taken: dict[int, Tensor | None] = {}
         self._launched = 0  # buckets whose exchange has started
@@ -124,16 +126,22 @@ class LogicalGradients:
         """
         self._check_next(logical_rank, is_last=False)
         self._prepare()
-        values: Gradients = [None] * len(self._parameters)
+        values: Gradients = [None] * (len(self._parameters) + len(self._buckets))
         for index, value in self._taken.items():
             values[index] = value
-        indices = [index for index in range(len(values)) if index not in self._taken]
-        gradients = [self._take(index) for index in indices]
+        places = [place for place in self._large if place.index not in self._taken]
+        gradients = [self._take(place.index) for place in places]
+        lacking: dict[int, list[int]] = {}
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None:
+                lacking.setdefault(id(place.bucket), []).append(place.position)
         if self._fold.merges == 0:
             separate(gradients)
-        folded = self._fold.fold_many(indices, gradients)
-        for index, value in zip(indices, folded, strict=True):
-            values[index] = value
+        for place, gradient in zip(places, gradients, strict=True):
+            values[place.index] = self._fold.fold_one(place.index, gradient)
+        for number, bucket in enumerate(self._buckets, start=len(self._parameters)):
+            missing = lacking.get(id(bucket), ())
+            values[number] = bucket.fold_small(missing, self._fold)
         self._fold.push(values)
         self._taken.clear()
 
@@ -168,9 +176,8 @@ class LogicalGradients:
 
     def close(self) -> None:
         """Remove the hooks and release the buffers; gradients that are views keep theirs."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks, self._places, self._buckets, self._trained = {}, {}, [], ()
+        self._remove_hooks()
+        self._places, self._large, self._buckets, self._trained = {}, [], [], ()
         self._exchange.close()
 
     def _end_step(self) -> None:
@@ -203,18 +210,44 @@ class LogicalGradients:
             for index, (name, parameter) in enumerate(self._parameters)
             if parameter.requires_grad
         ]
-        self._buckets = lay_out_roots(trained, self._bucket_bytes, self._exchange, self._divisor)
+        self._buckets = lay_out_roots(
+            trained,
+            self._bucket_bytes,
+            self._exchange,
+            self._divisor,
+            first_part=len(self._parameters),
+            sparse_as_dense=self._sparse_as_dense,
+        )
         self._agree()
         self._places = {
             id(slot.parameter): _Place(bucket.indices[position], bucket, position)
             for bucket in self._buckets
             for position, slot in enumerate(bucket.slots)
         }
-        for _, _, parameter in trained:
-            if id(parameter) not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                self._hooks[id(parameter)] = hook
+        self._large = [
+            place for place in self._places.values() if place.position < place.bucket.large
+        ]
+        self._register_hooks()
         self._is_prepared = True
+
+    def _register_hooks(self) -> None:
+        """Let hooks take large gradients, and start those buckets that others follow."""
+        self._remove_hooks()
+        hooked = [*self._large]
+        if self._exchange.group is not None:
+            hooked += [
+                place
+                for place in self._places.values()
+                if place.position >= place.bucket.large and place.bucket is not self._buckets[-1]
+            ]
+        for place in hooked:
+            _, parameter = self._parameters[place.index]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _matches(self) -> bool:
         """Whether the buckets hold the parameters that are trained now."""
@@ -284,9 +317,14 @@ class LogicalGradients:
             self._launch(self._buckets[self._launched])
 
     def _launch(self, bucket: RootBucket) -> None:
-        positions = [p for p in range(len(bucket.slots)) if p not in bucket.packed]
-        gradients = [self._take(bucket.indices[position]) for position in positions]
-        bucket.pack_many(positions, gradients, self._fold)
+        lacking = []
+        for position in range(bucket.large):
+            if position not in bucket.packed:
+                gradient = self._take(bucket.indices[position])
+                if gradient is None:
+                    lacking.append(position)
+                bucket.pack_one(position, gradient, self._fold)
+        bucket.pack_small(lacking, self._fold)
         self._launched += 1
         # This thread has nothing else to do than to finish the last bucket.
         bucket.start(in_background=self._launched < len(self._buckets))
@@ -297,24 +335,10 @@ class LogicalGradients:
         gradient = parameter.grad
         if gradient is None:
             return None
-        if gradient.layout is not torch.strided:
-            gradient = self._make_dense(name, gradient)
-        if place := self._places.get(id(parameter)):
-            view = place.bucket.slots[place.position].view
-            if gradient.data_ptr() == view.data_ptr() and gradient.numel():
-                raise SettingError(
-                    f"The gradient of {name!r} was added to that of the last step: begin each "
-                    "step with zero_grad(set_to_none=True)."
-                )
+        gradient = make_dense(name, gradient, allowed=self._sparse_as_dense)
+        place = self._places[id(parameter)]
+        view = place.bucket.slots[place.position].view
+        if gradient.data_ptr() == view.data_ptr() and gradient.numel():
+            refuse_stale(name)
         parameter.grad = None
         return as_real(gradient)
-
-    def _make_dense(self, name: str, gradient: Tensor) -> Tensor:
-        if not self._sparse_as_dense:
-            raise SettingError(
-                f"The gradient of {name!r} is sparse ({gradient.layout}), and sums over logical "
-                "ranks are dense: pass sparse_as_dense=True to sum it as a dense tensor, or build "
-                "the embedding with sparse=False."
-            )
-        # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
-        return gradient.coalesce().to_dense()

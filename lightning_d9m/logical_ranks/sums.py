@@ -32,10 +32,7 @@ class LocalSum:
     def finish(self) -> None:
         """Fold the roots."""
         roots, result, fold = self._work
-        size = CHUNK_BYTES // result.element_size()  # a chunk stays in the cache
-        for start in range(0, len(result), size):
-            part = slice(start, start + size)
-            fold([[root[part] for root in roots]], result[part])
+        fold([roots], result)
 
 
 class ShardedSum:

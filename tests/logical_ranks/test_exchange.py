@@ -10,7 +10,7 @@ from logical_sums import average_leaves, bits, make_leaf
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide
 from lightning_d9m.logical_ranks.blocks import Blocks
-from lightning_d9m.logical_ranks.exchange import RootExchange, replace_nans
+from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
 from lightning_d9m.logical_ranks.tree import Fold, Node
 
 ALGORITHMS = ("gather", "shards", "collectives")
@@ -143,6 +143,17 @@ def test_every_nan_gets_the_same_bits_wherever_it_is(dtype):
     replace_nans(tensor)
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     assert tensor.view(kind)[tensor.isnan()].unique().numel() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", [1, 2, 3, 8, 12, 64])
+def test_division_rounds_as_ieee_754_says(dtype, divisor):
+    awkward = make_leaf([3000], dtype, torch.Generator().manual_seed(1), awkward=True)
+    subnormal = torch.arange(3000, dtype=dtype) * torch.finfo(dtype).smallest_normal / 2**9
+    for tensor in (awkward, subnormal):
+        expected = tensor / divisor
+        divide(tensor, divisor)
+        assert bits(tensor.nan_to_num(7.0)) == bits(expected.nan_to_num(7.0))
 
 
 def test_a_group_of_another_size_or_order_is_refused():

@@ -15,7 +15,8 @@ from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
 BUILDING = threading.Lock()
-SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,)]
+# Small and large gradients; of the largest, more than one chunk is added.
+SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,), (130, 140), (66_000,)]
 
 
 def make_parameters(dtype=torch.float32, shapes=SHAPES):
@@ -34,6 +35,7 @@ def make_gradients(ranks, dtype=torch.float32, *, missing=False, seed=0, **words
             row[1] = None
             row[3] = row[3] if rank == ranks - 1 else None
             row[5] = None if rank % 3 == 1 else row[5]
+            row[6] = None if rank % 3 == 2 else row[6]
     return rows
 
 
@@ -59,6 +61,7 @@ def sum_on(processes, steps, dtype=torch.float32, **words):
         for rows in steps:
             run_step(sums, named, rows, blocks.of(process))
             found.append([bits(parameter.grad) for _, parameter in named])
+        sums.close()
         return found
 
     return run_processes(processes, train)
@@ -97,7 +100,7 @@ def test_a_gradient_is_none_only_if_all_logical_ranks_lack_it():
     rows = make_gradients(4, missing=True)
     for processes in (1, 2, 4):
         for (found,) in sum_on(processes, [rows]):
-            assert [each is None for each in found] == [False, True, False, False, False, False]
+            assert [number for number, each in enumerate(found) if each is None] == [1]
 
 
 def test_a_missing_gradient_turns_a_negative_zero_positive_on_every_number_of_processes():
@@ -114,6 +117,7 @@ def test_gradients_lie_at_the_same_addresses_modulo_64_on_every_number_of_proces
         named = make_parameters()
         sums = LogicalGradients(named, blocks, process, group)
         run_step(sums, named, make_gradients(4), blocks.of(process))
+        sums.close()
         return [p.grad.data_ptr() % 64 for _, p in named if p.numel()]
 
     for processes in (1, 2):
@@ -134,10 +138,10 @@ def test_gradients_that_share_memory_are_added_once():
     assert first.grad.unique().tolist() == second.grad.unique().tolist() == [4.0]
 
 
-def test_set_aside_moves_a_gradient():
-    (pair,) = named = make_parameters(shapes=[(8,)])
+def test_set_aside_moves_a_large_gradient():
+    (pair,) = named = make_parameters(shapes=[(2**14,)])
     sums = LogicalGradients(named, Blocks(2, 1), 0)
-    gradient = pair[1].grad = torch.ones(8)
+    gradient = pair[1].grad = torch.ones(2**14)
     sums.set_aside(0)
     assert pair[1].grad is None
     (held,) = sums._fold.held
@@ -158,6 +162,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps():
             run_step(sums, named, rows, blocks.of(process))
             assert [bits(p.grad) for _, p in named] == expect(rows)
             found.append([bits(p.grad) for _, p in named])
+        sums.close()
         return found
 
     runs = [
@@ -245,6 +250,31 @@ def test_channels_last_gradients_keep_their_strides():
     sums.finish(0)
     assert weight.grad.stride() == weight.stride()
     assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (64, 32, 3, 3)])
+def test_gradients_with_other_strides_than_their_parameter_are_added(shape):
+    weight = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
+    plain = nn.Parameter(torch.zeros(shape))
+    sums = LogicalGradients([("weight", weight), ("plain", plain)], Blocks(4, 1), 0)
+    leaves = [torch.randn(shape) for _ in range(4)]
+    expected = average_leaves(leaves)
+    for rank, leaf in enumerate(leaves):
+        weight.grad, plain.grad = leaf.clone(), leaf.to(memory_format=torch.channels_last)
+        (sums.finish if rank == 3 else sums.set_aside)(rank)
+    assert torch.equal(weight.grad, expected)
+    assert torch.equal(plain.grad, expected)
+
+
+def test_conjugated_gradients_are_added():
+    named = make_parameters(torch.complex64, shapes=[(30,), (20_000,)])
+    sums = LogicalGradients(named, Blocks(2, 1), 0, op="sum")
+    for rank, add in enumerate((sums.set_aside, sums.finish)):
+        for _, parameter in named:
+            parameter.grad = torch.full_like(parameter, complex(rank, 1)).conj()
+        add(rank)
+    for _, parameter in named:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 1 - 2j))
 
 
 def test_the_bytes_of_all_messages_are_counted():
@@ -378,16 +408,15 @@ def test_processes_that_train_other_parameters_are_reported():
 
 
 def test_hooks_and_the_thread_end_when_the_sums_are_closed():
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     def train(process, group):
         return train_model(process, group, Blocks(2, 2), overlapped=True, bucket_bytes=2**18)
 
     run_processes(2, train)
-    for thread in threading.enumerate():
-        if thread.name.startswith("d9m-exchange"):
-            thread.join(60)
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
     model = nn.Linear(2, 2)
     sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
     model(torch.ones(1, 2)).sum().backward()
