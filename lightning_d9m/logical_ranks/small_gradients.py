@@ -31,7 +31,7 @@ class SmallGradients:
         self._allowed = sparse_as_dense
         self._parameters = [slot.parameter for slot in slots]
         self._views = [slot.view for slot in slots]
-        # Those of empty gradients are no address.
+        # An empty gradient has no address.
         self._addresses = [view.data_ptr() if view.numel() else -1 for view in self._views]
         self._zeros: dict[int, Tensor] = {}
         self._reordered = [i for i, view in enumerate(self._views) if not view.is_contiguous()]
