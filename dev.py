@@ -190,7 +190,7 @@ def test(arguments: list[str]) -> None:
     pytest = (PYTHON, "-m", "pytest", f"--raise-sites={sites}")
     say("tests and doctests, two at once")
     # One thread each: those of two processes would wait for each other in every small operation.
-    statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not {ALONE}", OMP_NUM_THREADS="1")]
+    statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
     say("tests that need the cores for themselves")
     statuses += [execute(*pytest, "-m", ALONE)]
     # Silent unless there is an error of ours that no test has made.
