@@ -62,3 +62,9 @@ def test_a_collective_of_horovod_in_a_step_is_refused_on_every_rank(found):
             assert rank["collective"].startswith(
                 "horovod.torch.allreduce is called in the step of logical rank"
             )
+
+
+def test_a_checkpoint_continues_with_another_np(found):
+    for count in COUNTS:
+        for rank in found[count]:
+            assert rank["resumed"] == found[1][0]["mlp"]["digest"]

@@ -140,7 +140,7 @@ def fit(folder, net, ranks, **words):
     trainer = L.Trainer(
         max_epochs=words.pop("max_epochs", 2),
         strategy=words.pop("strategy", None) or DDPDeterministicStrategy(logical_ranks=ranks),
-        devices=PROCESSES,
+        devices=words.pop("devices", PROCESSES),
         callbacks=[callback, *words.pop("callbacks", [])],
         gradient_clip_val=0.5,
         num_sanity_val_steps=0,

@@ -14,6 +14,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))  # the trainings of all tests
 
 import horovod.torch
+import logical_resuming
 import logical_trainings
 import models
 import torch
@@ -44,6 +45,18 @@ def error_of(folder, **options):
     raise AssertionError("no error was raised")
 
 
+def save_or_resume(folder):
+    """Save checkpoints on one process; resume on others. Return the digest at the end."""
+    if SIZE == 1:
+        words = {"callbacks": [logical_resuming.Saving(folder)]}
+    else:
+        words = {"resumed": folder / "batch0-1.ckpt"}
+    strategy = HorovodDeterministicStrategy(logical_ranks=RANKS)
+    ledgers = folder / f"resumed-{SIZE}"
+    trainer = logical_trainings.fit(ledgers, "mlp", RANKS, strategy=strategy, **words)
+    return models.digest(trainer.lightning_module)
+
+
 class Reducing(logical_trainings.Classifier):
     """Calls a collective of Horovod in its step."""
 
@@ -71,6 +84,7 @@ def main():
     found["small buckets"] = fit(ledgers / "small", "mlp", bucket_bytes=256)
     if SIZE == 1:
         found["ddp"] = fit(ledgers / "ddp", "mlp", make=DDPDeterministicStrategy)
+    found["resumed"] = save_or_resume(folder)
     found["collective"] = error_of_collective(ledgers)
     if SIZE > 2:
         found["too many"] = error_of(ledgers, logical_ranks=2)

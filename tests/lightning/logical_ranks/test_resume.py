@@ -1,9 +1,10 @@
 """A training with logical ranks continues on another number of processes with the same bits."""
 
+import re
 from pathlib import Path
 
 import pytest
-from rank_processes import run_ranks, start_ranks
+from rank_processes import run_ranks, start_agents, start_ranks
 
 from lightning_d9m import compare, read_ledger
 from lightning_d9m.ledger.records import Digests
@@ -59,10 +60,23 @@ def test_a_checkpoint_of_one_process_continues_on_three(folder):
 
 
 def test_a_run_whose_process_is_killed_goes_on_with_fewer(folder):
-    statuses, _ = start_ranks(SCRIPT, 3, folder, "killed")
+    statuses, outputs = start_ranks(SCRIPT, 3, folder, "killed")
     assert statuses[-1] == -9
     assert 0 not in statuses
+    assert any(re.search(r"Rank 2 \(process \d+\) was killed or exited", text) for text in outputs)
     run_ranks(SCRIPT, 2, folder, "last")
     straight, resumed = folder / "straight/2", folder / "last/2"
     expected = read_digests(straight)[0][-1]
     assert read_digests(resumed)[0][-1] == read_digests(resumed)[1][-1] == expected
+
+
+@pytest.mark.alone  # an agent is taken for lost after some seconds
+def test_torchrun_goes_on_with_the_agents_that_are_left(folder):
+    path = folder / "elastic"
+    killed = {"ELASTIC_KILLED": "1"}
+    statuses, outputs = start_agents(SCRIPT.with_name("logical_elastic.py"), [{}, killed], path)
+    assert statuses == [0, -9], outputs[0]
+    assert re.search(r"Rank \d \(process \d+\) was killed or exited", outputs[0])
+    assert sorted(run.name for run in path.iterdir() if run.name != "kept") == ["1", "2"]
+    expected = read_digests(folder / "straight/2")[0][-1]
+    assert read_digests(path / "1")[0][-1] == expected
