@@ -35,6 +35,7 @@ def find_missing_state(
         for path, why in metrics_left_out.items()
     ]
     fit = trainer.fit_loop
+    found += _listed(_find_unfinished_epoch(trainer, position))
     within = position.phase != "epoch" and not is_at_end(trainer)
     for loader in lightning_private.list_loaders(fit):
         found += _listed(
@@ -43,6 +44,24 @@ def find_missing_state(
     for loader in lightning_private.list_loaders(fit.epoch_loop.val_loop):
         found += _listed(find_unsaved_loader_state(loader))
     return found
+
+
+def _find_unfinished_epoch(trainer: "Trainer", position: LoopPosition) -> str | None:
+    """Return why a fit that ended within an epoch cannot go on after it, or None."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    trained = progress.current.completed
+    by_steps = _reaches_max_steps(trainer, trainer.global_step)
+    # A batch that `on_train_batch_start` has skipped, which ends the epoch in every run, is ready
+    # and not completed.
+    finished = is_at_end(trainer) or not trained or progress.current.ready != trained
+    if position.phase != "epoch" or finished or not (by_steps or trainer.should_stop):
+        return None
+    return (
+        f"Its fit ended after {trained} batches of epoch {position.epoch - 1}, by "
+        f"{'max_steps' if by_steps else 'trainer.should_stop'}, and Lightning begins the next epoch "
+        "when it resumes; a longer fit would have trained the rest. Resume from a checkpoint that "
+        "was saved within the epoch, as ModelCheckpoint(every_n_train_steps=...) does."
+    )
 
 
 def find_unsaved_loader_state(loader: Any) -> str | None:
@@ -119,9 +138,10 @@ def find_problems(
             f"It was saved while batch {position.batch} of epoch {position.epoch} was trained: it "
             "holds part of the changes of that batch, which would be trained again."
         )
-    # Those of all ranks, so that all ranks agree.
-    reasons = (reason for rank in state.ranks for reason in rank.inexact)
-    return [*problems, *dict.fromkeys(reasons)]
+    if not _reaches_max_steps(trainer, position.step):
+        # Those of all ranks, so that all ranks agree. If no step remains, they do not matter.
+        problems += dict.fromkeys(reason for rank in state.ranks for reason in rank.inexact)
+    return problems
 
 
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
@@ -153,6 +173,10 @@ def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
 def is_at_end(trainer: "Trainer") -> bool:
     """Return whether no batch of the epoch is left."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _reaches_max_steps(trainer: "Trainer", step: int) -> bool:
+    return 0 <= trainer.max_steps <= step  # -1 is no limit
 
 
 def _listed(problem: str | None) -> list[str]:

@@ -2,12 +2,14 @@
 
 from functools import partial
 
+import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resuming import DrawingDigits, Fits, agree, in_order, stream
 from torch.utils.data import DataLoader
-from trainings import make_loader, make_model
+from trainings import QUIET, make_loader, make_model
 
+from lightning_d9m import DeterminismCallback
 from lightning_d9m.errors import InexactResumeError
 
 pytestmark = [
@@ -102,3 +104,59 @@ class TestForetold:
     def test_a_run_that_can_be_resumed_goes_on(self, fits):
         words = {"on_inexact_resume": "raise_early"}
         fits.fit(loader=make_loader, validate=in_order, words=words, max_epochs=1)
+
+
+STEPS = {"max_epochs": -1, "max_steps": 15}
+CUT = {"max_steps": "ended after 2 batches of epoch 0, by max_steps", "should_stop": "by trainer"}
+
+
+class Stopping(Callback):
+    """Asks the Trainer to stop in the second batch of the fit."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.should_stop = trainer.global_step == 2
+
+
+def skipping():
+    """Return a model that ends each epoch after two batches."""
+    model = make_model()
+    model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
+    return model
+
+
+@pytest.mark.parametrize("cause", CUT)
+def test_an_epoch_that_the_end_of_a_fit_cut_short_is_not_continued(fits, cause):
+    cut = {"max_steps": 2} if cause == "max_steps" else {"extra": [Stopping()]}
+    fits.fit(**STEPS | cut)
+    assert fits.trainer.global_step == 2
+    fits.trainer.save_checkpoint(fits.checkpoint)
+    with pytest.raises(InexactResumeError, match=CUT[cause]):
+        fits.resume(**STEPS)
+
+
+def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
+    few = STEPS | {"max_steps": 2}
+    fits.fit(**few)
+    fits.trainer.save_checkpoint(fits.checkpoint)
+    callback = DeterminismCallback(seed=3, ledger_dir=fits.folder)
+    trainer = L.Trainer(**QUIET, **few, callbacks=[callback], default_root_dir=fits.folder)
+    trainer.fit(make_model(), make_loader(), in_order(), ckpt_path=fits.checkpoint)
+    assert trainer.global_step == 2
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+def test_a_checkpoint_within_the_epoch_that_max_steps_cut_short_is_continued(fits):
+    straight = fits.fit(**STEPS)
+    words = STEPS | {
+        "enable_checkpointing": True,
+        "callbacks": lambda: [ModelCheckpoint(fits.folder, "last", every_n_train_steps=2)],
+    }
+    fits.fit(**words | {"max_steps": 2})
+    agree(straight, fits.fit(**words, resume=fits.folder / "last.ckpt"))
+
+
+def test_an_epoch_that_a_hook_ends_in_every_run_is_continued(fits):
+    words = {"max_steps": 6, "max_epochs": -1, "model": skipping}
+    straight = fits.fit(**words)
+    fits.interrupt(**words, at=BETWEEN | {"batch": 2})
+    agree(straight, fits.resume(**words))
