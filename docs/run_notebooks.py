@@ -18,6 +18,8 @@ TIMEOUT = 300
 # What commands send to a terminal: colors, and the moves of a status line.
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
+_MISSING_WIDGETS = "IProgress not found"
+
 
 def run_notebook(path: Path, folder: Path) -> nbformat.NotebookNode:
     """Run a notebook in a folder; return it with its outputs.
@@ -38,8 +40,17 @@ def run_notebook(path: Path, folder: Path) -> nbformat.NotebookNode:
 
 
 def clean(notebook: nbformat.NotebookNode, folders: Sequence[Path]) -> None:
-    """Remove from the outputs what depends on this machine: escapes and the paths of folders."""
+    """Remove from the outputs what depends on this machine: escapes and the paths of folders.
+
+    A warning of tqdm that ipywidgets is not installed is removed, too.
+    """
     for cell in notebook.cells:
+        if "outputs" in cell:
+            cell["outputs"] = [
+                output
+                for output in cell["outputs"]
+                if _MISSING_WIDGETS not in output.get("text", "")
+            ]
         for output in cell.get("outputs", ()):
             if "text" in output:
                 output["text"] = _clean(output["text"], folders)

@@ -27,7 +27,7 @@ def act(tmp_path, monkeypatch):
     """Return a function that runs the action's main step; it gives (status, summary, outputs)."""
 
     def act(*, differs=False, golden=""):
-        code = TRAINING.format(tests=str(ROOT / "tests"), differs=differs)
+        code = TRAINING.format(tests=str(ROOT / "tests" / "support"), differs=differs)
         (tmp_path / "train.py").write_text(code)
         variables = {
             "COMMAND": f"{sys.executable} train.py",

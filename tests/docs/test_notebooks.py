@@ -34,7 +34,15 @@ run_notebooks, notebook_pages = load("run_notebooks"), load("notebook_pages")
 def as_a_user(monkeypatch):
     """Let the kernel find ``d9m``, and train with a thread more than the tests."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "LIGHTNING_D9M", "PL_GLOBAL_SEED"):
+    # With CI set, pytest does not shorten the lines of its summary.
+    for name in (
+        "CI",
+        "BUILD_NUMBER",
+        "PYTEST_ADDOPTS",
+        "PYTEST_XDIST_WORKER",
+        "LIGHTNING_D9M",
+        "PL_GLOBAL_SEED",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -51,16 +51,16 @@ def _find_unfinished_epoch(trainer: "Trainer", position: LoopPosition) -> str | 
     progress = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.completed
     by_steps = _reaches_max_steps(trainer, trainer.global_step)
+    cause = "max_steps" if by_steps else "trainer.should_stop"
     # A batch that `on_train_batch_start` has skipped, which ends the epoch in every run, is ready
     # and not completed.
     finished = is_at_end(trainer) or not trained or progress.current.ready != trained
     if position.phase != "epoch" or finished or not (by_steps or trainer.should_stop):
         return None
     return (
-        f"Its fit ended after {trained} batches of epoch {position.epoch - 1}, by "
-        f"{'max_steps' if by_steps else 'trainer.should_stop'}, and Lightning begins the next epoch "
-        "when it resumes; a longer fit would have trained the rest. Resume from a checkpoint that "
-        "was saved within the epoch, as ModelCheckpoint(every_n_train_steps=...) does."
+        f"Its fit ended after {trained} batches of epoch {position.epoch - 1}, by {cause}, and "
+        "Lightning begins the next epoch when it resumes; a longer fit would train the rest. "
+        "Resume from a checkpoint within the epoch: ModelCheckpoint(every_n_train_steps=...)."
     )
 
 
