@@ -176,7 +176,7 @@ def is_at_end(trainer: "Trainer") -> bool:
 
 
 def _reaches_max_steps(trainer: "Trainer", step: int) -> bool:
-    return 0 <= trainer.max_steps <= step  # -1 is no limit
+    return 0 <= trainer.max_steps <= step  # -1: unlimited
 
 
 def _listed(problem: str | None) -> list[str]:
