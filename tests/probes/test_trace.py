@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from lightning_d9m.errors import DigestError
@@ -15,13 +13,7 @@ from lightning_d9m.hashing.digest import digest, digest_many, digest_value
 from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.probes.monitor import monitor, monitors_heard
-from lightning_d9m.probes.trace import (
-    RECORD_PLACES,
-    ProbeCollector,
-    ProbePoint,
-    Trace,
-    find_difference,
-)
+from lightning_d9m.probes.trace import RECORD_PLACES, ProbeCollector, ProbePoint
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
 
@@ -289,27 +281,6 @@ def test_a_queue_takes_none_of_the_tensors_if_one_has_no_digest():
         queue.add_one(torch.ones(1, device="meta"))
     queue.add([torch.ones(1)])
     assert queue.fetch() == [digest(torch.ones(1))]
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.data())
-def test_the_first_difference_of_traces_is_found(values, data):
-    place = data.draw(st.integers(0, len(values) - 1))
-    expected, actual = Trace(), Trace()
-    for number, value in enumerate(values):
-        expected.add("output", f"m{value}", torch.tensor([number]))
-        actual.add("output", f"m{value}", torch.tensor([-1 if number == place else number]))
-    difference = find_difference(expected, actual)
-    assert difference is not None
-    assert difference.place == expected.places[place]
-    assert difference.differing == 1
-    assert find_difference(expected, expected) is None
-
-
-def test_a_place_that_only_one_trace_has_is_a_difference():
-    expected, actual = Trace(), Trace()
-    actual.add("output", "a", 1)
-    difference = find_difference(expected, actual)
-    assert difference == (("output", "a", 0), None, digest_value(1), 1)
 
 
 def test_a_monitor_returns_what_it_is_given_and_tells_who_listens():

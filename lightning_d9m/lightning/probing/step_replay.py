@@ -25,7 +25,8 @@ from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
-from lightning_d9m.probes.trace import ProbePoint, Trace, TraceDifference, find_difference
+from lightning_d9m.probes.trace import ProbePoint, Trace
+from lightning_d9m.probes.trace_difference import TraceDifference, find_difference
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
