@@ -85,7 +85,7 @@ def align_records(
 def _pair_frames(
     one: LedgerCursor, other: LedgerCursor, *, whole: bool, named: Callable[[], bool]
 ) -> list[RecordPair]:
-    """Take frames of the same batches and places from both runs; none if there are no such."""
+    """Take frames of the same batches and places from both runs, if both have some."""
     ours, theirs = one.frames, other.frames
     if ours is None or theirs is None:
         return []

@@ -41,7 +41,7 @@ class FlatLayout(NamedTuple):
 def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
     """Return the layout of each divided parameter by its id; none without FSDP1.
 
-    With ``use_orig_params=False`` the model has flat parameters instead of its own; these have no
+    With ``use_orig_params=False`` flat parameters replace the parameters of the model. They have no
     layout.
 
     Args:

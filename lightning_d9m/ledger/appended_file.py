@@ -32,7 +32,7 @@ class AppendedFile(Generic[State]):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the last append was interrupted, by Ctrl-C for example."""
+        """True if something, such as Ctrl-C, interrupted the last append."""
         return self._begun[0] != self.size
 
     def resolve(self) -> None:

@@ -1,6 +1,7 @@
 """``Trainer(callbacks=[DeterminismCallback()])``: bit-exact training that writes a ledger.
 
-Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
+Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer. The file has
+over 400 lines because Lightning calls all hooks on one class, and each repeats its signature.
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ class GradientFold:
 
     @property
     def is_first(self) -> bool:
-        """Whether the next logical rank is the first of a step."""
+        """True if the next logical rank is the first of a step."""
         return self.next == self._block.start
 
     @property

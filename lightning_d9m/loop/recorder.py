@@ -1,4 +1,8 @@
-"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
+"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop.
+
+The file has over 400 lines because one class holds the public calls of a loop and documents each of
+them. What they do is in the other files of this folder and in ``recording``.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

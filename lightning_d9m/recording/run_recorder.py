@@ -60,12 +60,12 @@ class RunRecorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a ledger is open."""
+        """True while a ledger is open."""
         return self._recorder is not None
 
     @property
     def compares(self) -> bool:
-        """Whether the training is compared with a reference or across ranks."""
+        """True if the recorder compares the training with a reference or across ranks."""
         return self._recorder is not None and self._recorder.compares
 
     @property

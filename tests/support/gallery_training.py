@@ -178,7 +178,7 @@ class WatchedNet(Net):
 
 
 def is_hit():
-    """Whether the fault shows in this run: in every second."""
+    """Return whether this run has the fault; every second run does."""
     mark = Path("hit")
     if mark.exists():
         mark.unlink()
