@@ -61,7 +61,7 @@ class TorchReducer:
     def __init__(self):
         self.size = distributed.get_world_size()
 
-    def start(self, tensor, _name):
+    def start(self, tensor, _name, _activity):
         """Start a sum."""
         return distributed.all_reduce(tensor, async_op=True)
 

@@ -25,6 +25,8 @@ from lightning_d9m.logical_ranks.bucket_layout import Bucket, Slot, lay_out
 MEBIBYTE = 2**20
 BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores
 
+_ACTIVITY = "the backward pass"  # what a rank waits for, in errors
+
 
 class Reducer(Protocol):
     """The collectives that the buckets need."""
@@ -36,7 +38,7 @@ class Reducer(Protocol):
         """Whether `finish` detects that a peer is about to do something else."""
         ...
 
-    def start(self, tensor: Tensor, name: str) -> Any:
+    def start(self, tensor: Tensor, name: str, activity: str) -> Any:
         """Start to sum a contiguous tensor over the ranks in place, and return a handle.
 
         Every rank must start the same sums in the same order.
@@ -258,7 +260,7 @@ class GradientBuckets:
                 target = torch.view_as_real(target).view(-1)
             send_buffer = target if self._is_sent_in_place(bucket.flat) else self._convert(target)
             name = f"d9m.bucket.{bucket.index}.{positions[0]}-{positions[-1]}"
-            handle = self._reducer.start(send_buffer, name)
+            handle = self._reducer.start(send_buffer, name, _ACTIVITY)
             self._pending.append(_PendingReduction(handle, target, send_buffer))
 
     @torch.no_grad()
@@ -339,9 +341,9 @@ class GradientBuckets:
         self._agreed = fired
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
-        self._reducer.confirm("the backward pass", self._agree)
+        self._reducer.confirm(_ACTIVITY, self._agree)
         for pending in self._pending:
-            self._reducer.finish(pending.handle, "the backward pass", self._agree)
+            self._reducer.finish(pending.handle, _ACTIVITY, self._agree)
             if pending.send_buffer.data_ptr() != pending.target.data_ptr():
                 pending.target.copy_(pending.send_buffer)
 
@@ -352,7 +354,7 @@ class GradientBuckets:
             text = "\n".join([self._layout, *self._fired_names()]).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
             fingerprint = self._fingerprints[fired] = int.from_bytes(digest, "big") >> 2
-        self._reducer.agree_on(fingerprint, "the backward pass", self._list_items)
+        self._reducer.agree_on(fingerprint, _ACTIVITY, self._list_items)
 
     def _fired_names(self) -> tuple[str, ...]:
         return tuple(b.slots[position].name for b in self._buckets for position in sorted(b.fired))

@@ -23,7 +23,7 @@ class Twins:
         self.events = []
         self.items = ()
 
-    def start(self, tensor, name):
+    def start(self, tensor, name, activity):
         assert tensor.is_contiguous()
         self.events.append(name)
         tensor.add_(tensor.clone())

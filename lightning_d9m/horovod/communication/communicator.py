@@ -108,9 +108,18 @@ class Communicator:
         self._transport, self._limit = HorovodTransport(self._hvd), math.inf
         self._poll = self.liveness = None
 
-    def start(self, tensor: Tensor, name: str) -> Pending:
-        """Start to sum a contiguous tensor over the ranks in place; `finish` waits for it."""
-        return self._start(self._transport.sum, tensor, name)
+    def start(self, tensor: Tensor, name: str, activity: str) -> Pending:
+        """Start to sum a contiguous tensor over the ranks in place; `finish` waits for it.
+
+        Args:
+            tensor: The addend of this rank, which the sum replaces.
+            name: The name of the sum, equal on all ranks.
+            activity: A description, for the error.
+
+        Raises:
+            RankLostError: It is known already that a rank ended.
+        """
+        return self._start(self._transport.sum, tensor, name, activity)
 
     def finish(self, pending: Pending, activity: str, agree: Callable[[], None]) -> None:
         """Wait for the first reduction that was started and is not finished.
@@ -271,7 +280,7 @@ class Communicator:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for index, group in enumerate(by_device.values()):
             flat = torch.cat([_as_bytes(tensor) for tensor in group])
-            pending = self._start(self._transport.broadcast, flat, f"{name}.{index}")
+            pending = self._start(self._transport.broadcast, flat, f"{name}.{index}", name)
             if isinstance(pending, StreamPending):
                 self._take(pending, name)  # the host need not wait
             else:
@@ -283,19 +292,23 @@ class Communicator:
                 tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
 
     def _start(
-        self, function: Callable[[Tensor, str], Pending], tensor: Tensor, name: str
+        self,
+        function: Callable[[Tensor, str], Pending],
+        tensor: Tensor,
+        name: str,
+        activity: str,
     ) -> Pending:
         try:
             return function(tensor, name)
         except RuntimeError as error:  # HorovodInternalError is one
-            raise self.make_lost_error(name, error) from error
+            raise self.make_lost_error(activity, error) from error
         except ValueError as error:
             if self._hvd.is_initialized():
                 raise  # the collective does not support this tensor
-            raise self.make_lost_error(name, error) from error
+            raise self.make_lost_error(activity, error) from error
 
     def _gather(self, tensor: Tensor, name: str, activity: str) -> Tensor:
-        return self.wait(self._start(self._transport.gather, tensor, name), activity)
+        return self.wait(self._start(self._transport.gather, tensor, name, activity), activity)
 
     def _gather_bytes(self, flat: Tensor, name: str) -> list[Tensor]:
         """Gather bytes whose number may differ from rank to rank."""
@@ -312,7 +325,9 @@ class Communicator:
             self._poll = None
         lowest = _POLL
         while lowest == _POLL:
-            answer = self.wait(self._reduce_fingerprint(fingerprint), activity, until=until)
+            answer = self.wait(
+                self._reduce_fingerprint(fingerprint, activity), activity, until=until
+            )
             lowest, opposite, _ = answer.tolist()
         return bool(lowest == -opposite)
 
@@ -322,7 +337,7 @@ class Communicator:
         A rank that has finished the pending reduction does not count: the result is on its way.
         """
         if self._poll is None:
-            self._poll = self._reduce_fingerprint(_POLL)
+            self._poll = self._reduce_fingerprint(_POLL, activity)
         if not self._poll.is_done_within(0.0):
             return False
         _, opposite, finished = self.wait(self._poll, activity).tolist()
@@ -330,10 +345,10 @@ class Communicator:
         return bool(-opposite != _POLL and -finished <= self._finished)
 
     @_normal_tensors
-    def _reduce_fingerprint(self, fingerprint: int) -> Pending:
+    def _reduce_fingerprint(self, fingerprint: int, activity: str) -> Pending:
         # The minimum of x and of -x at once: all are equal exactly when these are opposite.
         numbers = torch.tensor([fingerprint, -fingerprint, -self._finished])
-        return self._start(self._transport.minimize, numbers, "d9m.agree")
+        return self._start(self._transport.minimize, numbers, "d9m.agree", activity)
 
     def _raise_disagreement(self, intent: CollectiveIntent) -> None:
         current = sys.exc_info()[1]

@@ -75,6 +75,24 @@ def test_a_lost_rank_is_an_error_and_breaks_the_communicator():
     communicator.announce(ValueError("unheard"))
 
 
+def test_a_rank_whose_loss_is_known_at_the_start_is_reported_with_the_same_activity():
+    """Horovod refuses a collective at its start once it has noticed that a rank ended."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("Horovod has been shut down")
+
+    functions = dict.fromkeys(["allreduce_async_", "allgather_async", "broadcast_async_"], refuse)
+    communicator = Communicator(fake(**functions))
+    waited = r"^Rank 0 waited for %s, but the collective failed\."
+    with pytest.raises(RankLostError, match=waited % "the backward pass"):
+        communicator.start(torch.ones(1), "d9m.bucket.0.1-3", "the backward pass")
+    communicator.broken = None
+    with pytest.raises(RankLostError, match=waited % "the end"):
+        communicator.agree(CollectiveIntent("the end"))
+    with pytest.raises(RankLostError, match=waited % "the weights"):
+        communicator.broadcast_tensors([torch.ones(1)], "the weights")
+
+
 def test_bounded_wait_gives_up():
     """A rank that failed does not wait indefinitely to announce it."""
     module = fake(allreduce_async_=lambda *_, **__: 1)

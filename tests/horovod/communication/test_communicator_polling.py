@@ -127,7 +127,7 @@ def ranks(monkeypatch):
 
 def backward(communicator, agree=None):
     """Sum a one over the ranks as a backward pass does."""
-    pending = communicator.start(torch.ones(1), "d9m.bucket.0")
+    pending = communicator.start(torch.ones(1), "d9m.bucket.0", BACKWARD.activity)
     communicator.finish(pending, BACKWARD.activity, agree or (lambda: communicator.agree(BACKWARD)))
 
 
@@ -184,7 +184,9 @@ def test_a_sum_that_another_rank_has_finished_needs_no_intent(ranks):
     """The other rank is at a barrier already, so this rank announces nothing."""
 
     def behind(communicator, network):
-        pending = Late(communicator.start(torch.ones(1), "d9m.bucket.0"), communicator)
+        pending = Late(
+            communicator.start(torch.ones(1), "d9m.bucket.0", BACKWARD.activity), communicator
+        )
         communicator.finish(pending, BACKWARD.activity, pytest.fail)
         communicator.agree(BARRIER)
         return pending.has_polled
