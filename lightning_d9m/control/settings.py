@@ -1,6 +1,7 @@
 """Settings of a deterministic session. This module does not import torch."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,12 @@ class Settings:
     def as_record(self) -> dict[str, int | bool | str | None]:
         """Return the settings as the ledger stores them."""
         return asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
+
+
+def validate_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise a ``SettingError`` if a setting is not one of the allowed words."""
+    if value not in allowed:
+        raise SettingError(f"{name} is {value!r}; allowed: {' or '.join(map(repr, allowed))}.")
 
 
 def _validate_integer(name: str, value: object, low: int, high: int) -> None:

@@ -99,11 +99,6 @@ def open_lineage(path: Path) -> RankReader:
     return RankReader(path) if _read_resume(path) is None else LineageReader(path)
 
 
-def find_breaks(path: Path) -> tuple[Break, ...]:
-    """Return the interruptions of the run that wrote one rank's file, in order."""
-    return _follow(path)[1]
-
-
 def holds_record(path: Path, chain_hash: str) -> bool:
     """Return whether a rank's file or one that it continues has a record with this chain hash."""
     for part in (path, *(part for part, _ in _follow(path)[0])):

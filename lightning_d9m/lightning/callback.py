@@ -14,6 +14,7 @@ import torch
 
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import describe_hash_seed_problem
+from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
@@ -121,9 +122,7 @@ class DeterminismCallback(_Callback):
         replay_every: int = 0,
     ) -> None:
         super().__init__()
-        _validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
-        _validate_choice("on_drift", on_drift, ("raise", "warn"))
-        _validate_choice("on_stack_difference", on_stack_difference, ("raise", "warn", "ignore"))
+        validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
         self._given = GivenSettings(
             seed=seed,
             per_sample_rng=per_sample_rng,
@@ -404,9 +403,3 @@ def _report_hash_seed() -> None:
 def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:
     """Return names as a tuple; a single name need not be in a list."""
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _validate_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        choices = " or ".join(repr(choice) for choice in allowed)
-        raise SettingError(f"{name} is {value!r}; allowed: {choices}.")

@@ -9,7 +9,7 @@ A process adds the subtrees that lie inside its block. Their roots are all that 
 needed to finish the sum, on any process, and in any order of arrival.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from lightning_d9m.logical_ranks.blocks import Blocks
@@ -74,13 +74,3 @@ def list_roots(blocks: Blocks) -> tuple[tuple[Node, ...], ...]:
     return tuple(
         find_roots(blocks.of(process), blocks.logical_ranks) for process in range(blocks.processes)
     )
-
-
-def fold_nodes(nodes: Iterable[tuple[Node, T]], leaves: int, add: Callable[[T, T], T]) -> T:
-    """Return the value of the whole tree from nodes that cover all leaves, in order."""
-    fold = Fold[T](leaves, add)
-    for node, value in nodes:
-        fold.push(node, value)
-    ((root, value),) = fold.held
-    assert root == (0, leaves)
-    return value

@@ -20,16 +20,6 @@ from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.shared_folder import share_new_folder
 
-_ALLOWED = {"on_drift": ("raise", "warn"), "on_stack_difference": ("raise", "warn", "ignore")}
-
-
-def check_choices(**choices: str) -> None:
-    """Raise a ``SettingError`` if an argument of the recorder has a value that is not allowed."""
-    for name, value in choices.items():
-        if value not in _ALLOWED[name]:
-            listed = " or ".join(map(repr, _ALLOWED[name]))
-            raise SettingError(f"Recorder was given {name}={value!r}; allowed: {listed}.")
-
 
 def as_tuple(given: Any) -> tuple[Any, ...]:
     """Return one object or several as a tuple."""

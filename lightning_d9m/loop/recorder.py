@@ -23,7 +23,6 @@ from lightning_d9m.ledger.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.beginning import (
     as_tuple,
-    check_choices,
     describe_layout,
     describe_run,
     find_session,
@@ -93,7 +92,6 @@ class Recorder:
         probe_steps: str | None = None,
         probe_ranks: int | Sequence[int] | None = None,
     ) -> None:
-        check_choices(on_drift=on_drift, on_stack_difference=on_stack_difference)
         if not isinstance(model, torch.nn.Module):
             raise SettingError(
                 f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "

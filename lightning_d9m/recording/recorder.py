@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import DriftError, LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, Json, RunFacts
@@ -30,11 +31,19 @@ class Policy:
         reference: Ledger of an earlier run; None for none.
         on_drift: ``"raise"`` or ``"warn"``.
         on_stack_difference: ``"raise"``, ``"warn"`` or ``"ignore"``.
+
+    Raises:
+        SettingError: If a value is not allowed.
     """
 
     reference: Path | None = None
     on_drift: Literal["raise", "warn"] = "raise"
     on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
+
+    def __post_init__(self) -> None:
+        validate_choice("on_drift", self.on_drift, ("raise", "warn"))
+        allowed = ("raise", "warn", "ignore")
+        validate_choice("on_stack_difference", self.on_stack_difference, allowed)
 
     def check_reference(self) -> None:
         """Raise a ``LedgerError`` if the reference cannot be read."""

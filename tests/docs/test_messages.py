@@ -308,8 +308,8 @@ CASES = [
         "was imported after a Trainer of",
     ),
     (
-        "lightning.callback",
-        lambda g: g.module._validate_choice("on_drift", "ignore", ("raise", "warn")),
+        "control.settings",
+        lambda g: g.module.validate_choice("on_drift", "ignore", ("raise", "warn")),
         ("… is …; allowed: ….", "on_drift is 'ignore'; allowed: ", "raise", "warn"),
     ),
     (
@@ -385,11 +385,6 @@ CASES = [
         "logical_ranks.blocks",
         lambda g: g.module.Blocks(8, 0),
         ("…=… is not allowed: pass a whole number from 1.", "processes=0 is"),
-    ),
-    (
-        "logical_ranks.scalars",
-        lambda g: g.module._decode(b"nonsense"),
-        ("Another process sent … bytes that are not tensors", "sent 8 bytes", "b'nonsense'"),
     ),
     ("control.settings", lambda g: g.module.Settings(seed=-1), "allowed: a whole number from"),
     (

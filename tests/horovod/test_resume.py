@@ -1,10 +1,10 @@
 """A resumed run of three ranks, one of which was killed, ends as an uninterrupted run does."""
 
 import pytest
+from ledger_runs import find_breaks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.resumed_runs import find_breaks
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 RANKS = 3

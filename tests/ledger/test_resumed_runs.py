@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from ledger_runs import find_breaks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.resumed_runs import find_breaks, holds_record
+from lightning_d9m.ledger.resumed_runs import holds_record
 from lightning_d9m.ledger.writer import LedgerWriter
 
 HEADER = Header(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.logical_ranks.blocks import Blocks
-from lightning_d9m.logical_ranks.tree import Fold, Node, find_roots, fold_nodes, list_roots
+from lightning_d9m.logical_ranks.tree import Fold, Node, find_roots, list_roots
 
 
 def add(left, right):
@@ -43,13 +43,16 @@ def largest_nodes(node, block):
 
 def fold_blocks(leaves, blocks, add):
     """Fold each block by itself, and then the roots of all blocks."""
-    roots = []
+    whole = Fold(len(leaves), add)
     for block in blocks:
         fold = Fold(len(leaves), add)
         for leaf in block:
             fold.push(Node(leaf, leaf + 1), leaves[leaf])
-        roots += fold.held
-    return fold_nodes(roots, len(leaves), add)
+        for root in fold.held:
+            whole.push(*root)
+    ((node, value),) = whole.held
+    assert node == (0, len(leaves))
+    return value
 
 
 def test_the_brackets_are_those_of_the_definition():

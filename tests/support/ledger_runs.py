@@ -10,6 +10,7 @@ from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.probe_layouts import unpack_places
 from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.ledger.writer import LedgerWriter
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
@@ -32,6 +33,12 @@ def make_header(**changes):
         "package": "0.1.0",
     }
     return Header(**(fields | changes))
+
+
+def find_breaks(path):
+    """Return the interruptions of the run that wrote one rank's file, in order."""
+    with open_lineage(path) as reader:
+        return getattr(reader, "breaks", ())
 
 
 def make_facts(**changes):

@@ -5,6 +5,7 @@ import importlib
 import random
 
 import numpy as np
+from ledger_runs import find_breaks
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
@@ -12,7 +13,6 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.records import Digests
-from lightning_d9m.ledger.resumed_runs import find_breaks
 
 
 class OwnOrder:

@@ -13,7 +13,6 @@ from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.patches.catalog.pooling import POOLING
 from lightning_d9m.patches.catalog.resampling import RESAMPLING
 from lightning_d9m.patches.catalog.scattering import SCATTERING
-from lightning_d9m.patches.catalog.torch_docs import read_documentation
 
 OPS: tuple[Op, ...] = tuple(
     sorted((*POOLING, *RESAMPLING, *SCATTERING, *EXEMPT, *NATIVE), key=lambda op: op.name)
@@ -67,35 +66,3 @@ def select_ops(
         and op.name not in excluded
         and op.is_needed(torch_version)
     )
-
-
-def read_raising_ops(docstring: str) -> tuple[str, ...]:
-    """Return the ops that raise, by torch's documentation, when deterministic algorithms are on.
-
-    Args:
-        docstring: That of ``torch.use_deterministic_algorithms``.
-
-    Returns:
-        Names such as ``torch.nn.AvgPool3d``; for an op with a list of modes one name for each, such
-        as ``torch.nn.functional.interpolate bilinear``; for an op that raises on Apple's devices
-        only, such as ``torch.kthvalue (MPS)``. Sorted.
-
-    Raises:
-        SettingError: The docstring has no such list.
-    """
-    return tuple(
-        sorted(
-            {
-                f"{line.name}{mode and f' {mode}'}{' (MPS)' if line.devices == ('mps',) else ''}"
-                for line in read_documentation(docstring)
-                if line.kind == "raises"
-                for mode in line.modes or ("",)
-            }
-        )
-    )
-
-
-def find_unaccounted(docstring: str) -> tuple[str, ...]:
-    """Return the documented raising ops that the catalog neither patches nor exempts."""
-    known = {name for op in OPS for name in op.documented}
-    return tuple(name for name in read_raising_ops(docstring) if name not in known)

@@ -5,6 +5,7 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
+from ledger_runs import find_breaks
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from resuming import Fits, agree, evidence, stream
@@ -12,7 +13,6 @@ from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
-from lightning_d9m.ledger.resumed_runs import find_breaks
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, find_state
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from forking_python import HOROVOD, shared_python
+from ledger_runs import find_breaks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.resumed_runs import find_breaks
 
 SCRIPT = Path(__file__).parents[2] / "support" / "resume_training.py"
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from ledger_runs import find_breaks
 from resuming import Fits, evidence
 from trainings import make_model
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.resumed_runs import find_breaks
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")

@@ -7,6 +7,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from ledger_runs import find_breaks
 from resuming import DrawingCollate, DrawingDigits, Fits, OwnOrder, agree, evidence
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,7 +19,6 @@ from lightning_d9m import D9mError
 from lightning_d9m.control import seeding, session
 from lightning_d9m.control.generators import capture_generators, encode_rng
 from lightning_d9m.control.seeding import capture_rng
-from lightning_d9m.ledger.resumed_runs import find_breaks
 from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
