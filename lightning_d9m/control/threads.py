@@ -14,6 +14,18 @@ from lightning_d9m.errors import SettingError
 # With it OpenMP gives an operation fewer threads while the machine is busy, even if the number is
 # pinned. OpenMP reads it when it starts, which is when torch is imported.
 DYNAMIC = "OMP_DYNAMIC"
+# The number that the user has set, which OpenMP also reads when it starts. Later the variable may
+# hold another one: Lightning's launchers set it, if it is not set, by the number of processes.
+_NUMBER_AT_START = os.environ.get("OMP_NUM_THREADS", "")
+
+
+def read_threads() -> int | None:
+    """Return the ``OMP_NUM_THREADS`` of the user, who sets it before torch is imported; or None.
+
+    torchrun sets it for its processes.
+    """
+    text = _NUMBER_AT_START.partition(",")[0].strip()  # the rest is of nested parallel regions
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 @contextmanager

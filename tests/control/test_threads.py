@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_d9m import SettingError, deterministic, digest
-from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.control import threads as threads_module
+from lightning_d9m.control.threads import read_threads, threads_pinned
 
 pytestmark = pytest.mark.alone
 
@@ -73,3 +74,12 @@ def test_a_number_that_openmp_varies_is_refused(monkeypatch, number, value):
     monkeypatch.setenv("OMP_DYNAMIC", "false")
     with threads_pinned(number):
         pass
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("3", 3), ("", None), ("0", None), (" 2,1", 2), ("many", None)]
+)
+def test_the_number_of_the_user_is_that_at_the_start(monkeypatch, text, number):
+    monkeypatch.setattr(threads_module, "_NUMBER_AT_START", text)
+    monkeypatch.setenv("OMP_NUM_THREADS", "17")
+    assert read_threads() == number

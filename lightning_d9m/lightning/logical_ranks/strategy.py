@@ -1,7 +1,6 @@
 """The part of a strategy that trains with logical ranks, for any strategy of ours."""
 
 import json
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.micro_batches import MicroBatches
+from lightning_d9m.control.threads import read_threads
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
@@ -60,10 +60,8 @@ class LogicalRanksMixin(_Base):
         if logical_ranks is not None:
             Blocks(logical_ranks, 1)
         self.logical_ranks = logical_ranks
-        # Lightning's launcher sets the number of threads by the number of processes; torchrun sets
-        # the variable by it.
-        text = os.environ.get("OMP_NUM_THREADS", "")
-        self._threads = int(text) if text.isdecimal() and int(text) else 1
+        # Not torch's number, which Lightning's launcher sets by the number of processes.
+        self._threads = read_threads() or 1
         self._patches = AttributePatches()
 
     def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:

@@ -23,7 +23,9 @@ from lightning_d9m import (
     DeterminismCallback,
     InexactResumeError,
     SettingError,
+    read_ledger,
 )
+from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices
 
 SCRIPT = Path(logical_refusals.__file__)
@@ -113,6 +115,20 @@ def test_a_checkpoint_needs_the_same_logical_ranks_and_threads(fit, tmp_path):
     threads = torch.get_num_threads() + 1
     with pytest.raises(InexactResumeError, match=f"CPU threads; now they have {threads}"):
         fit(callbacks=[DeterminismCallback(threads=threads)], resumed=path)
+
+
+def test_the_threads_are_not_those_that_an_earlier_fit_left_in_the_variable(
+    fit, tmp_path, monkeypatch
+):
+    """Lightning's launcher sets the variable, if it is not set, to the cores of each process."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with threads_pinned(torch.get_num_threads()):  # the launcher sets torch's number, too
+        threads = [fit().strategy.logical_threads]
+        monkeypatch.setenv("OMP_NUM_THREADS", str(int(os.environ["OMP_NUM_THREADS"]) + 2))
+        threads.append(fit().strategy.logical_threads)
+    runs = [read_ledger(path) for path in sorted(tmp_path.rglob("fit-*"))]
+    assert [run.header.settings["threads"] for run in runs] == threads
+    assert threads[0] == threads[1]
 
 
 def test_the_variable_sets_the_number_of_logical_ranks(monkeypatch):
