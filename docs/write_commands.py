@@ -6,13 +6,19 @@ with the parsers.
 
 import argparse
 import os
+import re
+import textwrap
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from lightning_d9m.cli.main import COMMANDS, build_parser
 from lightning_d9m.lint.rules import RULES
 
 PAGE = Path(__file__).parent / "commands.md"
+# What a code block shows without scrolling beside both tables of contents.
+_WIDTH = 76
+_NO_BREAK = "\0"  # textwrap takes a non-breaking space for a character
 _HEAD = """# Commands
 
 Every command and option, as `d9m COMMAND --help` prints them. The exit status of each is 0 for
@@ -55,7 +61,21 @@ def _list_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.Argumen
 
 def _format_usage(parser: argparse.ArgumentParser) -> str:
     usage = " ".join(parser.format_usage().removeprefix("usage: ").replace("[-h] ", "").split())
-    return f"```text\n{usage}\n```\n"
+    return f"```text\n{_wrap_usage(usage)}\n```\n"
+
+
+def _wrap_usage(usage: str) -> str:
+    """Break the line before an option, but not within its brackets."""
+    usage = re.sub("(?<=--) | (?=[.]{3})", _NO_BREAK, usage)
+    depths = accumulate((char == "[") - (char == "]") for char in usage)
+    joined = "".join(
+        _NO_BREAK if char == " " and depth else char
+        for char, depth in zip(usage, depths, strict=True)
+    )
+    lines = textwrap.wrap(
+        joined, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace(_NO_BREAK, " ")
 
 
 def _format_arguments(parser: argparse.ArgumentParser) -> Iterator[str]:

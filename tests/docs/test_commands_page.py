@@ -27,3 +27,12 @@ def test_every_command_has_a_section_with_its_options():
         assert f"## d9m {command}" in page
     assert "| `-n, --runs RUNS` |" in page
     assert "--without-recipe" not in page  # deprecated
+
+
+def test_a_long_usage_is_broken_between_options():
+    page = load().PAGE.read_text()
+    usages = [block.partition("```")[0] for block in page.split("```text\n")[1:]]
+    lines = [line for usage in usages for line in usage.splitlines()]
+    assert len(lines) > len(usages)
+    assert all(len(line) <= 80 for line in lines)
+    assert all(line.count("[") == line.count("]") for line in lines)
