@@ -2,8 +2,10 @@
 
 No device is needed: tensors of the CPU say that they are on one, and a launch does nothing. So the
 times are those of our Python code and of torch's on the host; of a launch, only what precedes
-Triton's launcher is in them. Every method runs once in each round; medians of the
-thread's CPU time.
+Triton's launcher is in them. A table that is kept is that of parameters whose class is torch's, as
+those of a model: calls of a subclass take longer. Every method runs twice in each round: after the
+others, which empty the caches of the processor as a training step does, and at once again. Medians
+of the thread's CPU time.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from unittest import mock
@@ -77,23 +79,38 @@ def always(value: object) -> Callable[..., object]:
     return lambda *_: value
 
 
-def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of each method."""
-    taken: dict[str, list[float]] = {name: [] for name in methods}
+def locate_there(weights: Sequence[torch.Tensor]) -> object:
+    """Locate weights as if they were on a CUDA device."""
+    return LOCATE([weight.detach().as_subclass(LikeCuda) for weight in weights])
+
+
+LOCATE = address_cache._locate  # noqa: SLF001 - the table of the device is made from its result
+
+
+def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
+    """Return the median milliseconds of each method, after other work and at once again."""
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {"after other work": [], "at once again": []} for name in methods
+    }
     for turn in range(rounds + 1):
         for name, method in methods.items():
-            begin = time.thread_time_ns()  # other programs do not count
-            method()
-            if turn:  # the first one warms up
-                taken[name].append((time.thread_time_ns() - begin) / 1e6)
-    return {name: statistics.median(times) for name, times in taken.items()}
+            for times in taken[name].values():
+                begin = time.thread_time_ns()  # other programs do not count
+                method()
+                if turn:  # the first one warms up
+                    times.append((time.thread_time_ns() - begin) / 1e6)
+    return {
+        name: {when: round(statistics.median(times), 3) for when, times in found.items()}
+        for name, found in taken.items()
+    }
 
 
 def list_methods(count: int) -> dict[str, Callable[[], None]]:
     """Return the ways to take the digests of ``count`` tensors, up to the last launch."""
-    tensors = [torch.rand(100, 10).as_subclass(LikeCuda) for _ in range(count)]
+    weights = [torch.nn.Parameter(torch.rand(100, 10)) for _ in range(count)]
+    standing = NamedTensors((str(number), weight) for number, weight in enumerate(weights))
+    tensors = [weight.detach().as_subclass(LikeCuda) for weight in weights]
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
-    standing = NamedTensors(named.items())
     empty = [torch.empty(0).as_subclass(LikeCuda)] * 2
     groups = [tensors[begin : begin + 4] for begin in range(0, count, 4)]
 
@@ -115,7 +132,11 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
         for tensor in tensors:
             queue.add([tensor, *empty])  # more than one span: a table, and a copy to the device
 
+    def read_addresses() -> None:
+        list(map(torch.Tensor.data_ptr, weights))
+
     return {
+        "weights: calls of data_ptr alone": read_addresses,
         "weights: with the table that is kept": take_state(standing),
         "weights: located in each step": take_state(named),
         "values: one launch each": take_each,
@@ -135,6 +156,7 @@ def main() -> None:
     with (
         mock.patch.object(pending, "_load_kernel", always(xxh3_cuda)),
         mock.patch.object(address_cache, "_load_kernel", always(xxh3_cuda)),
+        mock.patch.object(address_cache, "_locate", locate_there),
         mock.patch.object(torch.cuda, "current_stream", always(STREAM)),
         mock.patch.object(torch.cuda, "device", always(STREAM)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", always(False)),
@@ -155,7 +177,7 @@ def main() -> None:
         "machine": platform.machine(),
         "tensors": words.tensors,
         "rounds": words.rounds,
-        "milliseconds": {name: round(taken, 3) for name, taken in found.items()},
+        "milliseconds": found,
     }
     words.output.mkdir(parents=True, exist_ok=True)
     path = words.output / "digest-host.json"

@@ -14,8 +14,10 @@ def digest_standing(standing):
     """Return the digests of tensors where they are said to lie."""
     queue = DigestQueue()
     located = standing.locate()
-    assert located is not None
-    queue.add_located(located)
+    if located is None:
+        queue.add(standing.values())
+    else:
+        queue.add_located(located)
     return queue.fetch()
 
 
@@ -40,7 +42,18 @@ def view_as_integers(weight):
     weight.data = weight.data.view(torch.int32)
 
 
-@pytest.mark.parametrize("change", [zero, point_elsewhere, reshape, cast, view_as_integers])
+def transpose(weight):
+    weight.data = weight.data.t()
+
+
+def negate(weight):
+    weight.data = torch._neg_view(weight.data)
+
+
+CHANGES = [zero, point_elsewhere, reshape, cast, view_as_integers, transpose, negate]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_digests_are_those_of_the_tensors_as_they_are(change):
     weight = torch.randn(4, 4)
     standing = NamedTensors([("weight", weight), ("other", torch.arange(3))])
@@ -54,8 +67,27 @@ def test_digests_are_those_of_the_tensors_as_they_are(change):
 
 
 def test_where_tensors_lie_is_found_out_once():
-    standing = NamedTensors([("weight", torch.randn(4, 4))])
-    assert standing.locate() is standing.locate()
+    standing = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
+    found = standing.locate()
+    with torch.no_grad():
+        assert standing.locate() is found
+    assert standing.locate() is found
+
+
+def test_nothing_is_cached_if_torch_has_another_check(monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    standing = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
+    found = standing.locate()
+    assert standing.locate() is not found
+    assert digest_standing(standing) == digest_many(standing.values())
+
+
+def test_a_tensor_that_is_given_twice_is_located_anew():
+    """The guards of torch take each tensor once."""
+    weight = torch.randn(4, 4)
+    standing = NamedTensors([("weight", weight), ("tied", weight)])
+    for _ in range(2):
+        assert digest_standing(standing) == digest_many([weight, weight])
 
 
 @pytest.mark.parametrize(
@@ -64,12 +96,25 @@ def test_where_tensors_lie_is_found_out_once():
         torch.randn(4, 4).t(),
         torch.randn(4, dtype=torch.complex64),
         torch.randn(4).to_sparse(),
-        nn.UninitializedParameter(),
     ],
-    ids=["out of order", "complex", "sparse", "not initialized"],
+    ids=["out of order", "complex", "sparse"],
 )
 def test_what_has_no_bytes_in_order_is_not_remembered(tensor):
     assert NamedTensors([("tensor", tensor)]).locate() is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_becomes_sparse_is_found_out():
+    """It has no strides, which the check would read."""
+    standing = NamedTensors([("weight", torch.randn(4, 4))])
+    standing.locate()
+    for other in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
+        assert standing._addresses.find([other]) is None
+
+
+def test_what_is_not_initialized_is_an_error():
+    with pytest.raises(DigestError, match="not initialized"):
+        NamedTensors([("tensor", nn.UninitializedParameter())]).locate()
 
 
 def test_nothing_lies_anywhere():
