@@ -8,17 +8,17 @@ from typing import TypeAlias
 
 from lightning_d9m.comparison.cursor import LedgerCursor, LedgerRecord
 from lightning_d9m.comparison.frame_diff import find_differences, order_like
+from lightning_d9m.ledger.encoding import kind_prefix
 from lightning_d9m.ledger.keys import START, Item, Key, LedgerPosition
 from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import Digests
-from lightning_d9m.ledger.schema import KNOWN_KINDS
+from lightning_d9m.ledger.records import KINDS, Digests
 
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 
 # A pair of records with equal bytes whose kind this version does not know; not parsed.
 UNPARSED: RecordPair = (None, None)
 
-_KINDS = tuple(b'{"kind":"%b"' % kind.encode() for kind in KNOWN_KINDS)
+_KNOWN = tuple(map(kind_prefix, KINDS.values()))
 _EQUAL_DIGESTS = re.compile(
     rb'{"kind":"digests","moment":"(initial|epoch|final)","epoch":([0-9]{1,18}),"step":([0-9]{1,18}),'
 )
@@ -117,7 +117,7 @@ def _read_equal(one: LedgerCursor, other: LedgerCursor, *, whole: bool) -> Recor
     body = one.body
     if body is None or body != other.body:
         return None
-    if not body.startswith(_KINDS):
+    if not body.startswith(_KNOWN):
         return UNPARSED
     if not whole and (head := _EQUAL_DIGESTS.match(body)) is not None:
         record = _unparsed(head)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from lightning_d9m.ledger.encoding import estimate_memory
+from lightning_d9m.ledger.fields import DIGEST_BYTES
 from lightning_d9m.ledger.keys import Item, Key, LedgerPosition, record_key, record_place
 from lightning_d9m.ledger.probe_batch import BATCH_PART_PLACES, Batch
-from lightning_d9m.ledger.probe_frames import DIGEST_BYTES, Frames
+from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.reader import ABOUT_FRAMES, RankReader
 
 

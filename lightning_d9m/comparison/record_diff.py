@@ -6,15 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
+from lightning_d9m.ledger.entry import Mark, describe_fields
+from lightning_d9m.ledger.fields import Json
 from lightning_d9m.ledger.keys import describe_record
-from lightning_d9m.ledger.records import (
-    Digests,
-    End,
-    Header,
-    Json,
-    Record,
-    RunFacts,
-)
+from lightning_d9m.ledger.records import Digests, Header, Opaque, Record, RunFacts
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
 
@@ -232,11 +227,11 @@ def name_call(name: str, call: int) -> str:
 
 
 def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return every leaf of a record but the error, whose text is for people only."""
+    """Return every leaf of a record but of the fields that are for people only."""
     fields = record.as_record()
-    if isinstance(record, End):
-        fields.pop("error", None)
-        fields.pop("drift", None)  # the records before show it
+    for part in () if isinstance(record, Opaque) else describe_fields(type(record)):
+        if Mark.INFORMATIONAL in part.marks:
+            fields.pop(part.name, None)
     return _flatten(fields)
 
 

@@ -1,12 +1,13 @@
-"""Records as JSON text, checked against :mod:`lightning_d9m.ledger.schema` in both directions."""
+"""Records as JSON text, checked against :mod:`lightning_d9m.ledger.records` in both directions."""
 
 import json
 import re
 from collections.abc import Mapping
 from itertools import chain
 
-from lightning_d9m.ledger.records import Json, Record
-from lightning_d9m.ledger.schema import FieldError, parse_record
+from lightning_d9m.ledger.entry import Entry
+from lightning_d9m.ledger.fields import FieldError, Json
+from lightning_d9m.ledger.records import Record, parse_record
 
 MAX_DEPTH = 16
 # Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.
@@ -92,6 +93,11 @@ def _count_names(value: Json) -> int:
         inner = chain(chain.from_iterable(map(dict.values, objects)), chain.from_iterable(lists))
         level = [entry for entry in inner if entry and type(entry) in _CONTAINERS]
     return names
+
+
+def kind_prefix(entry: type[Entry]) -> bytes:
+    """Return the bytes with which the JSON text of each record of a kind begins."""
+    return b'{"kind":"%b"' % entry.kind.encode()
 
 
 def decode_record(body: bytes) -> Record:

@@ -9,10 +9,10 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.fields import DIGEST_BYTES, MAX_WHOLE, WHOLE, FieldError
 from lightning_d9m.ledger.opened_file import open_regular
 from lightning_d9m.ledger.probe_frames import (
     CHECK,
-    DIGEST_BYTES,
     HEAD,
     MAGIC,
     MAX_BLOCK,
@@ -21,7 +21,6 @@ from lightning_d9m.ledger.probe_frames import (
     Frames,
 )
 from lightning_d9m.ledger.probe_layouts import Layouts
-from lightning_d9m.ledger.schema import MAX_WHOLE, FieldError
 
 _BUFFER = 2**18
 # The least bytes of a block's frames that are returned together with those of the next blocks.
@@ -203,11 +202,11 @@ class FrameReader(AbstractContextManager["FrameReader"]):
         place = epoch, step + steps, batch + batches
         last = self._position = epoch, step + steps * count, batch + batches * count
         if min(place) < 0 or max(last) > MAX_WHOLE:
-            for name, first, final in zip(("epoch", "step", "batch"), place, last, strict=True):
-                if first < 0 or final > MAX_WHOLE:
-                    value = first if first < 0 else final
-                    allowed = f"must be a whole number from 0 to {MAX_WHOLE}"
-                    raise self._malformed(name, f"{allowed}, and is {value}")
+            try:
+                for name, first, final in zip(("epoch", "step", "batch"), place, last, strict=True):
+                    WHOLE.read(name, first if first < 0 else final)
+            except FieldError as error:
+                raise self._malformed(error.field, error.problem) from error
         return place
 
     def _malformed(self, field: str, problem: str) -> LedgerError:

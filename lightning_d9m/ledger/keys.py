@@ -4,12 +4,7 @@ from typing import TypeAlias
 
 from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.records import (
-    Digests,
-    End,
-    Opaque,
-    Record,
-)
+from lightning_d9m.ledger.records import Digests, End, Opaque, Record
 from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]
@@ -39,7 +34,7 @@ def record_key(record: Item) -> Key:
         except TypeError:  # a name that is a list or an object
             return (record.kind, repr(key))
         return key
-    return (record.as_record()["kind"],)
+    return (record.kind,)
 
 
 def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
@@ -77,5 +72,5 @@ def describe_record(record: Item) -> str:
             [escape(record.kind), *(f"{name} {escape(value)}" for name, value in named)]
         )
     return {"run": "the facts of the run", "end": "the end of the run"}.get(
-        str(record.as_record()["kind"]), "the header"
+        record.kind, "the header"
     )

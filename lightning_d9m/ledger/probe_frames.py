@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from lightning_d9m.ledger.records import ProbesRecord
-from lightning_d9m.ledger.schema import MAX_WHOLE, FieldError
+from lightning_d9m.ledger.fields import DIGEST_BYTES, WHOLE, FieldError
+from lightning_d9m.ledger.records import MAX_GROWTH, ProbesRecord
 
-DIGEST_BYTES = 16
 MAGIC = b"d9mprb2\n"
 # The most bytes of digests in one block; a layout of the most places needs a quarter of it.
 MAX_BLOCK = 2**20
@@ -24,7 +23,6 @@ HEAD = Struct("<HHBB")
 # Epoch, step and batch of the frame before the next one. The two last are -1 before the first.
 POSITION = Struct("<qqq")
 CHECK = Struct("<Q")
-_MAX_GROWTH = 255
 
 
 class FramePosition(NamedTuple):
@@ -133,8 +131,7 @@ def check_frames(record: ProbesRecord, places: int) -> None:
         ("step", record.step + record.steps * (record.count - 1)),
         ("batch", record.batch + record.batches * (record.count - 1)),
     ):
-        if last > MAX_WHOLE:
-            raise FieldError(name, f"must be a whole number from 0 to {MAX_WHOLE}, and is {last}")
+        WHOLE.read(name, last)
 
 
 def encode_frames(
@@ -150,7 +147,7 @@ def encode_frames(
     steps, batches = record.steps, record.batches
     if record.count == 1:
         steps, batches = record.step - before.step, record.batch - before.batch
-        if not (0 <= steps <= _MAX_GROWTH and 0 <= batches <= _MAX_GROWTH):
+        if not (0 <= steps <= MAX_GROWTH and 0 <= batches <= MAX_GROWTH):
             steps = batches = 1
     blocks = b""
     expected = FramePosition(record.epoch, record.step - steps, record.batch - batches)

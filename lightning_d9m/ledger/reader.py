@@ -17,28 +17,30 @@ from hashlib import blake2b
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.encoding import decode_record
+from lightning_d9m.ledger.encoding import decode_record, kind_prefix
+from lightning_d9m.ledger.fields import DIGEST_BYTES, FieldError
 from lightning_d9m.ledger.frame_reader import FrameReader
 from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.opened_file import open_regular
-from lightning_d9m.ledger.probe_frames import DIGEST_BYTES, Frames, check_frames, frames_path
+from lightning_d9m.ledger.probe_frames import Frames, check_frames, frames_path
 from lightning_d9m.ledger.probe_layouts import Layouts
 from lightning_d9m.ledger.records import (
     SCHEMA,
     Digests,
+    End,
     FramesEnd,
     Header,
     ProbeLayout,
     ProbesRecord,
     Record,
 )
-from lightning_d9m.ledger.schema import FieldError
 from lightning_d9m.text import quote
 
 # A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
 MAX_LINE = 64 * 2**20
 MAX_HEADER = 2**20
-_FRAMES, _LAYOUT, _PROBES = (b'{"kind":"%b"' % kind for kind in (b"frames", b"layout", b"probes"))
+_HEADER, _END = kind_prefix(Header), kind_prefix(End)
+_FRAMES, _LAYOUT, _PROBES = map(kind_prefix, (FramesEnd, ProbeLayout, ProbesRecord))
 ABOUT_FRAMES = (_FRAMES, _LAYOUT, _PROBES)
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
 
@@ -99,7 +101,7 @@ class RankReader(AbstractContextManager["RankReader"]):
                 self.parse(head + b"}")  # says what is wrong
             previous = self._chain_hash = current
             yield head + b"}"
-        self.complete = head.startswith(b'{"kind":"end"')
+        self.complete = head.startswith(_END)
 
     def entries(self) -> Iterator[bytes | Frames]:
         """Yield the JSON text of each record after the header, and frames in order among them.
@@ -169,7 +171,7 @@ class RankReader(AbstractContextManager["RankReader"]):
                 "the run again."
             )
         body = line[:-_TAIL] + b"}"
-        if not line.startswith(b'{"kind":"header",'):
+        if not line.startswith(_HEADER + b","):
             raise self._not_a_ledger(f"begins with {quote(line[:40].decode('latin-1'))}")
         if not line.endswith(b"\n"):
             if len(line) > MAX_HEADER:
@@ -233,7 +235,7 @@ class RankReader(AbstractContextManager["RankReader"]):
     def _refuse_newer(self, body: bytes, error: FieldError) -> None:
         """Raise if a header that cannot be parsed has a newer schema."""
         try:
-            opaque = decode_record(body.replace(b'{"kind":"header"', b'{"kind":"?"', 1)).as_record()
+            opaque = decode_record(body.replace(_HEADER, b'{"kind":"?"', 1)).as_record()
         except FieldError:
             return
         schema = opaque.get("schema")
@@ -290,4 +292,4 @@ def _describe_line(line: bytes) -> str:
         return ""
     if isinstance(record, Digests):
         return f" (digests, {quote(record.moment)}, epoch {record.epoch}, step {record.step})"
-    return f" ({quote(record.as_record()['kind'])})"
+    return f" ({quote(record.kind)})"

@@ -1,97 +1,88 @@
-"""The typed records of a ledger; ``schema`` parses them.
+"""The records of a ledger, each described once: ``Entry`` reads, checks and writes them.
 
 Unknown fields are kept in ``extra`` and unknown kinds in ``Opaque``. Both are compared like known
 ones.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, TypeAlias, cast
 
 from lightning_d9m.errors import DriftError
-
-Scalar: TypeAlias = str | int | float | bool | None
-Json: TypeAlias = Any
-# Kind, name, call: the place of a value within a batch.
-ProbeKey: TypeAlias = tuple[str, str, int]
+from lightning_d9m.ledger import fields as types
+from lightning_d9m.ledger.entry import Entry, Mark, part_of, read_entry
+from lightning_d9m.ledger.fields import MAX_NAME, FieldError, Json, ProbeKey, Scalar
+from lightning_d9m.text import quote
 
 SCHEMA = 2
-MAX_NAME = 4096
-# The most places of one layout, so that a frame has at most 256 KiB.
-MAX_LAYOUT_PLACES = 16_384
-DIGEST_DIGITS = 32
+MAX_RANKS = 65_536
+# Most batches in one record of probes, and most growth from batch to batch.
+MAX_GROUP = 2**16 - 1
+MAX_GROWTH = 255
+
+Text: TypeAlias = Annotated[str, types.TEXT]
+Whole: TypeAlias = Annotated[int, types.WHOLE]
+WholeOrNone: TypeAlias = Annotated[int | None, types.optional(types.WHOLE)]
+Scalars: TypeAlias = Annotated[Mapping[str, Scalar], types.SCALARS]
+Growth: TypeAlias = Annotated[int, types.whole(high=MAX_GROWTH)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(Entry):
     """The first record of a rank's file: the origin of the digests.
 
     Attributes:
+        schema: Version of this format.
+        package: Version of lightning_d9m.
         rank: The rank that writes the file, below ``world_size``.
         world_size: Number of ranks.
         fit: Ordinal of the fit within its process, from 0.
         seed: The base seed.
-        created: Time of writing, ISO 8601 in UTC; never compared.
+        created: Time of writing, ISO 8601 in UTC.
+        program: Command, git commit, and whether the source differs from it. See
+            ``ledger.program``.
         settings: Settings of the session, flat.
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
-        package: Version of lightning_d9m.
-        program: Command, git commit, and whether the source differs from it; never compared. See
-            ``ledger.program``.
-        schema: Version of this format.
         extra: Fields that this version does not know.
     """
 
-    rank: int
-    world_size: int
-    fit: int
-    seed: int
-    created: str
-    settings: Mapping[str, Scalar]
-    stack: Mapping[str, Scalar]
-    package: str
-    program: Mapping[str, Scalar] = field(default_factory=dict)
-    schema: int = SCHEMA
+    kind: ClassVar[str] = "header"
+    schema: Annotated[int, types.whole(low=1), Mark.REQUIRED] = SCHEMA
+    package: Annotated[Text, Mark.INFORMATIONAL]
+    rank: Annotated[int, types.whole(high=MAX_RANKS - 1)]
+    world_size: Annotated[int, types.whole(low=1, high=MAX_RANKS)]
+    fit: Whole
+    seed: Whole
+    created: Annotated[Text, Mark.INFORMATIONAL]
+    program: Annotated[Scalars, Mark.OMITTED, Mark.INFORMATIONAL] = field(default_factory=dict)
+    settings: Scalars
+    stack: Scalars
     extra: Mapping[str, Json] = field(default_factory=dict)
 
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        return {
-            "kind": "header",
-            "schema": self.schema,
-            "package": self.package,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "fit": self.fit,
-            "seed": self.seed,
-            "created": self.created,
-            **({"program": dict(self.program)} if self.program else {}),
-            "settings": dict(self.settings),
-            "stack": dict(self.stack),
-            **self.extra,
-        }
+    def check(self) -> None:
+        """Raise a ``FieldError`` unless the rank is one of the ranks."""
+        types.whole(high=self.world_size - 1).read("rank", self.rank)
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderFacts:
-    """The size of a training dataloader; None where it is unknown, as of an iterable dataset."""
+class LoaderFacts(Entry):
+    """The size of a training dataloader; None where it is unknown, as of an iterable dataset.
 
-    samples: int | None
-    batch_size: int | None
-    batches: int | None
+    Attributes:
+        samples: Number of samples of the dataset.
+        batch_size: Number of samples in a batch.
+        batches: Number of batches in an epoch.
+        extra: Fields that this version does not know.
+    """
+
+    samples: WholeOrNone
+    batch_size: WholeOrNone
+    batches: WholeOrNone
     extra: Mapping[str, Json] = field(default_factory=dict)
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the entry that is written."""
-        return {
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "batches": self.batches,
-            **self.extra,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunFacts(Entry):
     """The model, data and arithmetic: two runs that differ here are not comparable.
 
     Attributes:
@@ -102,65 +93,46 @@ class RunFacts:
         extra: Fields that this version does not know.
     """
 
-    model: str
-    parameters: int
-    train: Sequence[LoaderFacts]
-    trainer: Mapping[str, Scalar] = field(default_factory=dict)
+    kind: ClassVar[str] = "run"
+    model: Text
+    parameters: Whole
+    train: Annotated[Sequence[LoaderFacts], types.list_of(part_of(LoaderFacts), "LoaderFacts")]
+    trainer: Scalars = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        return {
-            "kind": "run",
-            "model": self.model,
-            "parameters": self.parameters,
-            "train": [loader.as_record() for loader in self.train],
-            "trainer": dict(self.trainer),
-            **self.extra,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digests:
+class Digests(Entry):
     """Digests of one moment of the training.
 
     Attributes:
         moment: ``"initial"``, ``"epoch"``, ``"final"``, or one that a later version adds.
         epoch: Counted from 0; of ``"final"``, the last epoch that was trained.
         step: The global step.
-        totals: One digest (32 hex digits) for each group.
+        totals: One digest for each group.
         groups: Digest by name, by group; a group may be left out and have only its total.
-        loss: ``float.hex()`` of the last training loss, if there was one.
-        scalars: ``float.hex()`` of each logged scalar.
+        loss: The last training loss, if there was one.
+        scalars: Each logged scalar.
         extra: Fields that this version does not know.
     """
 
-    moment: str
-    epoch: int
-    step: int
-    totals: Mapping[str, str]
-    groups: Mapping[str, Mapping[str, str]]
-    loss: str | None = None
-    scalars: Mapping[str, str] = field(default_factory=dict)
+    kind: ClassVar[str] = "digests"
+    moment: Text
+    epoch: Whole
+    step: Whole
+    totals: Annotated[Mapping[str, str], types.DIGESTS]
+    groups: Annotated[
+        Mapping[str, Mapping[str, str]], types.table_of(types.DIGESTS, "objects of digests")
+    ]
+    loss: Annotated[str | None, types.optional(types.HEX_FLOAT)] = None
+    scalars: Annotated[
+        Mapping[str, str], types.table_of(types.HEX_FLOAT, "texts that float.hex() gives")
+    ] = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        return {
-            "kind": "digests",
-            "moment": self.moment,
-            "epoch": self.epoch,
-            "step": self.step,
-            "totals": dict(self.totals),
-            "groups": {group: dict(entries) for group, entries in self.groups.items()},
-            "loss": self.loss,
-            "scalars": dict(self.scalars),
-            **self.extra,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankDrift:
+class RankDrift(Entry):
     """The difference between ranks that ended a fit.
 
     Attributes:
@@ -170,37 +142,36 @@ class RankDrift:
         rank: The first rank that differs.
         group: The group of its entries that differ, such as ``"weights"``.
         name: The first of these entries.
-    """
-
-    moment: str
-    epoch: int
-    step: int
-    rank: int
-    group: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The last record of a fit that finished or failed; a killed fit has none.
-
-    Attributes:
-        status: ``"finished"`` or ``"failed"``.
-        error: The error's message; never compared.
-        drift: The difference between ranks, if that is the error; never compared.
         extra: Fields that this version does not know.
     """
 
-    status: str
-    error: str | None = None
-    drift: RankDrift | None = None
+    moment: Text
+    epoch: Whole
+    step: Whole
+    rank: Annotated[int, types.whole(high=MAX_RANKS)]
+    group: Text
+    name: Annotated[str, types.text(cut=True)]
     extra: Mapping[str, Json] = field(default_factory=dict)
 
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        error = {} if self.error is None else {"error": self.error[:MAX_NAME]}
-        drift = {} if self.drift is None else {"drift": asdict(self.drift)}
-        return {"kind": "end", "status": self.status, **error, **drift, **self.extra}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Entry):
+    """The last record of a fit that finished or failed; a killed fit has none.
+
+    Attributes:
+        status: The outcome.
+        error: The error's message.
+        drift: The difference between ranks, if that is the error.
+        extra: Fields that this version does not know.
+    """
+
+    kind: ClassVar[str] = "end"
+    status: Annotated[str, types.matching("finished|failed", "'finished' or 'failed'")]
+    error: Annotated[
+        str | None, types.optional(types.text(cut=True)), Mark.OMITTED, Mark.INFORMATIONAL
+    ] = None
+    drift: Annotated[RankDrift | None, part_of(RankDrift), Mark.OMITTED, Mark.INFORMATIONAL] = None
+    extra: Mapping[str, Json] = field(default_factory=dict)
 
     @classmethod
     def failed(cls, error: BaseException) -> "End":
@@ -213,71 +184,57 @@ class End:
                 step=error.step,
                 rank=error.rank,
                 group=error.group,
-                name=error.names[0][:MAX_NAME],
+                name=error.names[0],
             )
         return cls(status="failed", error=f"{type(error).__name__}: {error}", drift=drift)
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeLayout:
+class ProbeLayout(Entry):
     """The places of probes; later records refer to it by number.
 
     Attributes:
         id: Its number, valid until a later layout has the same one.
-        places: (kind, name, call) in order of execution; call = how often this kind and name
+        places: ``[kind, name, call]`` in order of execution; call = how often this kind and name
             occurred before within the batch.
     """
 
-    id: int
-    places: tuple[ProbeKey, ...]
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        places = [list(place) for place in self.places]
-        return {"kind": "layout", "id": self.id, "places": places}
+    kind: ClassVar[str] = "layout"
+    id: Whole
+    places: Annotated[tuple[ProbeKey, ...], types.PLACES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbesRecord:
+class ProbesRecord(Entry):
     """Digests at the places of consecutive batches, or of a part of one batch.
+
+    Ledgers of schema 1 have them among the records. Later ones have frames instead, which the
+    writer makes of this record; its digests are then bytes.
 
     Attributes:
         epoch: Counted from 0.
         step: The global step when the first batch began.
         batch: Index of the first batch within the epoch.
-        layout: Number of the ``ProbeLayout`` that names the places.
-        digests: 16 bytes for each place, batch after batch.
+        layout: Number of the layout that names the places.
+        digests: The digests, batch after batch.
         count: Number of batches.
         steps: Growth of the step from batch to batch.
         batches: Growth of the index.
     """
 
-    epoch: int
-    step: int
-    batch: int
-    layout: int
-    digests: bytes
-    count: int = 1
-    steps: int = 1
-    batches: int = 1
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is given to the writer."""
-        return {
-            "kind": "probes",
-            "epoch": self.epoch,
-            "step": self.step,
-            "batch": self.batch,
-            "layout": self.layout,
-            "digests": self.digests,
-            "count": self.count,
-            "steps": self.steps,
-            "batches": self.batches,
-        }
+    kind: ClassVar[str] = "probes"
+    epoch: Whole
+    step: Whole
+    batch: Whole
+    layout: Whole
+    digests: Annotated[bytes, types.PACKED_DIGESTS]
+    count: Annotated[int, types.whole(low=1, high=MAX_GROUP)] = 1
+    steps: Growth = 1
+    batches: Growth = 1
 
 
 @dataclass(frozen=True, slots=True)
-class FramesEnd:
+class FramesEnd(Entry):
     """The end of the digests of probes that precede the next record, in the file of frames.
 
     Attributes:
@@ -285,16 +242,13 @@ class FramesEnd:
         last: The check of its last block.
     """
 
-    bytes: int
-    last: str
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        return {"kind": "frames", "bytes": self.bytes, "last": self.last}
+    kind: ClassVar[str] = "frames"
+    bytes: Whole
+    last: Annotated[str, types.CHECK]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class Resume(Entry):
     """The ledger that a resumed run continues.
 
     Attributes:
@@ -303,27 +257,20 @@ class Resume:
         epoch: The epoch that was next or under way.
         step: The global step.
         batch: How many batches of the epoch were trained.
+        inexact: Why the resumed run cannot end at the bits of an uninterrupted one.
         extra: Fields that this version does not know.
     """
 
-    parent: str
-    parent_check: str
-    epoch: int
-    step: int
-    batch: int
+    kind: ClassVar[str] = "resume"
+    parent: Text
+    parent_check: Annotated[str, types.CHECK_OR_EMPTY]
+    epoch: Whole
+    step: Whole
+    batch: Whole
+    inexact: Annotated[
+        Sequence[str], types.list_of(types.text(cut=True), "short texts"), Mark.OMITTED
+    ] = ()
     extra: Mapping[str, Json] = field(default_factory=dict)
-
-    def as_record(self) -> dict[str, Json]:
-        """Return the record that is written."""
-        return {
-            "kind": "resume",
-            "parent": self.parent,
-            "parent_check": self.parent_check,
-            "epoch": self.epoch,
-            "step": self.step,
-            "batch": self.batch,
-            **self.extra,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,3 +288,26 @@ class Opaque:
 Record: TypeAlias = (
     Header | RunFacts | Digests | ProbeLayout | ProbesRecord | FramesEnd | Resume | End | Opaque
 )
+KINDS: dict[str, type[Entry]] = {
+    entry.kind: entry
+    for entry in (Header, RunFacts, Digests, ProbeLayout, ProbesRecord, FramesEnd, Resume, End)
+}
+
+
+def parse_record(fields: Json) -> Record:
+    """Check a decoded record and return it as its type.
+
+    Raises:
+        FieldError: When a field is missing, has another type, or is out of bounds.
+    """
+    if not isinstance(fields, dict):
+        raise FieldError("kind", f"is missing: the record is {quote(fields)}, not an object")
+    kind = fields.get("kind")
+    if not isinstance(kind, str) or len(kind) > MAX_NAME:
+        found = f"must be a short text, and is {quote(kind)}" if "kind" in fields else "is missing"
+        raise FieldError("kind", found)
+    if "check" in fields:
+        raise FieldError("check", "occurs twice")
+    rest = {name: value for name, value in fields.items() if name != "kind"}
+    entry = KINDS.get(kind)
+    return Opaque(kind, rest) if entry is None else cast("Record", read_entry(entry, rest))

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.ledger.encoding import kind_prefix
 from lightning_d9m.ledger.probe_frames import Frames
 from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import Digests, Json, ProbeLayout, Record
+from lightning_d9m.ledger.records import Digests, End, ProbeLayout, Record, Resume, RunFacts
 
 _Entry: TypeAlias = bytes | Frames
 
-_RESUME, _END, _RUN = (b'{"kind":"%b"' % kind for kind in (b"resume", b"end", b"run"))
+_RESUME, _END, _RUN, _DIGESTS = map(kind_prefix, (Resume, End, RunFacts, Digests))
 _REPEATED = (_RESUME, _RUN)
 _MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
@@ -114,18 +115,18 @@ def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
     breaks: list[Break] = []
     seen: set[tuple[int, int]] = set()
     while (record := _read_resume(path)) is not None:
-        found = _find_parent(path, str(record.get("parent", "")))
-        place = _Place(str(record.get("parent_check", "")), _number(record, "epoch"))
+        found = _find_parent(path, record.parent)
+        place = _Place(record.parent_check, record.epoch)
         seen.add(_file_id(path))
         problem = _find_problem(found, place, seen)
         breaks.append(
             Break(
-                epoch=place.epoch,
-                step=_number(record, "step"),
-                batch=_number(record, "batch"),
-                parent=str(record.get("parent", "")),
+                epoch=record.epoch,
+                step=record.step,
+                batch=record.batch,
+                parent=record.parent,
                 problem=problem,
-                inexact=tuple(map(str, record.get("inexact") or ())),
+                inexact=tuple(record.inexact),
             )
         )
         if found is None or problem is not None:
@@ -135,17 +136,14 @@ def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
     return parts[::-1], tuple(breaks[::-1])
 
 
-def _number(record: dict[str, Json], name: str) -> int:
-    value = record.get(name)
-    return value if type(value) is int else 0
-
-
-def _read_resume(path: Path) -> dict[str, Json] | None:
+def _read_resume(path: Path) -> Resume | None:
     with RankReader(path) as reader:
         body = next(reader.bodies(), None)
         if body is None or not body.startswith(_RESUME):
             return None
-        return reader.parse(body).as_record()
+        record = reader.parse(body)
+        assert isinstance(record, Resume), "told by the first bytes"
+        return record
 
 
 def _file_id(path: Path) -> tuple[int, int]:
@@ -208,7 +206,7 @@ def _filtered(entries: Iterator[_Entry], *, first: bool) -> Iterator[_Entry]:
 
 
 def _is_final(reader: RankReader, body: bytes) -> bool:
-    if not body.startswith(b'{"kind":"digests"'):
+    if not body.startswith(_DIGESTS):
         return False
     record = reader.parse(body)
     return isinstance(record, Digests) and record.moment == "final"

@@ -10,6 +10,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
 from lightning_d9m.ledger.appended_file import AppendedFile, State
 from lightning_d9m.ledger.encoding import encode_record
+from lightning_d9m.ledger.fields import FieldError, Json
 from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.probe_frames import (
     MAGIC,
@@ -20,8 +21,7 @@ from lightning_d9m.ledger.probe_frames import (
     frames_path,
 )
 from lightning_d9m.ledger.reader import MAX_HEADER, MAX_LINE
-from lightning_d9m.ledger.records import FramesEnd, Json, ProbesRecord
-from lightning_d9m.ledger.schema import FieldError, parse_record
+from lightning_d9m.ledger.records import FramesEnd, ProbesRecord, parse_record
 from lightning_d9m.text import quote
 
 

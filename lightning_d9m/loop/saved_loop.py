@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lightning_d9m.errors import CheckpointError
+from lightning_d9m.ledger.records import Resume
 
 _FORMAT = 1
 
@@ -49,14 +50,13 @@ class SavedLoop:
 
     def as_record(self) -> dict[str, Any]:
         """Return the record that names the ledger which a resumed run continues."""
-        return {
-            "kind": "resume",
-            "parent": self.folder,
-            "parent_check": self.check,
-            "epoch": self.epoch,
-            "step": self.step,
-            "batch": self.batch,
-        }
+        return Resume(
+            parent=self.folder,
+            parent_check=self.check,
+            epoch=self.epoch,
+            step=self.step,
+            batch=self.batch,
+        ).as_record()
 
     @classmethod
     def from_plain(cls, state: object) -> "SavedLoop":

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Made by docs/write_commands.py, docs/write_errors.py and `d9m ops --markdown`.
-GENERATED = {"commands.md", "errors.md", "ops.md"}
+# Made by docs/write_commands.py, write_errors.py, write_ledger_fields.py and `d9m ops --markdown`.
+GENERATED = {"commands.md", "errors.md", "ledger-fields.md", "ops.md"}
 MOST_WORDS = 25_000
 
 

@@ -162,7 +162,7 @@ class TestNotALedger:
             (b"{}\n", "is not a ledger"),
             (b'{"kind":"header",' + b"x" * 2**20, "first line of more than 1048576 bytes"),
             (seal([b'{"kind":"end","status":"failed"}']), "is not a ledger: it begins with"),
-            (seal([b'{"kind":"header","schema":1}']), "first record whose field 'world_size' is m"),
+            (seal([b'{"kind":"header","schema":1}']), "first record whose field 'package' is m"),
             (seal([b'{"kind":"header","kind":"end"}']), "field 'kind' occurs twice"),
             (seal([b'{"kind":"header",nonsense}']), "is not JSON: "),
             (b'{"kind":"header","\xff":1}' + b"\n" * 30, "is not a ledger"),

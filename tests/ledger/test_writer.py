@@ -14,10 +14,10 @@ from ledger_runs import list_batches
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.encoding import decode_record, encode_record
+from lightning_d9m.ledger.fields import FieldError
 from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
 from lightning_d9m.ledger.probe_frames import Frames, frames_path
 from lightning_d9m.ledger.records import Digests, End
-from lightning_d9m.ledger.schema import FieldError
 from lightning_d9m.ledger.writer import LedgerWriter
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.ledger.records import End, Json, RunFacts
+from lightning_d9m.ledger.fields import Json
+from lightning_d9m.ledger.records import End, Resume, RunFacts
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
@@ -113,14 +114,14 @@ class TrainerRecorder:
         """The values that wait for the next record."""
         return PendingRecords(self._run.loss_text, list(self._evaluations))
 
-    def resume(self, record: Mapping[str, Json], pending: PendingRecords) -> None:
+    def resume(self, record: Resume, pending: PendingRecords) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
         Args:
-            record: Fields of the record ``resume``.
+            record: The other ledger, and where this one continues it.
             pending: The ``pending`` of the run that wrote the other ledger.
         """
-        self._resumed = {"kind": "resume", **record}
+        self._resumed = record.as_record()
         self._run.load_loss(pending.loss)
         self._evaluations[:] = pending.evaluations
 

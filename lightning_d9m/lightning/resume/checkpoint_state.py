@@ -13,6 +13,7 @@ from warnings import catch_warnings, filterwarnings, warn
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.ledger.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero
@@ -268,14 +269,14 @@ class CheckpointState:
             self._raise_or_warn_on_all_ranks(trainer, rank)
         ledger = rank.ledger or SavedLedger("", "")
         recorder.resume(
-            {
-                "parent": ledger.folder,
-                "parent_check": ledger.check,
-                "epoch": position.epoch,
-                "step": position.step,
-                "batch": position.batch,
-                **({"inexact": list(self._reasons)} if self._reasons else {}),
-            },
+            Resume(
+                parent=ledger.folder,
+                parent_check=ledger.check,
+                epoch=position.epoch,
+                step=position.step,
+                batch=position.batch,
+                inexact=tuple(self._reasons),
+            ),
             rank.pending,
         )
 
