@@ -67,6 +67,17 @@ class TenMillion(L.LightningModule):
         return DataLoader(TensorDataset(inputs, classes), 64, shuffle=True)
 
 
+# Beside the hooks, what a training calls in the package around loops and batches.
+ENTRANCES = {
+    DeterminismCallback: ("setup", "teardown"),
+    TrainerSession: ("start_evaluation", "end_evaluation", "restart_epoch"),
+    run_state: ("capture_rng_and_metrics",),
+    LoaderControl: ("wrap_loader", "start_epoch"),
+    RngGuard: ("begin", "end"),
+    RandomStreams: ("derive",),
+}
+
+
 class Idle(L.Callback):
     """A callback that does nothing."""
 
@@ -115,14 +126,7 @@ def time_entrances():
         _time(DeterminismCallback, name)
     for name in [n for n in vars(Idle) if n.startswith("on_")]:
         _time(Idle, name)
-    for owner, names in {
-        DeterminismCallback: ("setup", "teardown"),
-        TrainerSession: ("start_evaluation", "end_evaluation", "restart_epoch"),
-        run_state: ("capture_drawn",),
-        LoaderControl: ("wrap_loader", "start_epoch"),
-        RngGuard: ("begin", "end"),
-        RandomStreams: ("derive",),
-    }.items():
+    for owner, names in ENTRANCES.items():
         for name in names:
             _time(owner, name)
 
