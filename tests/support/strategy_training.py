@@ -1,4 +1,4 @@
-"""One rank of trainings under strategies that divide a model; see lightning/test_strategies.py.
+"""One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with a fault
 on one rank, with probes twice, interrupted and resumed.
@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from trainings import QUIET, make_loader
 
 from lightning_d9m import DeterminismCallback
@@ -26,6 +29,7 @@ from lightning_d9m.control import session
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 PLAN = {"0": ColwiseParallel(), "3": RowwiseParallel()}
 
 
@@ -42,16 +46,44 @@ class FSDPOnCPU(FSDPStrategy):
         )
 
 
+def apply_plainly(layers, images):
+    """Return the scores of images."""
+    return layers(images)
+
+
+def apply_checkpointed(layers, images):
+    """Return the scores; the backward pass computes the first three layers again."""
+    hidden = checkpoint(layers[:3], images, use_reentrant=False)
+    return layers[3](hidden)
+
+
+def apply_reentrant(layers, images):
+    """Return the scores; the backward pass computes the first three layers again."""
+    hidden = checkpoint(layers[:3], images.requires_grad_(), use_reentrant=True)
+    return layers[3](hidden)
+
+
+def apply_vmapped(layers, images):
+    """Return the scores of each image by itself, with its own dropout."""
+    parameters = dict(layers.named_parameters())
+
+    def score(image):
+        return torch.func.functional_call(layers, parameters, (image,))
+
+    return torch.func.vmap(score, randomness="different")(images)
+
+
 class Net(L.LightningModule):
     """A small classifier that is divided as ``layout`` says."""
 
-    def __init__(self, layout="", faulty=None):
+    def __init__(self, layout="", faulty=None, apply=apply_plainly):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
         )
         self.layout = layout
         self.faulty = faulty
+        self.apply_layers = apply
 
     def configure_model(self):
         if "tp" in self.layout:
@@ -67,9 +99,13 @@ class Net(L.LightningModule):
 
     def training_step(self, batch, _):
         images, classes = batch
-        loss = nn.functional.cross_entropy(self.layers(images), classes)
+        loss = nn.functional.cross_entropy(self.apply_layers(self.layers, images), classes)
         self.log("train_loss", loss)
         return loss
+
+    @torch.compiler.disable  # torch 2.13 cannot compile Lightning 2.6.6's method
+    def log(self, *args, **words):
+        super().log(*args, **words)
 
     def validation_step(self, batch, _):
         images, classes = batch
@@ -79,9 +115,9 @@ class Net(L.LightningModule):
         """Change one weight of one rank by one unit in the last place, after the last step."""
         last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self.faulty == RANK and last and self.current_epoch == 1:
-            weight = self.layers[0].weight.detach()
+            weight = next(self.parameters()).detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
-            weight.view(-1)[:1].view(torch.int32)[0] += 1
+            weight.view(-1)[:1].view(INTEGERS[weight.element_size()])[0] += 1
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -106,27 +142,65 @@ def fsdp1_hybrid():
     return fsdp1(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)()
 
 
-# Name: layout of the model, and the strategy.
+@dataclass(frozen=True)
+class Cell:
+    """A training: the layout of the model, its strategy, what it applies, how it is compiled."""
+
+    make_strategy: Any
+    layout: str = ""
+    apply: Any = apply_plainly
+    compile: Any = lambda model: model
+    words: dict[str, Any] = field(default_factory=dict)
+
+
+def compile_layers(model):
+    """Compile a submodule; `aot_eager` does all that Inductor does before it makes kernels."""
+    model.layers = torch.compile(model.layers, backend="aot_eager")
+    return model
+
+
+def compile_module(model):
+    """Compile the LightningModule."""
+    return torch.compile(model, backend="aot_eager")
+
+
+def on_one(**words):
+    """Return a cell of a single process."""
+    return Cell(lambda: "auto", **words)
+
+
 CELLS = {
-    "ddp": ("", lambda: "ddp"),
-    "ddp, unused parameters": ("", lambda: "ddp_find_unused_parameters_true"),
-    "ddp, fp16_compress_hook": ("", lambda: DDPStrategy(ddp_comm_hook=fp16_compress_hook)),
-    "ddp, static_graph": ("", lambda: DDPStrategy(static_graph=True)),
-    "fsdp1": ("", fsdp1()),
-    "fsdp1, wrapped layers": ("", fsdp1(auto_wrap_policy={nn.Linear})),
-    "fsdp1, flat parameters": ("", fsdp1(use_orig_params=False)),
-    "fsdp1, hybrid": ("", fsdp1_hybrid),
-    "fsdp2": ("fsdp", model_parallel(data=WORLD)),
-    "fsdp2, full checkpoints": ("fsdp", model_parallel(data=WORLD, full=True)),
-    "hsdp": ("hsdp", model_parallel(data=WORLD)),
-    "tp": ("tp", model_parallel(data=1, tensor=WORLD)),
-    "tp, full checkpoints": ("tp", model_parallel(data=1, tensor=WORLD, full=True)),
-    "fsdp2 and tp": ("tp and fsdp", model_parallel(data=WORLD // 2, tensor=2)),
+    "single device": on_one(),
+    "single device, bf16-mixed": on_one(words={"precision": "bf16-mixed"}),
+    "single device, bf16-true": on_one(words={"precision": "bf16-true"}),
+    "single device, 16-true": on_one(words={"precision": "16-true"}),
+    "single device, 64-true": on_one(words={"precision": "64-true"}),
+    "single device, checkpointing": on_one(apply=apply_checkpointed),
+    "single device, reentrant checkpointing": on_one(apply=apply_reentrant),
+    "single device, torch.func": on_one(apply=apply_vmapped),
+    "single device, compiled layers": on_one(compile=compile_layers),
+    "single device, compiled module": on_one(compile=compile_module),
+    "ddp": Cell(lambda: "ddp"),
+    "ddp, bf16-mixed": Cell(lambda: "ddp", words={"precision": "bf16-mixed"}),
+    "ddp, unused parameters": Cell(lambda: "ddp_find_unused_parameters_true"),
+    "ddp, fp16_compress_hook": Cell(lambda: DDPStrategy(ddp_comm_hook=fp16_compress_hook)),
+    "ddp, static_graph": Cell(lambda: DDPStrategy(static_graph=True)),
+    "fsdp1": Cell(fsdp1()),
+    "fsdp1, wrapped layers": Cell(fsdp1(auto_wrap_policy={nn.Linear})),
+    "fsdp1, flat parameters": Cell(fsdp1(use_orig_params=False)),
+    "fsdp1, hybrid": Cell(fsdp1_hybrid),
+    "fsdp2": Cell(model_parallel(data=WORLD), "fsdp"),
+    "fsdp2, bf16-true": Cell(model_parallel(data=WORLD), "fsdp", words={"precision": "bf16-true"}),
+    "fsdp2, full checkpoints": Cell(model_parallel(data=WORLD, full=True), "fsdp"),
+    "hsdp": Cell(model_parallel(data=WORLD), "hsdp"),
+    "tp": Cell(model_parallel(data=1, tensor=WORLD), "tp"),
+    "tp, full checkpoints": Cell(model_parallel(data=1, tensor=WORLD, full=True), "tp"),
+    "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
 }
 FLAT = "fsdp1, flat parameters"
 
 
-def fit(folder, cell, name, *, faulty=None, checkpoint=None, every=None, **words):
+def fit(folder, cell, name, *, faulty=None, resume_from=None, every=None, **words):
     """Train as a run of its own would; return the Trainer."""
     session._fits = 0
     callbacks = [DeterminismCallback(seed=5, ledger_dir=folder / name, **words)]
@@ -142,17 +216,22 @@ def fit(folder, cell, name, *, faulty=None, checkpoint=None, every=None, **words
                 save_on_train_epoch_end=False,
             )
         )
-    layout, make_strategy = CELLS[cell]
+    kind = CELLS[cell]
     torch.manual_seed(7)
-    model = Net(layout, faulty)
+    model = kind.compile(Net(kind.layout, faulty, kind.apply))
     if cell == FLAT:
         model.configure_optimizers = lambda: torch.optim.Adam(
             model.trainer.model.parameters(), lr=0.01
         )
     trainer = L.Trainer(
-        max_epochs=2, strategy=make_strategy(), devices=WORLD, callbacks=callbacks, **settings
+        max_epochs=2,
+        strategy=kind.make_strategy(),
+        devices=WORLD,
+        callbacks=callbacks,
+        **settings,
+        **kind.words,
     )
-    trainer.fit(model, make_loader(), make_loader(shuffle=False), ckpt_path=checkpoint)
+    trainer.fit(model, make_loader(), make_loader(shuffle=False), ckpt_path=resume_from)
     return trainer
 
 
@@ -177,15 +256,15 @@ def run(folder, cell):
 
     attempt("second", reference=reference)
     if cell != FLAT:
-        attempt("fault", faulty=1, reference=reference)
-        attempt("fault without reference", faulty=1)
+        attempt("fault", faulty=WORLD - 1, reference=reference)
+        attempt("fault without reference", faulty=WORLD - 1)
     attempt("probed", probes="all")
     attempt("probed again", probes="all")
     attempt("replayed", replay_every=2)
     attempt("saved", every=1, reference=reference)
     for step in (1, 2):
         path = folder / "checkpoints" / f"step={step}.ckpt"
-        attempt(f"resumed at {step}", checkpoint=path, reference=reference)
+        attempt(f"resumed at {step}", resume_from=path, reference=reference)
     return found
 
 

@@ -165,6 +165,7 @@ class CheckpointState:
         fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
+            (trainer.strategy, "load_model_state_dict", self._load_weights),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
@@ -180,6 +181,15 @@ class CheckpointState:
             yield
         finally:
             patches.undo()
+
+    def _load_weights(
+        self, trainer: "Trainer", load: Callable[..., None], *args: Any, **words: Any
+    ) -> None:
+        plugin = trainer.strategy.precision_plugin
+        if plugin.precision == "64-true" and not trainer.strategy.restore_checkpoint_after_setup:
+            # Lightning converts the module later: it would round the weights to float32 here.
+            plugin.convert_module(trainer.lightning_module)
+        load(*args, **words)
 
     def _load_loader_states(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         if trainer.fit_loop.restarting:
