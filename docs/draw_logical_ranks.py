@@ -14,7 +14,13 @@ ROW = 46
 TOP = 52
 PANEL = LEAVES * STEP + 40
 COLORS = ("#4c78a8", "#e8833a", "#54a24b", "#b279a2")
-TEXT = 'font-family="system-ui, sans-serif" font-size="13" text-anchor="middle"'
+STYLE = """<style>
+text { font: 13px system-ui, "DejaVu Sans", sans-serif; text-anchor: middle; fill: #1b1f24; }
+path { stroke: #8c959f; } circle { stroke: #8c959f; } .shared { fill: #fff; }
+.sent { stroke: #1b1f24; stroke-width: 3; }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .shared { fill: #161b22; }
+  .sent { stroke: #fff; } }
+</style>"""
 
 
 def list_nodes() -> list[Node]:
@@ -35,7 +41,7 @@ def draw_panel(processes: int, left: float) -> list[str]:
     blocks = Blocks(LEAVES, processes)
     roots = list_roots(blocks)
     title = f"{processes} processes"
-    parts = [f'<text x="{left + LEAVES * STEP / 2}" y="24" {TEXT} fill="#222">{title}</text>']
+    parts = [f'<text x="{left + LEAVES * STEP / 2}" y="24">{title}</text>']
     nodes = list_nodes()
     for node in nodes:
         width = node.stop - node.start
@@ -43,17 +49,16 @@ def draw_panel(processes: int, left: float) -> list[str]:
             x, y = place(node, left)
             for start in (node.start, node.start + width // 2):
                 cx, cy = place(Node(start, start + width // 2), left)
-                parts.append(f'<path d="M{x} {y}L{cx} {cy}" stroke="#999" fill="none"/>')
+                parts.append(f'<path d="M{x} {y}L{cx} {cy}" fill="none"/>')
     for node in nodes:
         x, y = place(node, left)
         owners = {blocks.owner(leaf) for leaf in range(node.start, node.stop)}
-        color = COLORS[min(owners)] if len(owners) == 1 else "#fff"
-        sent = any(node in own for own in roots)
-        edge = 'stroke="#222" stroke-width="3"' if sent else 'stroke="#777"'
-        parts.append(f'<circle cx="{x}" cy="{y}" r="11" fill="{color}" {edge}/>')
+        look = f'fill="{COLORS[min(owners)]}"' if len(owners) == 1 else 'class="shared"'
+        if any(node in own for own in roots):
+            look += ' class="sent"'
+        parts.append(f'<circle cx="{x}" cy="{y}" r="11" {look}/>')
         if node.stop - node.start == 1:
-            label = f'<text x="{x}" y="{y + 30}" {TEXT} fill="#222">{node.start}</text>'
-            parts.append(label)
+            parts.append(f'<text x="{x}" y="{y + 30}">{node.start}</text>')
     return parts
 
 
@@ -70,7 +75,7 @@ def draw() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
             f"<title>{about}</title>",
-            f'<rect width="{width}" height="{height}" fill="#fff"/>',
+            STYLE,
             *parts,
             "</svg>\n",
         ]

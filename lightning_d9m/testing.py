@@ -46,10 +46,11 @@ def assert_bit_exact(
         NotBitExactError: If a run differs from the first, with the first divergence.
         SettingError: If a setting is not allowed, or there is nothing to compare.
 
-    >>> def train():
-    ...     torch.manual_seed(1)
-    ...     return torch.rand(3)
-    >>> assert_bit_exact(train)
+    Examples:
+        >>> def train():
+        ...     torch.manual_seed(1)
+        ...     return torch.rand(3)
+        >>> assert_bit_exact(train)
     """
     if type(runs) is not int or runs < _PAIR:
         raise SettingError(f"runs is {runs!r}; allowed: a whole number from 2.")

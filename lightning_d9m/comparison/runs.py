@@ -13,7 +13,7 @@ def compare(
     """Compare the ledgers of two runs, as ``d9m compare`` does.
 
     Args:
-        expected: The earlier run: a ledger, or the path of one; see :func:`read_ledger`.
+        expected: The earlier run: a ledger, or the path of one; see ``read_ledger``.
         actual: The later run, likewise.
 
     Returns:

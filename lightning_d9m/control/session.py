@@ -180,10 +180,11 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
         SettingError: If a value or a name is not allowed.
         TooLateError: If a variable can no longer take effect.
 
-    >>> import torch
-    >>> with enable(seed=1):
-    ...     torch.are_deterministic_algorithms_enabled()
-    True
+    Examples:
+        >>> import torch
+        >>> with enable(seed=1):
+        ...     torch.are_deterministic_algorithms_enabled()
+        True
     """
     chosen = _choose(settings, overrides)
     with _lock:
@@ -195,7 +196,7 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
 
 @contextmanager
 def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterator[Session]:
-    """Run the body in a deterministic session; see :func:`enable`."""
+    """Run the body in a deterministic session, with the arguments of ``enable``."""
     chosen = _choose(settings, overrides)
     with ExitStack() as stack:
         with _lock:

@@ -40,8 +40,9 @@ def digest(value: torch.Tensor) -> str:
         DigestError: The tensor has no bytes (meta, fake, inside a transform, freed), or they have
             no defined order (quantized, MKL-DNN).
 
-    >>> digest(torch.arange(3))
-    '7903ab78e12a69f5e899edcad76d85c7'
+    Examples:
+        >>> digest(torch.arange(3))
+        '7903ab78e12a69f5e899edcad76d85c7'
     """
     return digest_many([value])[0]
 
@@ -80,8 +81,9 @@ def digest_value(value: object) -> str:
     Raises:
         DigestError: Something in it has no defined bytes; the message says where and what.
 
-    >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
-    '6b6610f8b7295d2fa4d80d3ea0427121'
+    Examples:
+        >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
+        '6b6610f8b7295d2fa4d80d3ea0427121'
     """
     plain: list[DenseTensor] = []
     pieces = [f"{VERSION} value\n".encode(), *encode(value)]

@@ -22,8 +22,9 @@ def monitor(value: Value, name: str) -> Value:
             returned unchanged, so gradients pass, and an expression can be monitored in place.
         name: The name of the place in ledgers and reports.
 
-    >>> monitor(3, "three")
-    3
+    Examples:
+        >>> monitor(3, "three")
+        3
     """
     if _listener is not None:
         _listener(name, value)
