@@ -26,9 +26,9 @@ from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.probe_frames import frames_path
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.probe_frames import frames_path
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 # Places a batch, for the modules of a small network and of a large one; share of all places;
 # whether batches are written together.

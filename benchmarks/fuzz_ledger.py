@@ -25,10 +25,10 @@ from xxhash import xxh3_64_intdigest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.probe_frames import frames_path
-from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.probe_frames import frames_path
+from lightning_d9m.ledger.format.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 SECONDS = 10
 # Bytes that reading may take: the buffers, and so many times the size of the files.

@@ -8,18 +8,18 @@ import inspect
 import re
 from pathlib import Path
 
-from lightning_d9m.ledger.entry import Entry, Field, Mark, describe_fields
-from lightning_d9m.ledger.fields import MAX_WHOLE
-from lightning_d9m.ledger.records import KINDS, LoaderFacts, RankDrift
+from lightning_d9m.ledger.format.entry import Entry, Field, Mark, describe_fields
+from lightning_d9m.ledger.format.fields import MAX_WHOLE
+from lightning_d9m.ledger.format.records import KINDS, LoaderFacts, RankDrift
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"
 _HEAD = """# Ledger fields
 
 Each field of each record of [the ledger](ledger.md), in the order in which they are written. The
-classes of `lightning_d9m.ledger.records` describe the fields; reading, checking and writing follow
-from the same descriptions. A record with a value that is not allowed is refused, and so is one
-without a required field. Other fields are kept and compared, except in `layout`, `probes` and
+classes of `lightning_d9m.ledger.format.records` describe the fields; reading, checking and writing
+follow from the same descriptions. A record with a value that is not allowed is refused, and so is
+one without a required field. Other fields are kept and compared, except in `layout`, `probes` and
 `frames`, which refuse them.
 
 This page is written from the code by `python docs/write_ledger_fields.py`.

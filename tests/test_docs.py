@@ -10,11 +10,11 @@ import pytest
 
 from lightning_d9m import DeterminismCallback, Settings
 from lightning_d9m.control import environment, torch_flags
-from lightning_d9m.ledger import encoding, reader, records
-from lightning_d9m.ledger.entry import describe_fields
-from lightning_d9m.ledger.fields import MAX_LAYOUT_PLACES, MAX_NAME
-from lightning_d9m.ledger.probe_frames import frames_path
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format import encoding, reader, records
+from lightning_d9m.ledger.format.entry import describe_fields
+from lightning_d9m.ledger.format.fields import MAX_LAYOUT_PLACES, MAX_NAME
+from lightning_d9m.ledger.format.probe_frames import frames_path
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.text import escape, pluralize
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from lightning_d9m.comparison.cursor import LedgerCursor, LedgerRecord
 from lightning_d9m.comparison.frame_diff import find_differences, order_like
-from lightning_d9m.ledger.encoding import kind_prefix
+from lightning_d9m.ledger.format.encoding import kind_prefix
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import KINDS, Digests
 from lightning_d9m.ledger.keys import START, Item, Key, LedgerPosition
-from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import KINDS, Digests
 
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from lightning_d9m.ledger.encoding import estimate_memory
-from lightning_d9m.ledger.fields import DIGEST_BYTES
+from lightning_d9m.ledger.format.encoding import estimate_memory
+from lightning_d9m.ledger.format.fields import DIGEST_BYTES
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.reader import ABOUT_FRAMES, RankReader
 from lightning_d9m.ledger.keys import Item, Key, LedgerPosition, record_key, record_place
 from lightning_d9m.ledger.probe_batch import BATCH_PART_PLACES, Batch
-from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.reader import ABOUT_FRAMES, RankReader
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_d9m.comparison.probe_diff import match_layouts
-from lightning_d9m.ledger.fields import DIGEST_BYTES
-from lightning_d9m.ledger.probe_frames import Frames
+from lightning_d9m.ledger.format.fields import DIGEST_BYTES
+from lightning_d9m.ledger.format.probe_frames import Frames
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -29,11 +29,11 @@ from lightning_d9m.comparison.result import (
     RankComparison,
 )
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.probe_batch import Batch
-from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.resumed_runs import LineageReader
 from lightning_d9m.ledger.stack import same_logical_ranks, stack_differences
 from lightning_d9m.text import escape

@@ -7,9 +7,9 @@ from functools import lru_cache
 from operator import ne
 from typing import NamedTuple
 
-from lightning_d9m.ledger.fields import ProbeKey
+from lightning_d9m.ledger.format.fields import ProbeKey
+from lightning_d9m.ledger.format.probe_layouts import unpack_places
 from lightning_d9m.ledger.probe_batch import Batch
-from lightning_d9m.ledger.probe_layouts import unpack_places
 
 # Kind of the place that stands for the step.
 OTHER = "other fields"

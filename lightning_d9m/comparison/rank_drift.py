@@ -7,9 +7,9 @@ from lightning_d9m.comparison.probe_diff import PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import list_entries
 from lightning_d9m.comparison.result import PLACES_KEPT, Divergence
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.records import Digests, End, RankDrift
 from lightning_d9m.ledger.probe_batch import Batch
-from lightning_d9m.ledger.probe_layouts import unpack_places
-from lightning_d9m.ledger.records import Digests, End, RankDrift
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 
 # Weights must be equal. An optimizer may shard the others: they count only after a batch in which

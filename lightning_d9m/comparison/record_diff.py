@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
-from lightning_d9m.ledger.entry import Mark, describe_fields
-from lightning_d9m.ledger.fields import Json
+from lightning_d9m.ledger.format.entry import Mark, describe_fields
+from lightning_d9m.ledger.format.fields import Json
+from lightning_d9m.ledger.format.records import Digests, Header, Opaque, Record, RunFacts
 from lightning_d9m.ledger.keys import describe_record
-from lightning_d9m.ledger.records import Digests, Header, Opaque, Record, RunFacts
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
 

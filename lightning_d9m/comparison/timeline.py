@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from lightning_d9m.comparison.probe_diff import BatchComparison
 from lightning_d9m.comparison.record_diff import list_entries
+from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.ledger.probe_batch import Batch
-from lightning_d9m.ledger.probe_layouts import unpack_places
-from lightning_d9m.ledger.records import Digests
 
 MAX_STEPS = 512
 MAX_MARKS = 256

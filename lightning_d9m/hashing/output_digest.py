@@ -6,7 +6,7 @@ from xxhash import xxh3_128
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.ledger.fields import MAX_NAME, Json
+from lightning_d9m.ledger.format.fields import MAX_NAME, Json
 
 
 class OutputDigest:

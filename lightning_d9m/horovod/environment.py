@@ -9,7 +9,7 @@ import torch
 
 from lightning_d9m.control.environment import allows_nvls
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
-from lightning_d9m.ledger.fields import Scalar
+from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.stack import capture_stack, format_differences, stack_differences
 
 # Variables that must have this value, each with the mechanism that makes it necessary.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import count
 
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.records import Digests, RunFacts
+from lightning_d9m.ledger.format.records import Digests, RunFacts
 
 
 def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> dict[str, Ledger]:

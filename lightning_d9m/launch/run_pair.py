@@ -13,7 +13,7 @@ from lightning_d9m.errors import CommandError, DriftError
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
-from lightning_d9m.ledger.records import Digests, End
+from lightning_d9m.ledger.format.records import Digests, End
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"

@@ -1,1 +1,1 @@
-"""The ledger's file format: records, schema, reader, writer."""
+"""Ledgers: folders of files, their records and how they are found; `format` has the files."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
-from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import MAX_RANKS, Digests, End, Header, Record
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import MAX_RANKS, Digests, End, Header, Record
 from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.text import escape
 

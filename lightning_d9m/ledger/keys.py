@@ -2,9 +2,9 @@
 
 from typing import TypeAlias
 
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.records import Digests, End, Opaque, Record
 from lightning_d9m.ledger.probe_batch import Batch
-from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.records import Digests, End, Opaque, Record
 from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]

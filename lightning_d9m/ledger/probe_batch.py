@@ -3,8 +3,8 @@
 import struct
 from dataclasses import dataclass, field
 
-from lightning_d9m.ledger.fields import DIGEST_BYTES
-from lightning_d9m.ledger.probe_frames import Frames
+from lightning_d9m.ledger.format.fields import DIGEST_BYTES
+from lightning_d9m.ledger.format.probe_frames import Frames
 
 # A batch with more places is compared in parts of about so many, which bounds memory.
 BATCH_PART_PLACES = 2**17

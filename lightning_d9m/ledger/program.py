@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from lightning_d9m.ledger.fields import Scalar
+from lightning_d9m.ledger.format.fields import Scalar
 
 _MAX_COMMAND = 1024
 # A repository whose files git cannot look through in this time is left out, so that no start waits.

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.encoding import kind_prefix
-from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.reader import RankReader
-from lightning_d9m.ledger.records import Digests, End, ProbeLayout, Record, Resume, RunFacts
+from lightning_d9m.ledger.format.encoding import kind_prefix
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.reader import RankReader
+from lightning_d9m.ledger.format.records import Digests, End, ProbeLayout, Record, Resume, RunFacts
 
 _Entry: TypeAlias = bytes | Frames
 

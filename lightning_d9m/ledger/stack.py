@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lightning_d9m.errors import SettingError, StackDifferenceError
-from lightning_d9m.ledger.fields import Scalar
+from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.tables import table_differences
 from lightning_d9m.text import escape
 

@@ -16,7 +16,7 @@ from lightning_d9m.control.environment import EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import describe_hash_seed_problem
 from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.records import End
+from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.logical_ranks.refusals import check_variable
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero

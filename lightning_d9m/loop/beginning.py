@@ -13,9 +13,9 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.training_state import count_sharded, describe_model
 from lightning_d9m.launch.run import LEDGER_VARIABLE
-from lightning_d9m.ledger.fields import Scalar
 from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.ledger.records import RunFacts
+from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.format.records import RunFacts
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader

@@ -19,7 +19,7 @@ from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
-from lightning_d9m.ledger.records import End
+from lightning_d9m.ledger.format.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.beginning import (
     as_tuple,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.ledger.records import Resume
+from lightning_d9m.ledger.format.records import Resume
 
 _FORMAT = 1
 

@@ -17,9 +17,9 @@ from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.comparison.record_diff import name_call
 from lightning_d9m.comparison.timeline import Module, Timeline, module_of
-from lightning_d9m.ledger.fields import Scalar
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.format.records import Header
 from lightning_d9m.output.comparison_text import (
     advise,
     count_compared,

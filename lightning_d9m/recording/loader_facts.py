@@ -1,6 +1,6 @@
 """The size of a training dataloader, as the ledger records it."""
 
-from lightning_d9m.ledger.records import LoaderFacts
+from lightning_d9m.ledger.format.records import LoaderFacts
 
 
 def describe_loader(loader: object) -> LoaderFacts:

@@ -13,11 +13,11 @@ from typing import Literal
 
 from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import DriftError, LedgerError
-from lightning_d9m.ledger.fields import Json
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.fields import Json
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.stack import check_stack
-from lightning_d9m.ledger.writer import LedgerWriter
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
 from lightning_d9m.recording.reference import Reference

@@ -14,8 +14,8 @@ from lightning_d9m.comparison.record_diff import (
 )
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.records import Digests, Header, Record, RunFacts
 from lightning_d9m.ledger.keys import START, describe_record, record_key, record_place
-from lightning_d9m.ledger.records import Digests, Header, Record, RunFacts
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import (
     describe_names,
@@ -25,7 +25,7 @@ from lightning_d9m.text import (
 )
 
 if TYPE_CHECKING:
-    from lightning_d9m.ledger.reader import RankReader
+    from lightning_d9m.ledger.format.reader import RankReader
 
 
 class Reference:

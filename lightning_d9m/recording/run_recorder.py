@@ -14,9 +14,9 @@ from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.hashing.training_state import PartialSnapshot, take_partial_snapshot
-from lightning_d9m.ledger.fields import Json, Scalar
+from lightning_d9m.ledger.format.fields import Json, Scalar
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.program import capture_program
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.recorder import Policy, Recorder

@@ -11,8 +11,8 @@ from lightning_d9m.cli.compare import add_arguments, run
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
 

@@ -13,8 +13,8 @@ from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline, ValueSeries
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 EVIL = [
     "<script>alert(1)</script>",

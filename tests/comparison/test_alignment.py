@@ -14,9 +14,9 @@ from lightning_d9m.comparison.ledgers import compare_ledgers, first_divergences
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger import probe_batch
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.records import Header
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.records import Header
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 PLACES = [
     ("batch", "0", 0),

@@ -9,8 +9,8 @@ from lightning_d9m.comparison import alignment
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.records import Digests, LoaderFacts
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.records import Digests, LoaderFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.output.comparison_text import list_one_sided
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger import reader
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format import reader
 
 
 def flip(record):

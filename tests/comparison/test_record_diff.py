@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from lightning_d9m.comparison.record_diff import record_difference
-from lightning_d9m.ledger.records import Opaque
+from lightning_d9m.ledger.format.records import Opaque
 
 
 def nested(last, *, levels=8, items=20_000, key="k" * 4000):

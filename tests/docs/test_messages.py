@@ -24,9 +24,9 @@ import torch
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.probe_layouts import Layouts
-from lightning_d9m.ledger.records import Header
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.probe_layouts import Layouts
+from lightning_d9m.ledger.format.records import Header
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 TESTS = Path(__file__).parents[1]
 ROOM = "lightning_d9m."
@@ -417,12 +417,12 @@ CASES = [
         "has no file of rank",
     ),
     (
-        "ledger.writer",
+        "ledger.format.writer",
         write_nonsense,
         ("A record … for … is malformed: ….", "'digests'", "{folder}/rank-0.jsonl is malformed: "),
     ),
     (
-        "ledger.writer",
+        "ledger.format.writer",
         lambda g: LedgerWriter(g.folder),
         ("The ledger … cannot be made: …", "The ledger {folder} cannot", "exists"),
     ),
@@ -432,16 +432,16 @@ CASES = [
         ("… cannot be read: …", "{folder} cannot be read: ", "Input/output error"),
     ),
     (
-        "ledger.frame_reader",
+        "ledger.format.frame_reader",
         read_a_malformed_block,
         (
             "…, the block at byte …: …. The file was not",
             "byte 8: field 'layout' is 1, and no record",
         ),
     ),
-    ("ledger.reader", read_a_malformed_line, "or was edited; record the run again."),
+    ("ledger.format.reader", read_a_malformed_line, "or was edited; record the run again."),
     (
-        "ledger.opened_file",
+        "ledger.format.opened_file",
         lambda g: g.module.open_regular(g.folder / "none"),
         ("… cannot be read: …", "{folder}/none cannot be read: ", "No such file"),
     ),

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lightning_d9m.ledger import program
-from lightning_d9m.ledger.records import Header, parse_record
+from lightning_d9m.ledger.format.records import Header, parse_record
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
 PRINT = "import json; from lightning_d9m.ledger.program import capture_program as capture\n"

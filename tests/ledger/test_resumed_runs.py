@@ -7,9 +7,9 @@ from ledger_runs import find_breaks
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.resumed_runs import holds_record
-from lightning_d9m.ledger.writer import LedgerWriter
 
 HEADER = Header(
     rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0"

@@ -16,7 +16,7 @@ from lightning_d9m import DeterminismCallback, DriftError, ReferenceRefusedError
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.control import session
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.format.records import Digests
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 

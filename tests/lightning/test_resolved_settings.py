@@ -5,7 +5,7 @@ import pytest
 from lightning_d9m.control.session import enable
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.format.records import Header
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 
 

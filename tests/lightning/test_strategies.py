@@ -15,7 +15,7 @@ from lightning_d9m import digest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
 
 SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"

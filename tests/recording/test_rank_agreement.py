@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.ledger.records import End
+from lightning_d9m.ledger.format.records import End
 from lightning_d9m.recording.rank_agreement import compare_ranks, encode_digests, rank_error
 
 digests = st.binary(min_size=16, max_size=16).map(bytes.hex)

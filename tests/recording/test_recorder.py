@@ -8,7 +8,7 @@ import pytest
 
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.recorder import Policy, Recorder
 from lightning_d9m.recording.replicated_state import ReplicatedState

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_d9m.errors import LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import rank_path
-from lightning_d9m.ledger.records import LoaderFacts
+from lightning_d9m.ledger.format.records import LoaderFacts
 from lightning_d9m.recording.reference import Reference
 
 

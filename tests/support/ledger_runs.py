@@ -6,12 +6,12 @@ from hashlib import blake2b
 import pytest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.probe_frames import Frames
-from lightning_d9m.ledger.probe_layouts import unpack_places
-from lightning_d9m.ledger.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.resumed_runs import open_lineage
-from lightning_d9m.ledger.writer import LedgerWriter
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 

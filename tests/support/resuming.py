@@ -12,7 +12,7 @@ from trainings import QUIET, NoisyDigits, make_loader, make_model
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.format.records import Digests
 
 
 class OwnOrder:

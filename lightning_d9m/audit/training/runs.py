@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import CommandError
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.format.records import Digests
 
 if TYPE_CHECKING:
     from torch import Tensor

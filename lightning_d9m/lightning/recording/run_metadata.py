@@ -9,8 +9,8 @@ from torch import nn
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.hashing.training_state import count_sharded, describe_model
-from lightning_d9m.ledger.fields import Scalar
-from lightning_d9m.ledger.records import Header, RunFacts
+from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.format.records import Header, RunFacts
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, SHARDED_PARAMETERS
 from lightning_d9m.lightning.lightning_private import list_loaders
 from lightning_d9m.lightning.strategies import shards_every_parameter

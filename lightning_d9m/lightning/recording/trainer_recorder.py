@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.ledger.fields import Json
-from lightning_d9m.ledger.records import End, Resume, RunFacts
+from lightning_d9m.ledger.format.fields import Json
+from lightning_d9m.ledger.format.records import End, Resume, RunFacts
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder

@@ -13,7 +13,7 @@ from warnings import catch_warnings, filterwarnings, warn
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import find_position_problem
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.ledger.records import Resume
+from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.packages import rank_zero

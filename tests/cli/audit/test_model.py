@@ -14,9 +14,9 @@ from lightning_d9m.cli.main import main
 COMMAND = """
 import os, shutil
 from pathlib import Path
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 
 place = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
 condition, number = place.name.split("-")[0], int(place.name.split("-")[1])

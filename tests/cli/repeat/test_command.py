@@ -17,9 +17,9 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 RUN = """
 import os, sys
 from pathlib import Path
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 
 for seed, value in {fits!r}:
     folder = create_ledger_folder(Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"]))

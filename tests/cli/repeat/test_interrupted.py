@@ -27,9 +27,9 @@ from lightning_d9m.errors import InexactResumeError
 PROJECT = """
 import json, os, signal
 from pathlib import Path
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 
 request = os.environ.get("LIGHTNING_D9M_INTERRUPT")
 resume = os.environ.get("LIGHTNING_D9M_RESUME")

@@ -12,9 +12,9 @@ from lightning_d9m.launch import subprocess_run
 RANK = """
 import os, sys
 from pathlib import Path
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if rank == 0:

@@ -7,7 +7,7 @@ import pytest
 from rank_processes import run_ranks, start_agents, start_ranks
 
 from lightning_d9m import compare, read_ledger
-from lightning_d9m.ledger.records import Digests
+from lightning_d9m.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_resuming.py"
 PLACES = ("epoch", "batch0", "batch2")

@@ -9,7 +9,7 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.hashing.output_digest import OutputDigest
 from lightning_d9m.ledger.folder import list_evaluations, list_fits, read_ledger
-from lightning_d9m.ledger.records import Opaque
+from lightning_d9m.ledger.format.records import Opaque
 
 pytestmark = [
     pytest.mark.usefixtures("unseeded", "new_process"),

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger import reader as rank_file
-from lightning_d9m.ledger.encoding import encode_record
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.records import (
+from lightning_d9m.ledger.format import reader as rank_file
+from lightning_d9m.ledger.format.encoding import encode_record
+from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.records import (
     Digests,
     End,
     Header,
@@ -21,7 +21,7 @@ from lightning_d9m.ledger.records import (
     RankDrift,
     RunFacts,
 )
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 
 def seal(lines):

@@ -10,9 +10,9 @@ from xxhash import xxh3_64_intdigest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.probe_frames import frames_path
-from lightning_d9m.ledger.records import End
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.probe_frames import frames_path
+from lightning_d9m.ledger.format.records import End
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 PLACES = [["output", "a", 0], ["output", "b", 0]]
 

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from dataclasses import Field as DataclassField
 from typing import Any, ClassVar, TypeVar, get_args
 
-from lightning_d9m.ledger.fields import FieldError, FieldType, Json, read_table
+from lightning_d9m.ledger.format.fields import FieldError, FieldType, Json, read_table
 
 _Entry = TypeVar("_Entry", bound="Entry")
 # The described fields of each class that was used.

@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar
 
 import pytest
 
-from lightning_d9m.ledger import fields as types
-from lightning_d9m.ledger.entry import Entry, Mark, describe_fields, part_of, read_entry
-from lightning_d9m.ledger.fields import FieldError
+from lightning_d9m.ledger.format import fields as types
+from lightning_d9m.ledger.format.entry import Entry, Mark, describe_fields, part_of, read_entry
+from lightning_d9m.ledger.format.fields import FieldError
 
 
 @dataclass(frozen=True, slots=True)

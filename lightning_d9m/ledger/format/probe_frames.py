@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from lightning_d9m.ledger.fields import DIGEST_BYTES, WHOLE, FieldError
-from lightning_d9m.ledger.records import MAX_GROWTH, ProbesRecord
+from lightning_d9m.ledger.format.fields import DIGEST_BYTES, WHOLE, FieldError
+from lightning_d9m.ledger.format.records import MAX_GROWTH, ProbesRecord
 
 MAGIC = b"d9mprb2\n"
 # The most bytes of digests in one block; a layout of the most places needs a quarter of it.

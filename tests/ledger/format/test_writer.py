@@ -13,12 +13,12 @@ import pytest
 from ledger_runs import list_batches
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.encoding import decode_record, encode_record
-from lightning_d9m.ledger.fields import FieldError
 from lightning_d9m.ledger.folder import create_ledger_folder, list_fits, rank_path, read_ledger
-from lightning_d9m.ledger.probe_frames import Frames, frames_path
-from lightning_d9m.ledger.records import Digests, End
-from lightning_d9m.ledger.writer import LedgerWriter
+from lightning_d9m.ledger.format.encoding import decode_record, encode_record
+from lightning_d9m.ledger.format.fields import FieldError
+from lightning_d9m.ledger.format.probe_frames import Frames, frames_path
+from lightning_d9m.ledger.format.records import Digests, End
+from lightning_d9m.ledger.format.writer import LedgerWriter
 
 
 def write_interrupted(writer, record, written, monkeypatch):
@@ -38,8 +38,8 @@ def write_interrupted(writer, record, written, monkeypatch):
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from lightning_d9m.ledger.writer import LedgerWriter
-from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.format.records import Header
 header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
 with LedgerWriter(Path(sys.argv[1])) as writer:
     writer.write(header.as_record())
@@ -52,8 +52,8 @@ FILL_UP = """
 import resource, sys
 from pathlib import Path
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.writer import LedgerWriter
-from lightning_d9m.ledger.records import Header
+from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.format.records import Header
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
 with LedgerWriter(Path(sys.argv[1])) as writer:

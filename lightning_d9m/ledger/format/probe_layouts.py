@@ -5,8 +5,8 @@ import zlib
 from collections import OrderedDict
 from functools import lru_cache
 
-from lightning_d9m.ledger.fields import ProbeKey
-from lightning_d9m.ledger.records import ProbeLayout
+from lightning_d9m.ledger.format.fields import ProbeKey
+from lightning_d9m.ledger.format.records import ProbeLayout
 
 # A writer refers to layouts of at most this many places in all; older ones may be forgotten.
 _MAX_STORED_PLACES = 4_000_000

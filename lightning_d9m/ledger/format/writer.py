@@ -8,11 +8,11 @@ from typing import Any
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain
-from lightning_d9m.ledger.appended_file import AppendedFile, State
-from lightning_d9m.ledger.encoding import encode_record
-from lightning_d9m.ledger.fields import FieldError, Json
-from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.probe_frames import (
+from lightning_d9m.ledger.format.appended_file import AppendedFile, State
+from lightning_d9m.ledger.format.encoding import encode_record
+from lightning_d9m.ledger.format.fields import FieldError, Json
+from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.probe_frames import (
     MAGIC,
     START,
     FramePosition,
@@ -20,8 +20,8 @@ from lightning_d9m.ledger.probe_frames import (
     encode_frames,
     frames_path,
 )
-from lightning_d9m.ledger.reader import MAX_HEADER, MAX_LINE
-from lightning_d9m.ledger.records import FramesEnd, ProbesRecord, parse_record
+from lightning_d9m.ledger.format.reader import MAX_HEADER, MAX_LINE
+from lightning_d9m.ledger.format.records import FramesEnd, ProbesRecord, parse_record
 from lightning_d9m.text import quote
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeAlias, cast
 
 from lightning_d9m.errors import DriftError
-from lightning_d9m.ledger import fields as types
-from lightning_d9m.ledger.entry import Entry, Mark, part_of, read_entry
-from lightning_d9m.ledger.fields import MAX_NAME, FieldError, Json, ProbeKey, Scalar
+from lightning_d9m.ledger.format import fields as types
+from lightning_d9m.ledger.format.entry import Entry, Mark, part_of, read_entry
+from lightning_d9m.ledger.format.fields import MAX_NAME, FieldError, Json, ProbeKey, Scalar
 from lightning_d9m.text import quote
 
 SCHEMA = 2

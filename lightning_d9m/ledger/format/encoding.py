@@ -1,13 +1,13 @@
-"""Records as JSON text, checked against :mod:`lightning_d9m.ledger.records` in both directions."""
+"""Records as JSON text, checked against their descriptions in both directions."""
 
 import json
 import re
 from collections.abc import Mapping
 from itertools import chain
 
-from lightning_d9m.ledger.entry import Entry
-from lightning_d9m.ledger.fields import FieldError, Json
-from lightning_d9m.ledger.records import Record, parse_record
+from lightning_d9m.ledger.format.entry import Entry
+from lightning_d9m.ledger.format.fields import FieldError, Json
+from lightning_d9m.ledger.format.records import Record, parse_record
 
 MAX_DEPTH = 16
 # Bounds the memory that parsing one record takes: a JSON value of 3 bytes becomes about 100 bytes.

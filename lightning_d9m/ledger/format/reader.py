@@ -17,14 +17,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.encoding import decode_record, kind_prefix
-from lightning_d9m.ledger.fields import DIGEST_BYTES, FieldError
-from lightning_d9m.ledger.frame_reader import FrameReader
-from lightning_d9m.ledger.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.opened_file import open_regular
-from lightning_d9m.ledger.probe_frames import Frames, check_frames, frames_path
-from lightning_d9m.ledger.probe_layouts import Layouts
-from lightning_d9m.ledger.records import (
+from lightning_d9m.ledger.format.encoding import decode_record, kind_prefix
+from lightning_d9m.ledger.format.fields import DIGEST_BYTES, FieldError
+from lightning_d9m.ledger.format.frame_reader import FrameReader
+from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.opened_file import open_regular
+from lightning_d9m.ledger.format.probe_frames import Frames, check_frames, frames_path
+from lightning_d9m.ledger.format.probe_layouts import Layouts
+from lightning_d9m.ledger.format.records import (
     SCHEMA,
     Digests,
     End,

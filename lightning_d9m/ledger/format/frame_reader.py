@@ -9,9 +9,9 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.fields import DIGEST_BYTES, MAX_WHOLE, WHOLE, FieldError
-from lightning_d9m.ledger.opened_file import open_regular
-from lightning_d9m.ledger.probe_frames import (
+from lightning_d9m.ledger.format.fields import DIGEST_BYTES, MAX_WHOLE, WHOLE, FieldError
+from lightning_d9m.ledger.format.opened_file import open_regular
+from lightning_d9m.ledger.format.probe_frames import (
     CHECK,
     HEAD,
     MAGIC,
@@ -20,7 +20,7 @@ from lightning_d9m.ledger.probe_frames import (
     START,
     Frames,
 )
-from lightning_d9m.ledger.probe_layouts import Layouts
+from lightning_d9m.ledger.format.probe_layouts import Layouts
 
 _BUFFER = 2**18
 # The least bytes of a block's frames that are returned together with those of the next blocks.

@@ -7,9 +7,14 @@ import tracemalloc
 import pytest
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.encoding import MAX_DEPTH, decode_record, encode_record, estimate_memory
-from lightning_d9m.ledger.fields import FieldError
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.encoding import (
+    MAX_DEPTH,
+    decode_record,
+    encode_record,
+    estimate_memory,
+)
+from lightning_d9m.ledger.format.fields import FieldError
 
 SHAPES = {
     "empty objects": [{}] * 100_000,
