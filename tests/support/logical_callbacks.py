@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from logical_trainings import PROCESSES, Classifier, make_data, make_net
 from torch.utils.data import DataLoader
@@ -158,6 +159,21 @@ def fit_averaged(folder):
     }
 
 
+class Averaging(WeightAveraging):
+    """The mean of the weights of all steps, which replaces the weights at the end."""
+
+    def on_train_end(self, trainer, module):
+        self.trained = digest_value(module.state_dict())
+        super().on_train_end(trainer, module)
+
+
+def fit_mean(folder):
+    """Train with the mean of the weights."""
+    averaging = Averaging()
+    trainer = logical_trainings.fit(folder / "mean", "cnn", LOGICAL_RANKS, callbacks=[averaging])
+    return [averaging.trained, digest_value(trainer.lightning_module.state_dict())]
+
+
 def main():
     """Train in each of the ways, and write what each rank found."""
     folder = Path(sys.argv[1])
@@ -167,6 +183,7 @@ def main():
     with mock.patch.object(exact_sums.ExactMean, "_add", add_rounded):
         found["control"] = fit_steered(folder, "control", "plain")
     found["swa"] = fit_averaged(folder)
+    found["mean"] = fit_mean(folder)
     rank = int(os.environ.get("RANK", "0"))
     (folder / f"found-{PROCESSES}-{rank}.json").write_text(json.dumps(found))
 

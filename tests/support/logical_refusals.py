@@ -15,15 +15,25 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 from trainings import QUIET
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, SettingError
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch about torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 # Bound to the function itself, before anything could replace it.
 all_reduce = torch.distributed.all_reduce
+functional_all_to_all = functional_collectives.all_to_all_single
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 DATA = RandomDataset(32, 16)
 
@@ -67,16 +77,19 @@ class Twice(torch.optim.SGD):
         return super().step(closure)
 
 
-class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """Stands for torch's, which needs several processes."""
+def make_parallel_model(make):
+    """Return a model whose ``setup`` adds a part that needs the process group."""
+    model = BoringModel()
+    model.setup = lambda stage: setattr(model, "part", make())
+    return model
 
 
-class DistributedDataParallel(nn.Module):
-    """Stands for torch's, which needs a process group when it is made."""
-
-
-class DTensor(nn.Parameter):
-    """Stands for torch's, which needs a device mesh."""
+def make_divided_parameter():
+    """Return a module whose parameter is divided among the processes."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    part = nn.Module()
+    part.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    return part
 
 
 class Numbers(IterableDataset):
@@ -108,6 +121,15 @@ class Keeper(Dataset):
 
 class OwnSampler(DistributedSampler):
     """A user's sampler."""
+
+
+class ShorterForTheLast(BatchSampler):
+    """Leaves out a batch of the samples of the last logical rank."""
+
+    def __iter__(self):
+        order = list(self.sampler)
+        batches = list(BatchSampler(order, self.batch_size, self.drop_last))
+        return iter(batches[int(len(DATA) - 1 in order) :])
 
 
 def compute_metric(model, batch):
@@ -146,6 +168,15 @@ COLLECTIVES = {
     rf"^torch\.distributed\.all_reduce {IN_STEP}: the logical ranks": lambda _: all_reduce(
         torch.ones(1)
     ),
+    rf"^torch\.distributed\._functional_collectives\.all_reduce {IN_STEP}": lambda _: (
+        functional_collectives.all_reduce(torch.ones(1), "sum", torch.distributed.group.WORLD)
+    ),
+    rf"^torch\.distributed\._functional_collectives\.all_to_all_single {IN_STEP}": lambda _: (
+        functional_all_to_all(torch.ones(2), None, None, torch.distributed.group.WORLD)
+    ),
+    rf"^torch\.distributed\._functional_collectives\.isend_inplace {IN_STEP}": lambda _: (
+        functional_collectives.isend_inplace(torch.ones(1), 0)
+    ),
     rf"^torch\.distributed\.send {IN_STEP}": lambda _: torch.distributed.send(torch.ones(1), 0),
 }
 
@@ -154,7 +185,7 @@ COLLECTIVES = {
 REFUSALS = {
     **{message: lambda call=call: call_in_step(call) for message, call in COLLECTIVES.items()},
     "set logical_ranks to (12|6) for the same number": lambda: {"accumulate_grad_batches": 3},
-    "accumulate_grad_batches is 2": lambda: {
+    "accumulate_grad_batches is 2 in this epoch.* set logical_ranks to (8|4)": lambda: {
         "callbacks": [DeterminismCallback(), GradientAccumulationScheduler({0: 2})]
     },
     "BoringModel has automatic_optimization=False": lambda: {
@@ -169,13 +200,22 @@ REFUSALS = {
         "model": make_model(optimizer=lambda parameters: Twice(parameters, lr=0.1))
     },
     "ZeroRedundancyOptimizer divides the work of an optimizer": lambda: {
-        "model": make_model(optimizer=ZeroRedundancyOptimizer)
+        "model": make_model(
+            optimizer=lambda parameters: ZeroRedundancyOptimizer(
+                parameters, torch.optim.SGD, lr=0.1
+            )
+        )
     },
     "'part' is a DistributedDataParallel, which": lambda: {
-        "model": make_model(part=DistributedDataParallel())
+        "model": make_parallel_model(lambda: DistributedDataParallel(nn.Linear(2, 2)))
     },
-    "The parameter 'weight' is a DTensor": lambda: {
-        "model": make_model(weight=DTensor(torch.ones(1)))
+    "'part' is a FSDPModule, which": lambda: {
+        "model": make_parallel_model(
+            lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (PROCESSES,)))
+        )
+    },
+    "The parameter 'part.weight' is a DTensor": lambda: {
+        "model": make_parallel_model(make_divided_parameter)
     },
     "returned NoneType without a loss": lambda: {"model": make_model(lambda model, batch: None)},
     r"add callbacks=\[DeterminismCallback\(\)\]": lambda: {"callbacks": []},
@@ -197,6 +237,9 @@ REFUSALS = {
     },
     "A batch comes from several loaders at once": lambda: {
         "loader": {"a": DataLoader(DATA), "b": DataLoader(DATA)}
+    },
+    "have different numbers of batches of ShorterForTheLast": lambda: {
+        "loader": DataLoader(DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False))
     },
     "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
     "changes the buffer 'count'": lambda: {"model": make_counting_model()},

@@ -8,6 +8,8 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch.utils.data import BatchSampler
+
 from lightning_d9m.errors import SettingError
 
 _END = object()
@@ -76,16 +78,17 @@ class BlockBatchSampler:
 
     def __len__(self) -> int:
         total = self._count_used(len(self.sampler))
-        return max(len(self._batch(range(rank, total, self._logical_ranks))) for rank in self.block)
+        # Processes must find the same number, unless they may predict different numbers of batches.
+        ranks = range(self._logical_ranks) if self._padded else self.block
+        return max(len(self._batch(range(rank, total, self._logical_ranks))) for rank in ranks)
 
     def __iter__(self) -> Iterator[MicroBatchIndices]:
         order = list(self.sampler)
         total = self._count_used(len(order))
         while order and len(order) < total:
             order += order[: total - len(order)]
-        batches = [
-            iter(self._batch(order[rank : total : self._logical_ranks])) for rank in self.block
-        ]
+        ranks = self._iterated
+        batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
         while True:
             parts = [next(part, _END) for part in batches]
             count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
@@ -94,13 +97,30 @@ class BlockBatchSampler:
                 self._padded and 0 < count < len(parts)
             ):
                 raise SettingError(
-                    f"The logical ranks {self.block.start} to {self.block.stop - 1} have different "
+                    f"The logical ranks {ranks.start} to {ranks.stop - 1} have different "
                     f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
                     "one of each: make as many batches of any equally long list of samples."
                 )
             if not count:
                 return
-            yield MicroBatchIndices(parts[:count], self.block.start)
+            found = [
+                part
+                for rank, part in zip(ranks, parts, strict=True)
+                if rank in self.block and part is not _END
+            ]
+            if found:
+                yield MicroBatchIndices(found, self.block.start)
+
+    @property
+    def _iterated(self) -> range:
+        """The logical ranks whose batches are made here.
+
+        The numbers of batches of a user's class may depend on the samples, and its draws on the
+        batches that it makes. So every process makes those of all logical ranks: it finds the same
+        draws, and the same error at the same step.
+        """
+        known = type(self.batch_sampler) is BatchSampler
+        return self.block if known else range(self._logical_ranks)
 
     def _count_used(self, samples: int) -> int:
         """Return the number of samples that the logical ranks share."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -44,6 +45,9 @@ _COLLECTIVES = {
 # What each collective of torch calls first. It is looked up again in each call, so that replacing
 # it also reaches collectives that the user's module has imported by name.
 _FIRST_CALL = "_rank_not_in_group"
+# The functional collectives, which return new tensors, and what all of them call before they start.
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_FUNCTIONAL_CALLS = ("_resolve_group_name", "_resolve_group")
 
 
 def refuse_collective(name: str, logical_rank: int) -> NoReturn:
@@ -77,6 +81,24 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
             return first(*args, **kwargs)
 
         patches.replace(module, _FIRST_CALL, check_group)
+    functional = import_module(_FUNCTIONAL)
+    for name in _FUNCTIONAL_CALLS:
+        if resolve := getattr(functional, name, None):
+            patches.replace(functional, name, _watch_functional(resolve, current))
+
+
+def _watch_functional(
+    resolve: Callable[..., Any], current: Callable[[], int | None]
+) -> Callable[..., Any]:
+    @wraps(resolve)
+    def resolve_group(*args: Any, **kwargs: Any) -> Any:
+        rank = current()
+        if rank is not None:
+            caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - as above
+            refuse_collective(f"{_FUNCTIONAL}.{caller}", rank)
+        return resolve(*args, **kwargs)
+
+    return resolve_group
 
 
 def watch_functions(

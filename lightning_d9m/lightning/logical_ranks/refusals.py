@@ -11,8 +11,8 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import has_layer_sync
 
 _VARIABLE = variable_of("logical_ranks")
-# Optimizers that divide their state among the processes, or average weights over them.
-_DIVIDED_OPTIMIZERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+# Optimizers that divide their state among the processes.
+_DIVIDED_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 # Modules that reduce or gather parameters themselves.
 _PARALLEL_MODULES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -77,8 +77,8 @@ def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:
     if not module.automatic_optimization:
         raise SettingError(
             f"{type(module).__name__} has automatic_optimization=False, and the steps of logical "
-            "ranks are those of Lightning's automatic optimization: use it, or train without "
-            "logical_ranks."
+            "ranks are those of Lightning's automatic optimization: leave that attribute out and "
+            "let training_step return the loss, or train without logical_ranks."
         )
     _check_optimizers(trainer.optimizers)
 

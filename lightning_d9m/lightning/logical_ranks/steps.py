@@ -104,10 +104,13 @@ class LogicalSteps:
                 "logical ranks do not support: use an optimizer that runs its closure once, or "
                 "train without logical_ranks."
             )
-        if trainer.accumulate_grad_batches != 1 and not skips_backward(trainer):
+        count = trainer.accumulate_grad_batches
+        if count != 1 and not skips_backward(trainer):
             raise SettingError(
-                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and logical ranks "
-                "accumulate gradients themselves: set it to 1, and multiply logical_ranks by it."
+                f"accumulate_grad_batches is {count} in this epoch, and logical ranks accumulate "
+                "gradients themselves: leave out GradientAccumulationScheduler, and set "
+                f"logical_ranks to {trainer.strategy.logical_ranks * count} for the same number of "
+                "samples per step."
             )
         self._ran = True
         self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)

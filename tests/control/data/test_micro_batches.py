@@ -63,10 +63,49 @@ class LongerForTheSecond(BatchSampler):
         return iter(batches + batches[: batches[0][0] % 2])
 
 
-def test_unequal_numbers_of_batches_are_refused():
+@pytest.mark.parametrize("block", [range(2), range(1), range(1, 2)])
+def test_unequal_numbers_of_batches_are_refused_by_every_process(block):
     whole = LongerForTheSecond(range(12), 2, drop_last=False)
-    with pytest.raises(SettingError, match="different numbers of batches of LongerForTheSecond"):
-        list(BlockBatchSampler(whole, range(2), 2))
+    batches = iter(BlockBatchSampler(whole, block, 2))
+    for _ in range(3):
+        assert next(batches).first == block.start
+    with pytest.raises(SettingError, match=r"ranks 0 to 1 have .* batches of LongerForTheSecond"):
+        next(batches)
+
+
+class Shuffled(BatchSampler):
+    """Makes batches in an order that it draws."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[at] for at in torch.randperm(len(batches)).tolist()])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_a_batch_sampler_draws_does_not_depend_on_the_number_of_processes(padded):
+    found = {}
+    for processes in (1, 2, 4):
+        for process in range(processes):
+            block = range(process * 4 // processes, (process + 1) * 4 // processes)
+            torch.manual_seed(1)
+            whole = Shuffled(range(22), 2, drop_last=False)
+            groups = list(BlockBatchSampler(whole, block, 4, padded=padded))
+            for place, rank in enumerate(block):
+                batches = [group[place] for group in groups if place < len(group)]
+                assert found.setdefault(rank, batches) == batches
+    assert found[0] != sorted(found[0])
+
+
+class LongerForFewIndices(BatchSampler):
+    """Counts one batch more for samples that begin with the first."""
+
+    def __len__(self):
+        return super().__len__() + (next(iter(self.sampler)) == 0)
+
+
+def test_every_process_finds_the_same_number_of_batches():
+    whole = LongerForFewIndices(range(12), 2, drop_last=False)
+    assert [len(BlockBatchSampler(whole, range(r, r + 1), 2)) for r in (0, 1)] == [4, 4]
 
 
 class Drawing(Dataset):

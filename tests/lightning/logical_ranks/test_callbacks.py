@@ -127,7 +127,12 @@ def test_stochastic_weight_averaging_counts_statistics_of_batches(found):
     assert json.loads(averaged)["counted"] == 3  # batches of its last epoch, which has no steps
 
 
-@pytest.mark.parametrize("training", ["steered", "swa"])
+def test_the_mean_of_the_weights_is_the_same(found):
+    [[trained, averaged]] = {tuple(ranks["mean"]) for ranks in found.values()}
+    assert averaged != trained
+
+
+@pytest.mark.parametrize("training", ["steered", "swa", "mean"])
 def test_the_ledgers_agree(folder, training):
     runs = [folder / training / str(count) for count in COUNTS]
     assert all(compare(runs[0], run).equal for run in runs[1:])
