@@ -79,6 +79,9 @@ def test_an_exception_and_a_message_are_shown(forking_python):
     assert (status, err.splitlines()[-1]) == (1, "ValueError: bad")
     assert run(forking_python, "-c", "import sys; sys.exit('why')") == (1, "", "why\n")
     assert run(forking_python, "-m", "lightning_d9m", "--version")[0] == 0
+    warn = ("-c", "import warnings; warnings.warn('careful')")
+    assert "careful" in run(forking_python, *warn)[2]
+    assert run(forking_python, "-W", "ignore", *warn) == (0, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])

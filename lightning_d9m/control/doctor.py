@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_d9m.control import environment
-from lightning_d9m.control.seeding import describe_hash_seed_problem
+from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.settings import HIGHEST_SEED
 from lightning_d9m.control.threads import DYNAMIC, threads_vary
 from lightning_d9m.control.torch_flags import capture_flags

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_d9m.control.environment import EarlyVariables, control_is_on
-from lightning_d9m.control.seeding import describe_hash_seed_problem
+from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End

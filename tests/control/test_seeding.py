@@ -1,10 +1,7 @@
 """Seeds are derived by hashing, and the state of every generator can be put back."""
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -133,38 +130,3 @@ def test_an_accelerator_that_has_not_started_is_left_alone(monkeypatch, single):
     monkeypatch.setattr(torch, "xpu", Accelerator(single=single, started=False))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert capture_rng().devices == {}
-
-
-REPORT = """
-import os
-os.environ["PYTHONHASHSEED"] = {inside!r} or os.environ.get("PYTHONHASHSEED", "")
-from lightning_d9m.control.seeding import describe_hash_seed_problem
-print(describe_hash_seed_problem())
-"""
-
-
-@pytest.mark.parametrize(
-    ("started_with", "inside", "options", "fixed"),
-    [
-        ("0", "", (), True),
-        ("5", "", (), True),
-        ("5", "", ("-E",), False),  # Python does not read it
-        ("random", "", (), False),
-        (None, "", (), False),
-        (None, "0", (), False),  # too late: Python has read it
-    ],
-)
-def test_the_hash_seed_is_judged_by_how_python_was_started(started_with, inside, options, fixed):
-    variables = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-    if started_with is not None:
-        variables["PYTHONHASHSEED"] = started_with
-    code = REPORT.format(inside=inside)
-    done = subprocess.run(
-        [sys.executable, *options, "-c", code],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout == "None\n") == fixed
-    assert fixed or "Start the program with PYTHONHASHSEED=0" in done.stdout

@@ -1,7 +1,6 @@
 """The digest of tensors that are not plain: sparse, nested, distributed, wrapped, without data."""
 
 import subprocess
-import sys
 import warnings
 
 import pytest
@@ -109,7 +108,7 @@ def test_wrappers_have_digests_of_what_they_wrap():
     assert len({one, *digest_many(others)}) == 5
 
 
-def test_dtensors_have_the_digest_of_the_local_shard():
+def test_dtensors_have_the_digest_of_the_local_shard(forking_python):
     script = """
 import torch, torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
@@ -129,7 +128,7 @@ dist.destroy_process_group()
 print("equal")
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [forking_python, "-c", script], capture_output=True, text=True, check=False
     )
     assert run.stdout == "equal\n", run.stderr
 

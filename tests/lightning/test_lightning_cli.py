@@ -95,22 +95,6 @@ def test_both_packages_accept_the_callback():
     assert all(issubclass(combined_base("callbacks.Callback"), base) for base in bases)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_package_that_is_not_used_is_not_loaded(package):
-    other = next(name for name in PACKAGES if name != package).partition(".")[0]
-    code = f"""
-        import {package}
-        from lightning_d9m import DeterminismCallback
-        assert issubclass(DeterminismCallback, {package}.Callback)
-        import sys
-        assert {other!r} not in sys.modules
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_without_lightning_the_error_says_what_to_install():
     code = """
         import sys

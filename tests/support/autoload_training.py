@@ -93,10 +93,13 @@ def main():
         "command line": lambda: run_command_line(package),
         "own": lambda: run_command_line(package, f"--trainer.callbacks+={OWN}"),
         "ddp": lambda: fit(package, strategy="ddp", devices=2),
-        "spawn": lambda: fit(package, demo_of(package)(), strategy="ddp_spawn", devices=2),
+        "spawn": lambda: fit(package, demo_of(package)(), strategy="ddp_spawn", devices=1),
     }
     for name in sys.argv[2:]:
         found[name] = acts[name]()
+    found["packages"] = [name for name in ("lightning", "pytorch_lightning") if name in sys.modules]
+    callback = importlib.import_module("lightning_d9m").DeterminismCallback
+    found["is_callback"] = issubclass(callback, package.Callback)
     sys.stdout.write(json.dumps(found) + "\n")
 
 

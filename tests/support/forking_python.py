@@ -3,7 +3,8 @@
 An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time before it does
 anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
 writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
-of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``.
+of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``,
+also after ``-W ACTION``.
 
 A fork has the arguments, variables, folder, pipes and signals of the process that stands for it
 (``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -184,6 +186,9 @@ def _end(status):
 
 
 def _execute(arguments):
+    while arguments[0] == "-W":
+        warnings._setoption(arguments[1])
+        arguments = arguments[2:]
     kind, *rest = arguments
     if kind in ("-c", "-m"):
         sys.path[0] = ""

@@ -41,7 +41,8 @@ def start_ranks(script, count, *arguments, **variables):
 def start_agents(script, variables, *arguments):
     """Run a script by agents of torchrun, one for each dict of variables, with a worker each.
 
-    The first one has the rendezvous, and starts its worker also without the others.
+    The first one has the rendezvous, and starts its worker also without the others. A worker finds
+    the process of its agent in AGENT_PID.
 
     Returns:
         The statuses of the agents, and their outputs.
@@ -49,8 +50,9 @@ def start_agents(script, variables, *arguments):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(variables)}"]
-    command += ["--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
+    command = ["sh", "-c", 'export AGENT_PID=$$; exec "$0" "$@"']
+    command += [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(variables)}"]
+    command += ["--no-python", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
     command += ["--local-addr=127.0.0.1"]
     timeouts = "last_call_timeout=1,keep_alive_interval=3,keep_alive_max_attempt=4"
@@ -59,6 +61,7 @@ def start_agents(script, variables, *arguments):
             [
                 *command,
                 f"--rdzv-conf=is_host={str(number == 0).lower()},{timeouts}",
+                shared_python(),
                 script,
                 *map(str, arguments),
             ],

@@ -19,6 +19,8 @@ ENTRY_POINTS = {
     "pytorch_lightning.callbacks_factory": "make_pytorch_lightning_callbacks",
 }
 STYLES = ("lightning", "lightning.pytorch", "pytorch_lightning")
+# Each in a new interpreter, where `import torch` opens the session.
+FRESH = ("lightning", "pytorch_lightning")
 
 
 def run(*words, folder, python=sys.executable, **variables):
@@ -46,12 +48,14 @@ def test_the_entry_points_are_installed(group, function):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, forking_python):
     """Train once under each way to import Lightning."""
     found = {}
     for style in STYLES:
         folder = tmp_path_factory.mktemp("project")
-        done, found[style] = run(PROJECT, style, "first", "second", folder=folder)
+        python = sys.executable if style in FRESH else forking_python
+        words = (PROJECT, style, "first", "second")
+        done, found[style] = run(*words, folder=folder, python=python)
         assert done.returncode == 0, done.stderr
         found[style]["ledgers"] = [read_ledger(fit) for fit in list_fits(folder / "d9m")]
     return found
@@ -63,6 +67,12 @@ def test_every_import_style_is_deterministic_from_the_first_weight_on(trained, s
     assert trained[style]["first"] == trained["lightning"]["first"]
     assert trained[style]["first"][1] == ["AddedCallback"]
     assert [ledger.header.seed for ledger in trained[style]["ledgers"]] == [0, 0]
+
+
+@pytest.mark.parametrize("style", FRESH)
+def test_the_package_that_is_not_used_is_not_loaded(trained, style):
+    assert trained[style]["packages"] == [style]
+    assert trained[style]["is_callback"]
 
 
 def test_two_trainers_in_one_process_differ_as_they_do_in_another_run(trained):
@@ -86,17 +96,22 @@ def test_every_way_to_make_a_trainer(tmp_path, forking_python):
     assert len(list_fits(tmp_path / "d9m")) == 6
 
 
-@pytest.mark.parametrize("launch", ["ddp", "spawn"])
-def test_processes_that_lightning_starts_inherit_the_variable(launch, tmp_path):
-    done, _ = run(PROJECT, "lightning.pytorch", launch, folder=tmp_path, LIGHTNING_D9M_SEED="5")
+@pytest.mark.parametrize(("launch", "ranks"), [("ddp", 2), ("spawn", 1)])
+def test_processes_that_lightning_starts_inherit_the_variable(
+    launch, ranks, tmp_path, forking_python
+):
+    """What is spawned is a new interpreter."""
+    words = (PROJECT, "lightning.pytorch", launch)
+    done, _ = run(*words, folder=tmp_path, python=forking_python, LIGHTNING_D9M_SEED="5")
     assert done.returncode == 0, done.stderr
     (fit,) = list_fits(tmp_path / "d9m")
     headers = read_ledger(fit).headers
-    assert {rank: header.seed for rank, header in headers.items()} == {0: 5, 1: 5}
+    assert {rank: header.seed for rank, header in headers.items()} == dict.fromkeys(range(ranks), 5)
 
 
-def test_what_cannot_be_obeyed_breaks_no_import_and_stops_the_trainer(tmp_path):
-    done, _ = run(PROJECT, "lightning.pytorch", "first", folder=tmp_path, LIGHTNING_D9M_SEED="abc")
+def test_what_cannot_be_obeyed_breaks_no_import_and_stops_the_trainer(tmp_path, forking_python):
+    words = (PROJECT, "lightning.pytorch", "first")
+    done, _ = run(*words, folder=tmp_path, python=forking_python, LIGHTNING_D9M_SEED="abc")
     said = [line for line in done.stderr.splitlines() if line.startswith("lightning_d9m:")]
     assert len(said) == 1
     assert "LIGHTNING_D9M_SEED is 'abc'; allowed: a whole number." in said[0]
@@ -105,23 +120,32 @@ def test_what_cannot_be_obeyed_breaks_no_import_and_stops_the_trainer(tmp_path):
     assert "is not possible: The variable LIGHTNING_D9M_SEED is 'abc'" in last
 
 
-@pytest.mark.parametrize("lacking", ["errors", "control.session"])
-def test_a_broken_installation_breaks_no_import(lacking, tmp_path):
+def test_a_broken_installation_breaks_no_import(tmp_path):
     """A package of ours that lacks a module: torch works, and no Trainer is built."""
-    code = f"""
+    code = """
         import sys
-        sys.modules["lightning_d9m.{lacking}"] = None
-        import torch
-        import pytorch_lightning
-        print(float(torch.ones(2).sum()))
-        pytorch_lightning.Trainer(accelerator="cpu")
-        print("built")
+        for lacking in ("lightning_d9m.errors", "lightning_d9m.control.session"):
+            sys.modules[lacking] = None
+            if "torch" in sys.modules:  # call what torch calls when it is imported
+                entry_points._AutoloadState.problem = None
+                entry_points.load()
+            import torch
+            import pytorch_lightning
+            print(float(torch.ones(2).sum()))
+            try:
+                pytorch_lightning.Trainer(accelerator="cpu")
+            except Exception as error:
+                print(error)
+            del sys.modules[lacking]
+            from lightning_d9m.lightning.autoload import entry_points
     """
     (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
     done, _ = run("program.py", folder=tmp_path)
-    assert done.stdout.split() == ["2.0"]
-    assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 1
-    assert f"import of lightning_d9m.{lacking} halted" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 2
+    first, problem, second, other = done.stdout.splitlines()
+    assert (first, second) == ("2.0", "2.0")
+    assert "import of lightning_d9m.errors halted" in problem
+    assert "import of lightning_d9m.control.session halted" in other
 
 
 def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
@@ -142,13 +166,19 @@ def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-def test_without_the_variable_nothing_is_loaded(value, tmp_path):
-    code = (
-        "import torch, sys; print([m for m in sys.modules if m.startswith('lightning_d9m.')],"
-        "torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())"
-    )
-    done, _ = run("-c", code, folder=tmp_path, LIGHTNING_D9M=value)
+def test_without_the_variable_nothing_is_loaded(tmp_path):
+    code = """
+        import sys, torch
+        for value in "", "0":
+            print([m for m in sys.modules if m.startswith("lightning_d9m.")])
+            print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
+            import os
+            from lightning_d9m.lightning.autoload.entry_points import load
+            os.environ["LIGHTNING_D9M"] = "0"
+            load()  # as torch did at its import
+    """
+    (tmp_path / "program.py").write_text("\n".join(line[8:] for line in code.splitlines()))
+    done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
     autoload = "lightning_d9m.lightning.autoload"
     loaded = [
         "lightning_d9m.version",
@@ -156,12 +186,12 @@ def test_without_the_variable_nothing_is_loaded(value, tmp_path):
         autoload,
         f"{autoload}.entry_points",
     ]
-    assert done.stdout.strip() == f"{loaded} True False"
+    assert done.stdout.splitlines() == [f"{loaded}", "True False"] * 2
 
 
-def test_torch_alone_is_seeded_too(tmp_path):
+def test_torch_alone_is_seeded_too(tmp_path, forking_python):
     code = "import torch; print(torch.initial_seed(), torch.are_deterministic_algorithms_enabled())"
-    done, _ = run("-c", code, folder=tmp_path, LIGHTNING_D9M_SEED="7")
+    done, _ = run("-c", code, folder=tmp_path, python=forking_python, LIGHTNING_D9M_SEED="7")
     assert done.stdout.split() == ["7", "True"]
 
 

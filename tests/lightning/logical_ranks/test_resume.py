@@ -70,7 +70,6 @@ def test_a_run_whose_process_is_killed_goes_on_with_fewer(folder):
     assert read_digests(resumed)[0][-1] == read_digests(resumed)[1][-1] == expected
 
 
-@pytest.mark.alone  # an agent is taken for lost after some seconds
 def test_torchrun_goes_on_with_the_agents_that_are_left(folder):
     path = folder / "elastic"
     killed = {"ELASTIC_KILLED": "1"}

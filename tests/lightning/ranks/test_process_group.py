@@ -1,7 +1,6 @@
 """A process with a Gloo group ends with its own exit status, not with an abort at its end."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -24,9 +23,9 @@ if dist.is_initialized():
 
 
 @pytest.mark.parametrize(("asked", "left"), [("asked", "False"), ("not asked", "True")])
-def test_the_group_is_closed_before_the_interpreter_ends(asked, left):
+def test_the_group_is_closed_before_the_interpreter_ends(forking_python, asked, left):
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked],
+        [forking_python, "-c", PROGRAM, asked],
         capture_output=True,
         text=True,
         check=False,
