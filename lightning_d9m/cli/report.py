@@ -14,6 +14,7 @@ from lightning_d9m.file_errors import explain
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.output.comparison_json import as_json
+from lightning_d9m.output.distance_table import list_distances
 from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
 from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.repeat_text import RepeatReport
@@ -113,6 +114,7 @@ def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, obje
     }
     return as_json(comparison) | {
         "growth": histograms,
+        "distances": list_distances(timeline.distances),
         "timeline": ranks,
         "moments": moments,
         "moments_left_out": timeline.moments_left_out,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lightning_d9m.comparison.probe_diff import BatchComparison
 from lightning_d9m.comparison.record_diff import list_entries
+from lightning_d9m.comparison.weight_distance import DistanceSeries
 from lightning_d9m.ledger.format.probe_layouts import unpack_places
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
@@ -152,6 +153,7 @@ class Timeline:
         ranks: All that was compared on each rank, by step.
         epochs: The first step of each epoch, at most ``MAX_EPOCHS``.
         values: The loss and the logged values of the first rank, by name; at most ``MAX_SERIES``.
+        distances: How far the weights of each layer are apart at the ends of epochs.
         differing: Modules in which something differs, by path; "" is the model itself.
         agreeing: The other modules.
     """
@@ -161,6 +163,7 @@ class Timeline:
     ranks: dict[int, StepHistogram] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     values: dict[str, ValueSeries] = field(default_factory=dict)
+    distances: DistanceSeries = field(default_factory=DistanceSeries)
     differing: dict[str, Module] = field(default_factory=dict)
     agreeing: dict[str, None] = field(default_factory=dict)
     # Records that differ and records that agree, each with its number in reading order.
@@ -258,6 +261,8 @@ class Timeline:
         status = "different" if entries else "equal"
         self._add_moment(TimelinePoint(rank, describe_record(other), status, listed))
         self._mark(rank, other.step, sum(sizes.values()) + 1, len(entries), 0)
+        if other.moment == "epoch":
+            self.distances.add(one, other)
         self.weights.add(other.step, sizes.get("weights", 0), groups["weights"])
         for entry in entries:
             # After the batches of its epoch.

@@ -5,7 +5,7 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_d9m.hashing.digest import digest_many, digest_value
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
+from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
@@ -36,10 +37,12 @@ class Snapshot:
         groups: Digest (32 hex digits) by name, by group: ``"weights"``, ``"buffers"``,
             ``"optimizers"``, ``"schedulers"``.
         totals: One digest for each group, over its names and digests.
+        sketches: Sketch of each weight by name, if they were asked for.
     """
 
     groups: Groups
     totals: dict[str, str]
+    sketches: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,22 @@ class PartialSnapshot:
         owners: By group and name, the shard of the parameter to which a value belongs of which
             only the ranks know that hold a part of the parameter.
         scattered: Tensors whose elements are not in order on any rank, by group and name.
+        sketches: Sketch of each weight that this rank holds whole, if they were asked for.
     """
 
     groups: Groups
     shards: dict[tuple[str, str], Shard]
     owners: dict[tuple[str, str], Shard]
     scattered: dict[tuple[str, str], Tensor]
+    sketches: Mapping[str, str]
 
     def finish(self, digests: Mapping[tuple[str, str], str] | None = None) -> Snapshot:
         """Return the snapshot, with the digests of whole tensors by group and name."""
         groups = {group: dict(entries) for group, entries in self.groups.items()}
         for (group, name), value in (digests or {}).items():
             groups[group][name] = value
-        return Snapshot(groups, {group: _sum_up(entries) for group, entries in groups.items()})
+        totals = {group: _sum_up(entries) for group, entries in groups.items()}
+        return Snapshot(groups, totals, self.sketches)
 
 
 def take_snapshot(
@@ -94,6 +100,8 @@ def take_partial_snapshot(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     schedulers: Sequence[Any] = (),
     layouts: Mapping[int, FlatLayout] | None = None,
+    *,
+    sketches: bool = False,
 ) -> PartialSnapshot:
     """Digest this rank's part of the state of a training that divides tensors among ranks.
 
@@ -102,11 +110,12 @@ def take_partial_snapshot(
         optimizers: As above.
         schedulers: As above.
         layouts: What ``find_flat_layouts`` returns.
+        sketches: Whether to sketch the weights that this rank holds whole.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    return _read_state(model, optimizers, schedulers, layouts or {})
+    return _read_state(model, optimizers, schedulers, layouts or {}, sketches=sketches)
 
 
 def _read_state(
@@ -114,6 +123,8 @@ def _read_state(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
     layouts: Mapping[int, FlatLayout] | None,
+    *,
+    sketches: bool = False,
 ) -> PartialSnapshot:
     """Digest the state; without layouts, shards as if they were tensors."""
     model_tensors = model if isinstance(model, ModelTensors) else ModelTensors(model)
@@ -137,7 +148,9 @@ def _read_state(
     digests = digest_many(values) if located is None else digest_located(located)
     for (group, name), value in zip(tensors, digests, strict=True):
         groups[group][name] = value
-    return PartialSnapshot(groups, divided.shards, divided.owners, divided.scattered)
+    weights = {name: own for (group, name), own in tensors.items() if group == "weights"}
+    sketched = sketch_tensors(weights) if sketches else {}
+    return PartialSnapshot(groups, divided.shards, divided.owners, divided.scattered, sketched)
 
 
 def _list_state(

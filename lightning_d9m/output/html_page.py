@@ -28,6 +28,7 @@ from lightning_d9m.output.comparison_text import (
     name_ranks,
     state_verdict,
 )
+from lightning_d9m.output.distance_table import make_distance_table
 from lightning_d9m.output.run_table import RunRow
 from lightning_d9m.output.svg.timeline import draw_growth, draw_strip, draw_timeline
 from lightning_d9m.output.svg.values import Points, draw_gaps, draw_values
@@ -122,6 +123,7 @@ def render_page(
         marks=draw_timeline(shown, timeline.epochs) if shown else "",
         growth=dict(_draw_growths(timeline)),
         values=list(_draw_values(timeline, repeated)),
+        distances=make_distance_table(timeline),
         ranks_left_out=len(timeline.ranks) - len(shown),
         max_ranks=_MAX_RANKS,
         max_fields=_MAX_FIELDS,

@@ -143,7 +143,9 @@ class RunRecorder:
             scalars: ``float.hex()`` of numbers, by name.
             verify: Raises a ``SettingError`` if a switch was changed.
         """
-        partial = self.ranks.raise_on_all(lambda: self._read(optimizers, schedulers, verify))
+        partial = self.ranks.raise_on_all(
+            lambda: self._read(optimizers, schedulers, verify, sketches=moment == "epoch")
+        )
         snapshot = complete_snapshot(partial, self.ranks)
         self.digest = snapshot.totals["weights"]
         return Digests(
@@ -154,6 +156,7 @@ class RunRecorder:
             groups=snapshot.groups,
             loss=self.loss_text,
             scalars=scalars,
+            sketches=snapshot.sketches,
         )
 
     def _read(
@@ -161,6 +164,8 @@ class RunRecorder:
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         verify: Callable[[], None] | None,
+        *,
+        sketches: bool,
     ) -> PartialSnapshot:
         assert self._tensors is not None, "begin() comes first"
         assert self._model is not None, "begin() comes first"
@@ -168,7 +173,9 @@ class RunRecorder:
             verify()
         reshard(self._model)
         layouts = find_flat_layouts(self._model)
-        return take_partial_snapshot(self._tensors, optimizers, schedulers, layouts)
+        return take_partial_snapshot(
+            self._tensors, optimizers, schedulers, layouts, sketches=sketches
+        )
 
     def record(self, digests: Digests) -> int:
         """Write what ``take`` returned, and compare it; return the number of differences.

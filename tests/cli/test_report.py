@@ -2,16 +2,20 @@
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from lightning_d9m.cli.report import add_arguments, run
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline, ValueSeries
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
@@ -89,6 +93,27 @@ def write_epochs(parent, epochs=5, drift=None, names=MODULES, group="weights"):
             tensors[f"{names[-1]}.weight"] = "0" * 32
             digests = Digests(
                 moment="epoch", epoch=epoch, step=9 * epoch + 9, totals={}, groups={group: tensors}
+            )
+            writer.write(digests.as_record())
+        writer.write(End(status="finished").as_record())
+    return folder
+
+
+def write_weights(parent, changes, *, sketched=True):
+    """Write a run of one weight for each entry of a table: its change after each epoch."""
+    folder = create_ledger_folder(parent)
+    facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now", "package": "0"}
+    with LedgerWriter(rank_path(folder, 0)) as writer:
+        writer.write(Header(**facts, settings={}, stack={}).as_record())
+        for epoch in range(3):
+            weights = {name: torch.ones(4) + by[epoch] for name, by in changes.items()}
+            digests = Digests(
+                moment="epoch",
+                epoch=epoch,
+                step=9 * epoch + 9,
+                totals={},
+                groups={"weights": {name: digest(own) for name, own in weights.items()}},
+                sketches=sketch_tensors(weights) if sketched else {},
             )
             writer.write(digests.as_record())
         writer.write(End(status="finished").as_record())
@@ -552,3 +577,39 @@ def test_filters_and_a_narrow_window(tmp_path):
         "2;rank+kind+name;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;"
         "true"
     )
+
+
+def test_the_size_of_the_difference_of_each_layer(tmp_path, capsys):
+    """Plot, legend and table name the layers; the rest is one line, and names are escaped."""
+    names = [f"layers.{number}.weight" for number in range(10)] + ["<b>.weight", "same.weight"]
+    reference = write_weights(tmp_path, dict.fromkeys(names, (0, 0, 0)))
+    changes = {name: (0, 0.001, 0.1 + number) for number, name in enumerate(names)}
+    changes |= {"same.weight": (0, 0, 0), "<b>.weight": (0, 1e-20, math.nan)}
+    other = write_weights(tmp_path, changes)
+    page = Page(report(tmp_path, reference, other))
+    section = page.words.partition("Size of the difference by layer")[2].partition("Modules")[0]
+    assert "standard error of 25%" in section
+    shown = ["<b>", *(f"layers.{number}" for number in range(9, 2, -1)), "all other layers"]
+    head = section.index("epoch step ")
+    assert section[head:].startswith(
+        " ".join(["epoch step", *shown, "0 9", *["equal"] * 9, "1 18"])
+    )
+    assert "not finite" in section
+    assert "9.0e-01" in section  # 9.1 of 10.1, for layers.9
+    assert run(parse(reference, other, "--json")) == 1
+    listed = json.loads(capsys.readouterr().out.partition("\n")[2])["distances"]
+    last = [entry for entry in listed if entry["epoch"] == 2]
+    assert {entry["layer"] for entry in last} == {"<b>", *(f"layers.{n}" for n in range(10))}
+    (broken,) = (entry for entry in last if entry["layer"] == "<b>")
+    assert (broken["relative"], broken["absolute"]) == (None, None)
+    (first,) = (entry for entry in last if entry["layer"] == "layers.0")
+    assert first["absolute"] == pytest.approx(0.2, rel=1e-5)
+    assert first["relative"] == pytest.approx(0.1 / 1.1, rel=1e-5)
+
+
+def test_ledgers_without_sketches_have_no_sizes(tmp_path):
+    old = write_weights(tmp_path, {"a.weight": (0, 0, 0)}, sketched=False)
+    page = Page(report(tmp_path, old, write_weights(tmp_path, {"a.weight": (0, 1, 2)})))
+    assert "The size is not recorded for 1 weight that differ" in page.words
+    equal = report(tmp_path, old, write_weights(tmp_path, {"a.weight": (0, 0, 0)}), status=0)
+    assert "Size of the difference" not in equal

@@ -31,6 +31,8 @@ def test_a_training_is_recorded_and_the_closed_recorder_pickled(tmp_path):
     checks = []
     digests = run.take("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))
     assert (run.record(digests), checks) == (0, ["called"])
+    assert list(digests.sketches) == ["weight", "bias"]
+    assert not run.take("final", epoch=0, step=1).sketches
     assert run.is_open
     copied = pickle.loads(pickle.dumps(run))  # noqa: S301 - our own
     assert (copied.is_open, copied.digest, copied.folder) == (False, run.digest, run.folder)
@@ -39,4 +41,5 @@ def test_a_training_is_recorded_and_the_closed_recorder_pickled(tmp_path):
     assert (run.is_open, run.loss) == (False, None)
     outcome = read_ledger(run.folder).outcome(0)
     assert (outcome.last.loss, outcome.last.totals["weights"]) == ((0.25).hex(), run.digest)
+    assert outcome.last.sketches == digests.sketches
     assert (outcome.end.status, read_ledger(run.folder).header.seed) == ("finished", 3)

@@ -24,6 +24,9 @@ MAX_WHOLE = 2**63 - 1
 MAX_LAYOUT_PLACES = 16_384
 DIGEST_DIGITS = 32
 DIGEST_BYTES = DIGEST_DIGITS // 2
+# Numbers of a sketch of a weight, and the hex digits of these float64.
+SKETCH_BUCKETS = 8
+SKETCH_DIGITS = 16 * SKETCH_BUCKETS
 
 _HEX = b"0123456789abcdef"
 
@@ -233,6 +236,7 @@ CHECK_OR_EMPTY = matching(
     r"(?:[0-9a-f]{16})?", "16 lowercase hex digits, or empty where there is no ledger"
 )
 DIGEST = matching(r"[0-9a-f]{32}", f"{DIGEST_DIGITS} lowercase hex digits")
+SKETCH = matching(rf"[0-9a-f]{{{SKETCH_DIGITS}}}", f"{SKETCH_DIGITS} lowercase hex digits")
 SCALAR = FieldType("a short text, a finite number, a boolean or null", _read_scalar)
 HEX_FLOAT = FieldType("a text that float.hex() gives", _read_hex_float)
 SCALARS = table_of(SCALAR, "short texts, finite numbers, booleans and nulls")

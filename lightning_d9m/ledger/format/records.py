@@ -113,6 +113,7 @@ class Digests(Entry):
         groups: Digest by name, by group; a group may be left out and have only its total.
         loss: The last training loss, if there was one.
         scalars: Each logged scalar.
+        sketches: Sketch by name of a weight, see ``hashing.sketches``.
         extra: Fields that this version does not know.
     """
 
@@ -128,6 +129,12 @@ class Digests(Entry):
     scalars: Annotated[
         Mapping[str, str], types.table_of(types.HEX_FLOAT, "texts that float.hex() gives")
     ] = field(default_factory=dict)
+    sketches: Annotated[
+        Mapping[str, str],
+        types.table_of(types.SKETCH, f"sketches of {types.SKETCH_DIGITS} hex digits"),
+        Mark.OMITTED,
+        Mark.INFORMATIONAL,
+    ] = field(default_factory=dict, compare=False)
     extra: Mapping[str, Json] = field(default_factory=dict)
 
 

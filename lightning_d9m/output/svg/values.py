@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from lightning_d9m.output.svg.elements import (
     COLORS,
@@ -78,6 +79,58 @@ def draw_gaps(label: str, gaps: Points, epochs: Mapping[int, int]) -> str:
         parts.append(element("circle", title, cx=across.at(step), cy=up.at(gap), r=3.0))
     parts.append(draw_axis(across, epochs, _BOTTOM))
     return frame(label, _HEIGHT, parts)
+
+
+def draw_distances(label: str, lines: Sequence[Points], epochs: Mapping[int, int]) -> str:
+    """Draw positive values of several lines by step, on a logarithmic scale.
+
+    Args:
+        label: What is drawn, for a reader that does not see it.
+        lines: The values of each line. Zeros, NaN and infinities are left out, and so is the line
+            on both sides of them.
+        epochs: The first step of each epoch.
+    """
+    positive = [value for run in lines for _, value in run if 0 < value < math.inf]
+    up = LogScale(*find_powers(positive), _BOTTOM, _TOP)
+    across = _scale_steps(lines)
+    parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
+    powers = list(up.powers)
+    for power in powers[:: -(-len(powers) // _MAX_TICKS)]:
+        parts += _draw_tick(up.at(10.0**power), f"1e{power}")
+    for number, run in enumerate(lines):
+        color, dashes = _choose_style(number)
+        for is_drawn, group in groupby(run, key=lambda point: 0 < point[1] < math.inf):
+            points = [(step, value, across.at(step), up.at(value)) for step, value in group]
+            if not is_drawn:
+                continue
+            path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
+            parts.append(element("polyline", points=path, style=f"stroke:{color}{dashes}"))
+            parts += [
+                element(
+                    "circle",
+                    element("title", f"line {number + 1}, step {step:,}: {value:.2g}"),
+                    cx=x,
+                    cy=y,
+                    r=2.5,
+                    style=f"fill:{color}",
+                )
+                for step, value, x, y in points
+            ]
+    parts.append(draw_axis(across, epochs, _BOTTOM))
+    return frame(label, _HEIGHT, parts)
+
+
+def draw_key(number: int) -> str:
+    """Draw a piece of a line of ``draw_distances``, for its legend."""
+    color, dashes = _choose_style(number)
+    style = f"stroke:{color};stroke-width:3{dashes}"
+    return element("svg", line(0, 5, 24, 5, style=style), viewBox="0 0 24 10", class_="key-line")
+
+
+def _choose_style(number: int) -> tuple[str, str]:
+    """Return the color of a line, and its dashes once the colors are used up."""
+    dashed = ";stroke-dasharray:6 3" if number // len(COLORS) % 2 else ""
+    return COLORS[number % len(COLORS)], dashed
 
 
 def _draw_tick(y: float, label: str) -> list[str]:

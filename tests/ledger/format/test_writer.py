@@ -354,6 +354,16 @@ LAYOUT = {"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]}
 PROBES = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": b"f" * 16}
 
 
+@pytest.mark.parametrize("sketch", ["0" * 127, "F" * 128, "0" * 144, 3, None, "0" * 127 + "\n"])
+def test_a_sketch_is_eight_numbers_in_hex(runs, writer, sketch):
+    record = runs.digests("epoch", 0).as_record()
+    with pytest.raises(
+        LedgerError, match=r"'sketches\.w' must be 128 lowercase hex digits, and is"
+    ):
+        writer.write(record | {"sketches": {"w": sketch}})
+    writer.write(record | {"sketches": {"w": "0f" * 64}})
+
+
 @pytest.fixture
 def writer(runs, tmp_path):
     """Begin a ledger with a layout of one place."""

@@ -1,0 +1,180 @@
+"""Distances of the weights of two runs, estimated from the sketches in their ledgers.
+
+The squares of the differences of two sketches' numbers add up to an unbiased estimate of the
+squared Euclidean norm of the difference; the relative standard error of the norm is about
+``sqrt(1 / (2 * SKETCH_BUCKETS))``, 25%. Equal digests are a distance of exactly zero. See
+``hashing.sketches``.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from struct import unpack
+
+from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS
+from lightning_d9m.ledger.format.records import Digests
+
+# Relative distances below it are those of the rounding of the sketches themselves.
+RESOLUTION = 1e-14
+STANDARD_ERROR = math.sqrt(1 / (2 * SKETCH_BUCKETS))
+MAX_MOMENTS = 256
+MAX_LAYERS = 256
+# Stands for all layers beyond the first ``MAX_LAYERS``; no layer has this name.
+OTHERS = "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """The estimated distance of weights.
+
+    Attributes:
+        square: The squared norm of the difference; 0.0 only if all weights are equal, NaN if some
+            are not finite.
+        norm: The greater of both runs' squared norms.
+        differing: Number of tensors that differ.
+    """
+
+    square: float
+    norm: float
+    differing: int
+
+    @property
+    def relative(self) -> float:
+        """The norm of the difference over that of the weights, NaN if some are not finite."""
+        if not self.differing:
+            return 0.0
+        return math.sqrt(self.square / self.norm) if self.norm else 0.0 * self.square
+
+    def __add__(self, other: "Distance") -> "Distance":
+        return Distance(
+            self.square + other.square,
+            self.norm + other.norm,
+            self.differing + other.differing,
+        )
+
+
+NO_DISTANCE = Distance(0.0, 0.0, 0)
+
+
+def measure_distances(expected: Digests, actual: Digests) -> dict[str, Distance | None]:
+    """Return the distance of each weight that both records name; None without a sketch.
+
+    Args:
+        expected: Digests of one moment of the earlier run.
+        actual: Those of the later run.
+    """
+    weights = expected.groups.get("weights", {}), actual.groups.get("weights", {})
+    return {
+        name: _measure(
+            expected.sketches.get(name),
+            actual.sketches.get(name),
+            equal=digest == weights[1][name],
+        )
+        for name, digest in weights[0].items()
+        if name in weights[1]
+    }
+
+
+def _measure(expected: str | None, actual: str | None, *, equal: bool) -> Distance | None:
+    if expected is None or actual is None:
+        return None
+    one, other = _read(expected), _read(actual)
+    norm = max(sum(x * x for x in one), sum(x * x for x in other))
+    if equal:
+        return Distance(0.0, norm, 0)
+    square = sum((x - y) ** 2 for x, y in zip(one, other, strict=True))
+    return Distance(square if math.isfinite(norm) else math.nan, norm, 1)
+
+
+def _read(sketch: str) -> tuple[float, ...]:
+    return unpack(f"<{SKETCH_BUCKETS}d", bytes.fromhex(sketch))
+
+
+def _rate(distance: Distance) -> float:
+    """Return the relative distance; infinity if weights are not finite."""
+    return math.inf if math.isnan(distance.relative) else distance.relative
+
+
+@dataclass(slots=True)
+class DistanceSeries:
+    """The distances of the layers of two runs, at the ends of epochs.
+
+    Of several ranks, the greatest distance of each layer counts. If there are more than
+    ``MAX_MOMENTS`` epochs, every second one is kept.
+
+    Attributes:
+        moments: For each step, the distance by layer; at most ``MAX_LAYERS`` and ``OTHERS``.
+        epochs: The epoch that ends at each step.
+        unknown: Names of differing weights of which a run has no sketch; at most ``MAX_LAYERS``.
+    """
+
+    moments: dict[int, dict[str, Distance]] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)
+    _layers: dict[str, None] = field(default_factory=dict)
+    _stride: int = 1
+
+    def add(self, expected: Digests, actual: Digests) -> None:
+        """Add the records of one rank at the end of an epoch."""
+        if actual.epoch % self._stride:
+            return
+        layers = self._add_up(expected, actual)
+        if not layers:
+            return
+        known = self.moments.setdefault(actual.step, {})
+        for layer, distance in layers.items():
+            if layer not in known or _rate(distance) > _rate(known[layer]):
+                known[layer] = distance
+        self.epochs[actual.step] = actual.epoch
+        if len(self.moments) > MAX_MOMENTS:
+            self._stride *= 2
+            left_out = [step for step, epoch in self.epochs.items() if epoch % self._stride]
+            for step in left_out or [actual.step]:
+                del self.moments[step], self.epochs[step]
+
+    def _add_up(self, expected: Digests, actual: Digests) -> dict[str, Distance]:
+        """Return the distance of each layer, and note weights whose distance is not known."""
+        layers: dict[str, Distance] = {}
+        for name, distance in measure_distances(expected, actual).items():
+            if distance is not None:
+                layer = self._name_layer(name)
+                layers[layer] = layers.get(layer, NO_DISTANCE) + distance
+            elif (
+                expected.groups["weights"][name] != actual.groups["weights"][name]
+                and len(self.unknown) < MAX_LAYERS
+            ):
+                self.unknown[name] = None
+        return layers
+
+    def _name_layer(self, weight: str) -> str:
+        layer = weight.rpartition(".")[0]
+        if layer not in self._layers:
+            if len(self._layers) >= MAX_LAYERS:
+                return OTHERS
+            self._layers[layer] = None
+        return layer
+
+    def rank_layers(self) -> list[str]:
+        """Return the layers that differ, those with the greatest relative distance first."""
+        greatest: dict[str, float] = {}
+        for distances in self.moments.values():
+            for layer, distance in distances.items():
+                if distance.differing:
+                    greatest[layer] = max(_rate(distance), greatest.get(layer, 0.0))
+        return sorted(greatest, key=lambda layer: (layer == OTHERS, -greatest[layer]))
+
+    def list_series(self, count: int) -> Iterator[tuple[str, Mapping[int, Distance]]]:
+        """Yield (layer, distance by step) of the ``count`` greatest, and the sum of all others.
+
+        The others include the layers that never differ.
+        """
+        shown = [layer for layer in self.rank_layers() if layer != OTHERS][:count]
+        for layer in shown:
+            yield layer, {s: found[layer] for s, found in self.moments.items() if layer in found}
+        others: dict[int, Distance] = {}
+        for step, found in self.moments.items():
+            for layer, distance in found.items():
+                if layer not in shown:
+                    others[step] = others.get(step, NO_DISTANCE) + distance
+        if any(distance.differing for distance in others.values()):
+            yield OTHERS, others

@@ -1,0 +1,136 @@
+"""How far two runs' weights are apart, from their ledgers."""
+
+import math
+from struct import pack
+
+import pytest
+import torch
+
+from lightning_d9m.comparison import weight_distance
+from lightning_d9m.comparison.record_diff import record_difference
+from lightning_d9m.comparison.weight_distance import (
+    OTHERS,
+    Distance,
+    DistanceSeries,
+    measure_distances,
+)
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.hashing.sketches import sketch_tensors
+from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS
+from lightning_d9m.ledger.format.records import Digests
+
+
+def record(weights, *, epoch=0, sketched=True):
+    """Return the record of weights at the end of an epoch."""
+    return Digests(
+        moment="epoch",
+        epoch=epoch,
+        step=10 * epoch + 10,
+        totals={},
+        groups={"weights": {name: digest(own) for name, own in weights.items()}},
+        sketches=sketch_tensors(weights) if sketched else {},
+    )
+
+
+def test_equal_digests_are_at_no_distance_whatever_the_sketches():
+    one = record({"a.weight": torch.ones(3)})
+    elsewhere = pack(f"<{SKETCH_BUCKETS}d", *range(SKETCH_BUCKETS)).hex()
+    other = Digests(**{**fields(one), "sketches": {"a.weight": elsewhere}})
+    assert measure_distances(one, other)["a.weight"].square == 0.0
+    assert record_difference(one, other) is None
+    assert one == other
+
+
+def fields(digests):
+    """Return the arguments that make a record."""
+    names = ("moment", "epoch", "step", "totals", "groups", "sketches")
+    return {name: getattr(digests, name) for name in names}
+
+
+def test_the_distance_of_a_small_tensor_is_exact():
+    one, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
+    found = measure_distances(record({"a.bias": one}), record({"a.bias": other}))["a.bias"]
+    assert (found.square, found.norm, found.differing) == (0.25, 29.25, 1)
+    assert found.relative == pytest.approx(0.5 / math.sqrt(29.25))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_have_no_distance(value):
+    one, other = torch.ones(3), torch.tensor([1.0, value, 1.0])
+    found = measure_distances(record({"a": one}), record({"a": other}))["a"]
+    assert math.isnan(found.relative)
+    series = DistanceSeries()
+    series.add(record({"a.w": one, "b.w": one}), record({"a.w": one * 2, "b.w": other}))
+    assert series.rank_layers() == ["b", "a"]
+
+
+def test_zeros_of_either_sign_differ_and_are_at_no_distance():
+    one, other = torch.zeros(3), -torch.zeros(3)
+    found = measure_distances(record({"a": one}), record({"a": other}))["a"]
+    assert (found.differing, found.relative) == (1, 0.0)
+
+
+def test_a_run_without_sketches_has_no_distances():
+    one, other = torch.ones(3), torch.zeros(3)
+    for sketched in (True, False):
+        series = DistanceSeries()
+        series.add(
+            record({"a.w": one, "b.w": one}, sketched=sketched),
+            record({"a.w": other, "b.w": one}, sketched=False),
+        )
+        assert (series.moments, list(series.unknown)) == ({}, ["a.w"])
+    assert measure_distances(record({"a": one}), record({"b": one})) == {}
+
+
+def test_tensors_of_a_layer_and_layers_beyond_the_shown_ones_add_up():
+    names = ["a.weight", "a.bias", "b.weight", "c.weight", "c.inner.weight"]
+    one = {name: torch.full((4,), 2.0) for name in names}
+    # Norms of 16 and 16; squares of differences of 1 and 9, then 16, 0 and 4.
+    changes = [0.5, 1.5, 2.0, 0.0, 1.0]
+    other = {name: one[name] + change for name, change in zip(names, changes, strict=True)}
+    series = DistanceSeries()
+    series.add(record(one), record(other))
+    assert series.rank_layers() == ["b", "a", "c.inner"]
+    assert series.moments[10]["a"].square == 4 * (0.25 + 2.25)
+    shown = dict(series.list_series(1))
+    assert list(shown) == ["b", OTHERS]
+    others = shown[OTHERS][10]
+    assert (others.square, others.differing) == (4 * (0.25 + 2.25 + 1.0), 3)
+    assert others.norm == 4 * (2.5**2 + 3.5**2 + 2.0**2 + 3.0**2)
+
+
+def test_of_several_ranks_the_greatest_distance_counts():
+    one, near, far = torch.ones(2), torch.full((2,), 1.5), torch.full((2,), 2.0)
+    broken = torch.tensor([math.nan, 1.0])
+    for order in ((near, broken, far), (broken, far, near)):
+        series = DistanceSeries()
+        for other in (one, near, far):
+            series.add(record({"a.w": one}), record({"a.w": other}))
+        assert series.moments[10]["a"].square == 2.0
+        for other in order:
+            series.add(record({"a.w": one}), record({"a.w": other}))
+        assert math.isnan(series.moments[10]["a"].relative)
+
+
+def test_epochs_and_layers_are_bounded(monkeypatch):
+    monkeypatch.setattr(weight_distance, "MAX_MOMENTS", 8)
+    monkeypatch.setattr(weight_distance, "MAX_LAYERS", 3)
+    one = {f"{number}.w": torch.ones(1) for number in range(5)}
+    other = {name: own * 2 for name, own in one.items()}
+    series = DistanceSeries()
+    for epoch in range(100):
+        series.add(record(one, epoch=epoch), record(other, epoch=epoch))
+        assert len(series.moments) <= 8
+    assert sorted(series.epochs.values()) == [0, 16, 32, 48, 64, 80, 96]
+    assert list(series.moments[10]) == ["0", "1", "2", OTHERS]
+    assert series.moments[10][OTHERS] == Distance(2.0, 8.0, 2)
+    assert [layer for layer, _ in series.list_series(8)] == ["0", "1", "2", OTHERS]
+    unsized = DistanceSeries()
+    unsized.add(record(one, sketched=False), record(other))
+    assert len(unsized.unknown) == 3
+    # A ledger that somebody made, whose epochs do not advance.
+    crafted = DistanceSeries()
+    for step in range(20):
+        odd = [Digests(**{**fields(record(own)), "step": step}) for own in (one, other)]
+        crafted.add(*odd)
+    assert len(crafted.moments) <= 8
