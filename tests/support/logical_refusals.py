@@ -184,7 +184,9 @@ COLLECTIVES = {
 # What an error says, and what the training gets that raises it.
 REFUSALS = {
     **{message: lambda call=call: call_in_step(call) for message, call in COLLECTIVES.items()},
-    "set logical_ranks to (12|6) for the same number": lambda: {"accumulate_grad_batches": 3},
+    "leave out that argument, and set logical_ranks to (12|6)": lambda: {
+        "accumulate_grad_batches": 3
+    },
     "accumulate_grad_batches is 2 in this epoch.* set logical_ranks to (8|4)": lambda: {
         "callbacks": [DeterminismCallback(), GradientAccumulationScheduler({0: 2})]
     },

@@ -71,7 +71,7 @@ def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:
         count = trainer.accumulate_grad_batches
         raise SettingError(
             f"accumulate_grad_batches is {count}, and logical ranks accumulate gradients "
-            f"themselves: leave it out, and set logical_ranks to "
+            f"themselves: leave out that argument, and set logical_ranks to "
             f"{strategy.logical_ranks * count} for the same number of samples per step."
         )
     if not module.automatic_optimization:
