@@ -1,7 +1,8 @@
-"""Show the notebooks as pages: a hook that mkdocs calls (``hooks`` in mkdocs.yml).
+"""Show the notebooks and the examples as pages: a hook that mkdocs calls (``hooks`` in mkdocs.yml).
 
 A notebook becomes a Markdown page of the same name, so that its links are checked and its code
-looks like that of other pages. The notebook itself is copied beside the page.
+looks like that of other pages. The notebook itself is copied beside the page. The page of the
+examples is examples/README.md, and the programs are copied beside it.
 """
 
 import json
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 _LINK = re.compile(r"(\]\([^)\s]+)\.ipynb(?=[#)])")
 
 
@@ -28,17 +30,27 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
             cells = json.loads(Path(file.abs_src_path).read_text())["cells"]
             page = path.with_suffix(".md").as_posix()
             files.append(File.generated(config, page, content=render_cells(cells, path.name)))
+    readme = (EXAMPLES / "README.md").read_text()
+    files.append(File.generated(config, "examples.md", content=move_links(readme)))
+    for program in EXAMPLES.glob("*.py"):
+        copy = File.generated(config, f"examples/{program.name}", abs_src_path=str(program))
+        files.append(copy)
     return files
 
 
 def on_page_markdown(markdown: str, *, page: "Page", **_: object) -> str:
-    """Let links to notebooks lead to their pages, but for the link to the file itself."""
+    """Let links to notebooks and to the examples lead to their pages."""
     return markdown if page.file.src_uri.startswith("notebooks/") else link_pages(markdown)
 
 
 def link_pages(markdown: str) -> str:
-    """Return Markdown whose links to notebooks lead to their pages."""
-    return _LINK.sub(r"\1.md", markdown)
+    """Return Markdown whose links to notebooks and to the examples lead to their pages."""
+    return _LINK.sub(r"\1.md", markdown).replace("](../examples/README.md)", "](examples.md)")
+
+
+def move_links(readme: str) -> str:
+    """Return examples/README.md with the links that it has as a page of the documentation."""
+    return re.sub(r"\]\((\w+\.py)\)", r"](examples/\1)", readme.replace("](../docs/", "]("))
 
 
 def render_cells(cells: list[dict[str, Any]], name: str) -> str:

@@ -119,6 +119,15 @@ def test_the_text_of_the_notebooks_names_commands_that_we_have():
 
 
 def test_links_to_notebooks_lead_to_their_pages():
-    text = "[a](notebooks/one.ipynb), [b](two.ipynb#part), one.ipynb"
-    expected = "[a](notebooks/one.md), [b](two.md#part), one.ipynb"
+    text = "[a](notebooks/one.ipynb), [b](two.ipynb#part), one.ipynb, [c](../examples/README.md)"
+    expected = "[a](notebooks/one.md), [b](two.md#part), one.ipynb, [c](examples.md)"
     assert notebook_pages.link_pages(text) == expected
+
+
+def test_the_examples_are_a_page_whose_links_lead_somewhere():
+    page = notebook_pages.move_links((notebook_pages.EXAMPLES / "README.md").read_text())
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links
+    for link in links:
+        folder = ROOT if link.startswith("examples/") else ROOT / "docs"
+        assert (folder / link).exists(), link
