@@ -45,6 +45,7 @@ _TYPES = {
     torch.bool: "i1",
 }
 _INT32_LIMIT = 2**31
+_ATOMIC = re.compile(r"\b(atom|red)\.")
 # Operators of torch that start no kernel on a device.
 _NO_KERNEL = re.compile(
     r"aten::(_?reshape\w*|_?to_copy|\w*view\w*|empty\w*|as_strided\w*|set_\w*|unsqueeze|squeeze|"
@@ -154,10 +155,8 @@ def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
         )
         if run.returncode:
             raise RuntimeError(run.stdout + run.stderr)
-        disassembler = triton.knobs.nvidia.nvdisasm.path
-        code = subprocess.run(
-            [disassembler, "-c", output], check=True, capture_output=True, text=True
-        ).stdout
+        # In the machine code, because the assembler could replace one by a loop; it adds none.
+        atomics = _list_atomics(output) if _ATOMIC.search(compiled.asm["ptx"]) else set()
     registers = re.search(r"Used (\d+) registers", run.stderr)
     stack = re.search(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr
@@ -165,14 +164,18 @@ def compile_kernel(recorded: Launch, capability: int) -> dict[str, Any]:
     assert registers is not None
     assert stack is not None
     frame, stores, loads = map(int, stack.groups())
-    # In the machine code: the assembler could replace one by a loop.
-    atomics = set(re.findall(r"\b((?:ATOM|RED)[A-Z]*\.[\w.]+)", code))
     return {
         "registers": int(registers[1]),
         "stack": frame,
         "spilled": stores + loads,
         "atomics": sorted(atomics),
     }
+
+
+def _list_atomics(code: Path) -> set[str]:
+    disassembler = triton.knobs.nvidia.nvdisasm.path
+    run = subprocess.run([disassembler, "-c", code], check=True, capture_output=True, text=True)
+    return set(re.findall(r"\b((?:ATOM|RED)[A-Z]*\.[\w.]+)", run.stdout))
 
 
 def run_workload(workload: Workload) -> tuple[list[Launch], dict[str, int]]:

@@ -45,10 +45,11 @@ On CUDA,
 - gradients of pooling, padding and interpolation run as Triton kernels: one launch (one for each
   dimension where an input contributes to many outputs, and one more for the filters of antialiased
   modes), in which each input adds the outputs that it went to, in a fixed order, without atomics.
-  Max unpooling takes the greatest position of each place by integer atomics. The kernels have run
-  under Triton's interpreter, with the results of the torch ops, and they compile for NVIDIA's
-  architectures 8.0, 9.0 and 10.0. Torch ops take over, with a warning, from a kernel that cannot
-  run or gives a different result than the CPU;
+  Max unpooling and `put_` take the greatest position of each place by integer atomics, and
+  maxima and minima of `index_reduce` are those of integers. The kernels have run under Triton's
+  interpreter, with the results of the torch ops, and they compile for NVIDIA's architectures 8.0,
+  9.0 and 10.0. Torch ops take over, with a warning, from a kernel that cannot run or gives a
+  different result than the CPU;
 - a step with patches has to run once before a CUDA graph captures it, because kernels are compiled
   and tables are copied from the host at the first use. Tables that a graph uses are kept."""
 

@@ -63,8 +63,9 @@ SCATTERING: tuple[Op, ...] = (
         torch_does="Raises; on a CPU only without accumulate.",
         cause="Several threads write to one place in no fixed order, and the last value stays.",
         instead=(
-            "All values for one place are set to the last one before they are written; with "
-            "accumulate, index_put_ sorts and adds them."
+            "Each place takes the greatest position of its values by integer atomics, then the "
+            "value there (few values for a large tensor are sorted); with accumulate, index_put_ "
+            "adds them."
         ),
         bits="Equal to torch's CPU kernel on one thread.",
         kernels={"put_": f"{_PUT_UNPOOL}:put"},
@@ -162,7 +163,8 @@ SCATTERING: tuple[Op, ...] = (
         cause="The threads that meet on one place reduce with atomics, in no fixed order.",
         instead=(
             "Factors are sorted by place and multiplied in order. A mean is an exact sum of "
-            "integers divided by a count; a maximum is that of integers in the numbers' order."
+            "integers divided by a count; a maximum is that of integers in the numbers' order, by "
+            "integer atomics."
         ),
         bits=(
             "Products: equal to torch's CPU kernel, but half and bfloat16 in float32. Means: the "

@@ -26,6 +26,7 @@ from lightning_d9m.patches.primitives.segment_reduce import (
     accumulation_dtype,
     multiply_into,
 )
+from lightning_d9m.patches.triton.launch import run_kernel
 
 _REDUCTIONS = ("prod", "mean", "amax", "amin")
 
@@ -59,11 +60,8 @@ def index_reduce(
         if reduce == "prod":
             multiply_into(places, (keys,), keys, count, slices, include_self=include_self)
             return
-        update = (
-            partial(_average, include_self=include_self)
-            if reduce == "mean"
-            else partial(_choose, greatest=reduce == "amax", include_self=include_self)
-        )
+        update = _average if reduce == "mean" else partial(_extremum, greatest=reduce == "amax")
+        update = partial(update, include_self=include_self)
         update_places(places, (count,), keys, slices, update)
 
     return Update(write)
@@ -85,6 +83,16 @@ def _average(rows: Tensor, keys: Tensor, values: Tensor, *, include_self: bool) 
     rounding = None if rows.is_floating_point() else "floor"
     mean = torch.div(total, terms, rounding_mode=rounding)
     rows.copy_(torch.where(divisors > 0, mean.to(rows.dtype), rows))
+
+
+def _extremum(
+    rows: Tensor, keys: Tensor, values: Tensor, *, greatest: bool, include_self: bool
+) -> None:
+    if not rows.is_floating_point():
+        _choose(rows, keys, values, greatest=greatest, include_self=include_self)
+        return
+    more = {"greatest": greatest, "include_self": include_self}
+    run_kernel("extremum:choose", _choose, rows, keys, values, **more)
 
 
 def _choose(

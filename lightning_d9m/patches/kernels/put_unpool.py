@@ -17,6 +17,8 @@ from lightning_d9m.patches.primitives.gather_tables import cast_like
 from lightning_d9m.patches.primitives.segment_reduce import Update, find_last
 from lightning_d9m.patches.triton.launch import run_kernel
 
+_MOST_MARKS = 16  # places for each value, beyond which a mark for each takes too much memory
+
 
 def put(
     original: Original, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
@@ -34,23 +36,35 @@ def put(
     if not index.numel():
         return Update(lambda _: None)
     places, values = index.flatten(), source.flatten()
-    places = torch.where(places < 0, places + size, places)
-    places = torch.where(places < 0, size, places)  # out of range, also for index_put_
-    if not accumulate:
-        # All values for one place become equal, so the order of the writes has no effect.
-        values = values.index_select(0, find_last(places, size + 1))
 
     def write(target: Tensor) -> None:
         try:
-            if target.is_contiguous():
-                target.view(-1).index_put_((places,), values, accumulate=accumulate)
+            if accumulate:
+                _put(target, places, values, accumulate=True)
+            elif target.is_contiguous() and size <= _MOST_MARKS * values.numel():
+                run_kernel("put:put_last", _put_last, target, places, values)
             else:
-                indices = unravel(places, target.shape)
-                target.index_put_(indices, values, accumulate=accumulate)
+                _put_last(target, places, values)
         except (IndexError, RuntimeError):  # on a CPU; on CUDA the device reports it later
             raise_as_original(bound)
 
     return Update(write)
+
+
+def _put_last(target: Tensor, places: Tensor, values: Tensor) -> None:
+    # All values for one place become equal, so the order of the writes has no effect.
+    wrapped = torch.where(places < 0, places + target.numel(), places)
+    last = find_last(wrapped, target.numel() + 1)
+    _put(target, places, values.index_select(0, last), accumulate=False)
+
+
+def _put(target: Tensor, places: Tensor, values: Tensor, *, accumulate: bool) -> None:
+    size = target.numel()
+    places = torch.where(places < 0, places + size, places)
+    places = torch.where(places < 0, size, places)  # out of range, also for index_put_
+    flat = target.is_contiguous()
+    indices = (places,) if flat else unravel(places, target.shape)
+    (target.view(-1) if flat else target).index_put_(indices, values, accumulate=accumulate)
 
 
 def max_unpool2d(

@@ -81,7 +81,7 @@ def raise_key(value, place, mask, keys, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _locate(
+def locate_terms(
     index, count, rows, inner, elements, BLOCK, PER_ELEMENT: tl.constexpr, WIDE: tl.constexpr
 ):
     """Returns the elements of a block, the output that each belongs to, and which have one."""
@@ -135,7 +135,9 @@ def raise_keys(
     BLOCK: tl.constexpr,
 ):
     """Raises the keys of outputs to those of their terms."""
-    element, place, mask = _locate(index, count, rows, inner, elements, BLOCK, PER_ELEMENT, WIDE)
+    element, place, mask = locate_terms(
+        index, count, rows, inner, elements, BLOCK, PER_ELEMENT, WIDE
+    )
     raise_key(tl.load(values + element, mask=mask, other=0.0), place, mask, keys, COUNT)
 
 
@@ -158,7 +160,9 @@ def add_terms(
     BLOCK: tl.constexpr,
 ):
     """Adds the terms to the limbs of their outputs."""
-    element, place, mask = _locate(index, count, rows, inner, elements, BLOCK, PER_ELEMENT, WIDE)
+    element, place, mask = locate_terms(
+        index, count, rows, inner, elements, BLOCK, PER_ELEMENT, WIDE
+    )
     value = tl.load(values + element, mask=mask, other=0.0)
     add_term(value, place, mask, keys, sums, slots, width, guard, COUNT)
 

@@ -1,7 +1,8 @@
 """Tests of Triton kernels in a process in which Triton's interpreter runs them on the CPU.
 
-Triton reads TRITON_INTERPRET when it is imported, so all tests of a file run in one such process.
-Each test of pytest then reports the outcome of one of them.
+Triton reads TRITON_INTERPRET when it is imported, so all tests of a file run in one such process: a
+fork of a Python that has imported torch (``forking_python.py``), which imports Triton anew. Each
+test of pytest then reports the outcome of one of them.
 """
 
 import importlib
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forking_python import shared_python
 from patches.cases import threads
 
 from lightning_d9m.patches.triton import launch
@@ -47,7 +49,7 @@ def interpreted(test: Callable[[], None]) -> Callable[[], None]:
 @cache
 def _run_file(module: str) -> dict[str, str | None]:
     run = subprocess.run(
-        [sys.executable, __file__, module],
+        [shared_python(), __file__, module],
         env={
             **os.environ,
             "TRITON_INTERPRET": "1",
@@ -59,6 +61,13 @@ def _run_file(module: str) -> dict[str, str | None]:
     )
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout))
+
+
+def _forget_triton() -> None:
+    """Remove the modules of Triton written in Python, which were imported to compile."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
 
 
 def _run_checks(module: str) -> dict[str, str | None]:
@@ -97,4 +106,5 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 
 if __name__ == "__main__":
+    _forget_triton()
     print(json.dumps(_run_checks(sys.argv[1])))  # noqa: T201 - read by _run_file

@@ -77,6 +77,26 @@ def test_sums_use_native_atomics(benchmark, op, tmp_path, monkeypatch):
         assert (compiled["stack"], compiled["spilled"], compiled["atomics"]) == (0, 0, [])
 
 
+@pytest.mark.parametrize(
+    ("op", "shape", "kind"),
+    [
+        ("put_", "64 places", "S32"),
+        ("index_reduce", "amax", "S32"),
+        ("index_reduce", "amax", "S64"),
+    ],
+)
+def test_greatest_integers_use_native_atomics(benchmark, op, shape, kind, tmp_path, monkeypatch):
+    """Positions of values, and numbers as integers in their order, of 32 and 64 bits."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (workload,) = (one for one in benchmark.WORKLOADS if one.op == op and one.shape.endswith(shape))
+    (_, marked, _), _ = benchmark.run_workload(workload)
+    wider = {"*fp32": "*fp64", "*i32": "*i64"} if kind == "S64" else {}
+    signature = {name: wider.get(form, form) for name, form in marked.signature.items()}
+    compiled = benchmark.compile_kernel(replace(marked, signature=signature), 90)
+    assert (compiled["stack"], compiled["spilled"]) == (0, 0)
+    assert compiled["atomics"] == [f"REDG.E.MAX.{kind}.STRONG.GPU"]
+
+
 @pytest.mark.parametrize("place", [0, -1])
 def test_grid_samples_spill_nothing(benchmark, place, tmp_path, monkeypatch):
     """In 2 and 3 dimensions; the atomics are those of sums."""
