@@ -251,6 +251,7 @@ class DeterminismCallback(_Callback):
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the epoch; compare it with the reference and across ranks."""
+        self._checkpoint_state.end_epoch(trainer)
         self._probe_recorder.flush()
         self._probe_recorder.save_state(trainer, "epoch")
         self._recorder.record(trainer, pl_module, self._open_session, "epoch")

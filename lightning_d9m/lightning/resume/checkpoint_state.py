@@ -21,6 +21,7 @@ from lightning_d9m.lightning.ranks.gather import gather_values
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
+from lightning_d9m.lightning.resume.epoch_length import EpochLength
 from lightning_d9m.lightning.resume.exactness import (
     describe_reloaded_generators,
     describe_unmatched_state,
@@ -37,8 +38,10 @@ from lightning_d9m.lightning.resume.loop_position import (
     find_position,
     finish_pending_work,
     iterate_again,
+    makes_iterator_again,
     skip_remaining_batches,
 )
+from lightning_d9m.lightning.resume.weights import load_unrounded
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
@@ -80,6 +83,7 @@ class CheckpointState:
         self._unvalidated: SavedRank | None = None
         self._before_evaluation: run_state.RngAndMetricState | None = None
         self._loader_states: list[dict[str, Any]] = []
+        self._epoch_length: EpochLength | None = None
         self._ended = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +169,7 @@ class CheckpointState:
         fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
-            (trainer.strategy, "load_model_state_dict", self._load_weights),
+            (trainer.strategy, "load_model_state_dict", load_unrounded),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
@@ -182,20 +186,13 @@ class CheckpointState:
         finally:
             patches.undo()
 
-    def _load_weights(
-        self, trainer: "Trainer", load: Callable[..., None], *args: Any, **words: Any
-    ) -> None:
-        plugin = trainer.strategy.precision_plugin
-        if plugin.precision == "64-true" and not trainer.strategy.restore_checkpoint_after_setup:
-            # Lightning converts the module later: it would round the weights to float32 here.
-            plugin.convert_module(trainer.lightning_module)
-        load(*args, **words)
-
     def _load_loader_states(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         if trainer.fit_loop.restarting:
             if self._resumed is not None and self._position(trainer).phase == "epoch":
                 drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
+            if self._resumed is not None and any(self._loader_states):
+                self._epoch_length = EpochLength(self._position(trainer).batch)
         load()
 
     def _finish_and_reset(self, trainer: "Trainer", reset: Callable[[], None]) -> None:
@@ -221,7 +218,7 @@ class CheckpointState:
     def _start_batches(
         self, session: TrainerSession, trainer: "Trainer", start: Callable[..., None], *args: Any
     ) -> None:
-        if _iterates_again(trainer):
+        if makes_iterator_again(trainer):
             session.restart_epoch(trainer.current_epoch)
         elif self._resumes_between_epochs(trainer) and draws_when_iterated(trainer):
             session.restart_epoch(trainer.current_epoch)
@@ -266,6 +263,19 @@ class CheckpointState:
             lambda: lightning_private.cycles_shorter_loaders(trainer),
             self._rank_state(trainer).samplers,
         )
+
+    def end_epoch(self, trainer: "Trainer") -> None:
+        """Check the length of an epoch; every rank calls this before an epoch is recorded.
+
+        Raises:
+            InexactResumeError: A loader began the epoch after the resumed one at the position of
+                the checkpoint, unless ``on_inexact="warn"``.
+        """
+        if self._epoch_length is not None:
+            problem = self._epoch_length.end_epoch(trainer)
+            ranks_of(trainer).raise_on_all(
+                lambda: self._raise_or_warn(trainer, [problem]) if problem else None
+            )
 
     def begin(self, trainer: "Trainer", recorder: TrainerRecorder) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
@@ -389,13 +399,3 @@ def _gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
     (own,) = state.ranks
     gathered = gather_values(trainer, own.as_plain())
     return replace(state, ranks=[SavedRank.from_plain(rank) for rank in gathered])
-
-
-def _iterates_again(trainer: "Trainer") -> bool:
-    """Return whether Lightning is about to make the iterator of the training loaders again.
-
-    It makes the first one when it loads them, and their workers start then.
-    """
-    fit = trainer.fit_loop
-    resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
-    return trainer.current_epoch > 0 and not resumes

@@ -116,6 +116,16 @@ def _is_stateful(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def makes_iterator_again(trainer: "Trainer") -> bool:
+    """Return whether Lightning is about to make the iterator of the training loaders again.
+
+    It makes the first one when it loads them, and their workers start then.
+    """
+    fit = trainer.fit_loop
+    resumes = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
+    return trainer.current_epoch > 0 and not resumes
+
+
 def iterate_again(trainer: "Trainer", loader_states: list[dict[str, Any]]) -> None:
     """Make the iterator over the training loaders again, at the start of a resumed epoch.
 

@@ -7,6 +7,8 @@ from resuming import Fits, agree
 from torch.utils.data import IterableDataset, get_worker_info
 from trainings import NoisyDigits
 
+from lightning_d9m.errors import InexactResumeError
+
 loaders = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="torchdata is not installed; `pip install torchdata`"
 )
@@ -62,3 +64,31 @@ def test_a_loader_that_knows_its_place_is_resumed_within_an_epoch(
     for place in ({"batch": 3}, {"hook": "on_train_epoch_end"}):
         fits.interrupt(**run, at=place)
         agree(straight, fits.resume(**run))
+
+
+class Continuing(Numbers):
+    """A stream that begins each epoch at the position that it has loaded."""
+
+    def __iter__(self):
+        digits = NoisyDigits()
+        for index in range(self.start, 96):
+            self.given = index + 1
+            yield digits[index]
+
+
+@pytest.mark.parametrize(
+    ("at", "lengths"),
+    [
+        ({"batch": 3}, "3 batches, and the epoch before 6"),
+        ({"batch": 6}, "0 batches, and the epoch before 6"),
+    ],
+)
+def test_a_loader_that_begins_later_epochs_at_the_checkpoint_is_an_error(
+    tmp_path, new_process, at, lengths
+):
+    """Hugging Face's iterable datasets do without ``set_epoch``, and litData's loader does."""
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": lambda: loaders.StatefulDataLoader(Continuing(), batch_size=16)}
+    fits.interrupt(**run, at={"epoch": 0, **at})
+    with pytest.raises(InexactResumeError, match=f"Epoch 1 had {lengths}"):
+        fits.resume(**run)
