@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_d9m"
 GENERATED = {"errors.md", "ops.md"}  # written from the package, which is checked itself
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    ROOT / "examples/README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
 ]
 _CODE = re.compile(
@@ -30,6 +30,7 @@ PATTERNS = {
     r"\b(held|holds?|holding) (?:\w+ ){0,4}against\b": "compared with, compares with",
     r"(?<![Tt]here )\b(is|are|was|were) no (?!longer|more|less|other)[a-z]+\b": "is not a ...",
     r"\ball the same\b": "anyway, still",
+    r", also (?:after|before|by|for|if|in|on|when|where|within)\b": "even, including, too",
     r"\bfor ever\b": "indefinitely",
     r"\bgoes on\b|\bgo on with\b": "continues",
     r"\bother bits\b": "different values",
@@ -94,7 +95,7 @@ def read_paragraphs(text):
         yield prose.count("\n", 0, match.start()) + 1, match[0], False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_pages_are_written_in_plain_english(page):
     found = find_problems(read_paragraphs(page.read_text()))
     assert not found, "\n" + "\n".join(f"{page}:{n}: {what!r}: {how}" for n, what, how in found)

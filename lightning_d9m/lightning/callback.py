@@ -267,7 +267,7 @@ class DeterminismCallback(_Callback):
     def on_save_checkpoint(
         self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Add the state that an exact resume needs, also after the fit has ended."""
+        """Add the state that an exact resume needs, even after the fit has ended."""
         self._probe_recorder.flush()
         self._checkpoint_state.save(trainer, self._session, self._recorder, checkpoint)
 

@@ -172,7 +172,7 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
 
 
 def find_manifest(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the manifest in a checkpoint, also in one of an older format; None without one."""
+    """Return the manifest in a checkpoint, even in one of an older format; None without one."""
     state = find_state(checkpoint)
     if not isinstance(state, Mapping):
         return None

@@ -17,7 +17,7 @@ class Finding:
         rule: The rule's id.
         end_line: The last line of the code.
         end_column: The column behind it.
-        file_line: In the file, also for a notebook.
+        file_line: In the file, even for a notebook.
         certainty: ``"certain"`` if the source shows everything that matters (assuming CUDA and
             gradients); otherwise ``"depends"``.
         reason: The mechanism.

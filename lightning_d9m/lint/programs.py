@@ -47,7 +47,7 @@ def _seeds_torch(call: ast.Call, scope: Scope) -> bool:
 
 
 def list_imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted names of all imports of a module, also within functions."""
+    """Yield the dotted names of all imports of a module, including those within functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

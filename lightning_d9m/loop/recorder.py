@@ -74,7 +74,7 @@ class Recorder:
 
     Attributes:
         next_epoch: The epoch that is next or under way; above 0 in a run that was resumed.
-        global_step: Number of calls of ``step``, also before a resume.
+        global_step: Number of calls of ``step``, including those before a resume.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each setting

@@ -271,7 +271,7 @@ def _find_op(name: str) -> OpOverload:
 
 @torch.no_grad()
 def _keep_tensor(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides, also if elements overlap, and no more of its storage."""
+    """Copy a tensor with its strides, even if elements overlap, and no more of its storage."""
     tensor = tensor.detach()
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_conj() or tensor.is_neg():

@@ -1,4 +1,4 @@
-"""A file to which whole pieces are appended, also by a process that is interrupted."""
+"""A file to which whole pieces are appended, even by a process that is interrupted."""
 
 import os
 from pathlib import Path

@@ -124,5 +124,5 @@ def _is_local(folder: str | Path) -> bool:
 
 
 def _local_path(folder: str | Path) -> Path:
-    """Return a path, also for a URL such as ``file:///logs``."""
+    """Return a path, even for a URL such as ``file:///logs``."""
     return Path(strip_protocol(str(folder)) if "://" in str(folder) else folder)

@@ -50,7 +50,7 @@ def _writes_parameters(function: _Function) -> bool:
 
 
 def _list_parameter_names(target: ast.AST, values: ast.AST) -> set[str]:
-    """Return the names of a loop that stand for parameters, also in a ``zip``."""
+    """Return the names of a loop that stand for parameters, including those in a ``zip``."""
     if not isinstance(values, ast.Call):
         return set()
     name = read_last_name(values.func)

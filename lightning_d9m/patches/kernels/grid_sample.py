@@ -178,7 +178,7 @@ def _differentiate_by_torch_ops(
         image.dtype,
     )
     grad_image = sums.view(batch, -1, channels).transpose(1, 2)
-    # Strides of one, as torch's, also where a size is 1.
+    # Strides of one, as torch's, even where a size is 1.
     grad_image = grad_image.reshape(image.shape).clone(memory_format=torch.contiguous_format)
     return grad_image, grad_grid
 
