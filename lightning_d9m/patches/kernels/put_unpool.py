@@ -61,7 +61,7 @@ def _put_last(target: Tensor, places: Tensor, values: Tensor) -> None:
 def _put(target: Tensor, places: Tensor, values: Tensor, *, accumulate: bool) -> None:
     size = target.numel()
     places = torch.where(places < 0, places + size, places)
-    places = torch.where(places < 0, size, places)  # out of range, also for index_put_
+    places = torch.where(places < 0, size, places)  # out of range for index_put_ too
     flat = target.is_contiguous()
     indices = (places,) if flat else unravel(places, target.shape)
     (target.view(-1) if flat else target).index_put_(indices, values, accumulate=accumulate)
