@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -22,9 +23,14 @@ from lightning_d9m.ledger.format.probe_frames import (
 )
 from lightning_d9m.ledger.format.probe_layouts import Layouts
 
+if TYPE_CHECKING:
+    from numpy import ndarray
+
 _BUFFER = 2**18
 # The least bytes of a block's frames that are returned together with those of the next blocks.
 _TOGETHER = 2**17
+# With fewer blocks, reading each takes less time than preparing to read them together.
+_FEW_BLOCKS = 8
 
 
 @dataclass(slots=True)
@@ -43,6 +49,14 @@ class _Run:
     def takes(self, layout: int, growth: tuple[int, int]) -> bool:
         """Return whether the frames of the next block may be added."""
         return (self.layout, self.growth) == (layout, growth) and self.size < _TOGETHER
+
+    def add(self, count: int, part: memoryview) -> None:
+        """Add some frames."""
+        self.count += count
+        self.size += part.nbytes
+        self.parts.append(part)
+        if not self.growth[1]:  # a part of a batch continues nothing
+            self.size = _TOGETHER
 
     def as_frames(self) -> Frames:
         """Return the frames."""
@@ -133,15 +147,13 @@ class FrameReader(AbstractContextManager["FrameReader"]):
                 if run is None:
                     width = (size - HEAD.size) // count
                     run = _Run(layout, growth, place, layouts.get(layout), width)
-                run.count += count
-                run.size += size
-                run.parts.append(memoryview(self._data)[start:stop])
-                if not growth[1]:  # a part of a batch continues nothing
-                    run.size = _TOGETHER
+                run.add(count, memoryview(self._data)[start:stop])
+                self._at = stop + CHECK.size
+                self._read_alike(run, head, count, end)
             else:
                 self._position = POSITION.unpack_from(self._data, start)
+                self._at = stop + CHECK.size
                 head = b""
-            self._at = stop + CHECK.size
         if run is not None:
             yield run.as_frames()
 
@@ -195,6 +207,40 @@ class FrameReader(AbstractContextManager["FrameReader"]):
         self._check = check
         return True
 
+    def _read_alike(self, run: _Run, head: bytes, count: int, end: int) -> None:
+        """Add the next blocks to a run as long as they have the head of the block before.
+
+        Only the check of each block needs a call; all else is done for all of them. What ends the
+        run, or is wrong, is left for ``read``.
+        """
+        if not self._data.startswith(head, self._at):
+            return
+        size = HEAD.size + run.width * count
+        stride = size + CHECK.size
+        blocks = (min(len(self._data), end - self._base) - self._at) // stride
+        blocks = min(blocks, -(-(_TOGETHER - run.size) // (run.width * count)))
+        if blocks < _FEW_BLOCKS:
+            return
+        import numpy as np
+
+        view = memoryview(self._data)[self._at : self._at + blocks * stride]
+        rows = np.frombuffer(view, np.uint8).reshape(blocks, stride)
+        blocks = _count_true((rows[:, : HEAD.size] == rows[0, : HEAD.size]).all(axis=1))
+        check, checks = self._check, []
+        for start in range(0, blocks * stride, stride):
+            check = xxh3_64_intdigest(view[start : start + size], check)
+            checks.append(check)
+        stored = rows[:blocks, size:].copy().view("<u8")[:, 0]
+        blocks = _count_true(np.array(checks, "<u8") == stored)
+        epoch, step, batch = self._position
+        steps, batches = (growth * count * blocks for growth in run.growth)
+        if not blocks or max(step + steps, batch + batches) > MAX_WHOLE:
+            return
+        self._position = epoch, step + steps, batch + batches
+        self._check = checks[blocks - 1]
+        self._at += blocks * stride
+        run.add(count * blocks, memoryview(rows[:blocks, HEAD.size : size].tobytes()))
+
     def _move(self, count: int, growth: tuple[int, int]) -> tuple[int, int, int]:
         """Move the position behind some frames; return that of the first of them."""
         epoch, step, batch = self._position
@@ -214,3 +260,8 @@ class FrameReader(AbstractContextManager["FrameReader"]):
             f"{self.path}, the block at byte {self.offset}: {FieldError(field, problem)}. The file "
             "was not written by lightning_d9m, or was edited; record the run again."
         )
+
+
+def _count_true(conditions: "ndarray[Any, Any]") -> int:
+    """Return how many conditions are true before the first that is not."""
+    return len(conditions) if conditions.all() else int(conditions.argmin())
