@@ -23,12 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m verify``."""
     parser.add_argument(
         "checkpoint",
+        metavar="CHECKPOINT",
         type=Path,
         help="a checkpoint that a Trainer saved, or a file of weights, alone (also .safetensors) "
         "or under the key state_dict",
     )
     parser.add_argument(
         "ledger",
+        metavar="LEDGER",
         type=Path,
         nargs="?",
         help="the ledger to search (default: the one that the checkpoint names, if it exists)",

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m audit inference``."""
     parser.add_argument(
         "target",
+        metavar="TARGET",
         help="module:function or script.py:function that returns (module, samples)",
     )
     parser.add_argument(
