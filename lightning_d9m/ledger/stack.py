@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.nccl_files import capture_nccl_files
 from lightning_d9m.ledger.tables import table_differences
 from lightning_d9m.text import escape
 
@@ -101,6 +102,11 @@ _VARIABLES = (
     *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"),
     *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_PXN_DISABLE"),
     *("NCCL_CUMEM_ENABLE", "NCCL_LAUNCH_MODE", "NCCL_NET", "NCCL_WORK_FIFO_DEPTH"),
+    *("NCCL_RINGS", "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS", "NCCL_NVLS_NCHANNELS"),
+    *("NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER"),
+    *("NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE"),
+    *("NCCL_P2P_DIRECT_DISABLE", "NCCL_NVB_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C"),
+    *("NCCL_IB_MERGE_NICS", "NCCL_NETDEVS_POLICY", "NCCL_CGA_CLUSTER_SIZE"),
     *("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY"),
     *("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
     *("HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE", "HOROVOD_NUM_NCCL_STREAMS"),
@@ -162,7 +168,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
     stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
     stack |= _capture_devices()
-    stack |= _capture_variables()
+    stack |= _capture_variables() | capture_nccl_files()
     return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
 
 
