@@ -113,7 +113,9 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
         counterpart = paired[name] if name in paired else next(unpaired)
         comparison = compare_ledgers(ledger, counterpart)
         if not comparison.equal:
-            return "\n".join(["Their ledgers differ.", *format_comparison(comparison)])
+            return "\n".join(
+                ["Their ledgers differ.", *format_comparison(comparison, verbose=True)]
+            )
     return None
 
 

@@ -54,17 +54,25 @@ def describe_moment(moment: str, epoch: int, step: int) -> str:
     return f"{prefix}epoch {epoch} (step {step})"
 
 
-def describe_value(value: str) -> str:
-    """Return a digest unchanged, and a number from ``float.hex()`` in both notations.
+def describe_value(value: str, *, bits: bool = True) -> str:
+    """Return a digest unchanged, and a number from ``float.hex()`` as a decimal number.
+
+    Args:
+        value: The value.
+        bits: Whether to show a number in both notations.
 
     >>> describe_value("0x1.8000000000000p-3")
     '0x1.8000000000000p-3 (0.1875)'
+    >>> describe_value("0x1.8000000000000p-3", bits=False)
+    '0.1875'
     """
     if value.lstrip("-").startswith(("0x", "inf", "nan")):
         try:
-            return f"{value} ({float.fromhex(value)!r})"
+            number = float.fromhex(value)
         except (ValueError, OverflowError):
-            pass
+            return escape(value)
+        # Different numbers have different texts.
+        return f"{value} ({number!r})" if bits else repr(number)
     return escape(value)
 
 

@@ -22,8 +22,8 @@ from lightning_d9m.output.terminal import print_lines
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``d9m locate``."""
     parser.usage = (
-        "d9m locate [--no-determinism] [--tries N] [-o DIR] [--timeout SECONDS] [--json]\n"
-        "                  [-v] -- COMMAND ..."
+        "d9m locate [--no-determinism] [--tries N] [-o DIR] [--timeout SECONDS]\n"
+        "                  [--json] [-v] -- COMMAND ..."
     )
     parser.add_argument(
         "--no-determinism",
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tries",
         type=whole_number(1),
         default=2,
+        metavar="N",
         help="most pairs of runs for each look (default: 2)",
     )
     parser.add_argument(

@@ -120,7 +120,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
         if name in chosen:
             imported = import_module(module)
             imported.add_arguments(command)
-            command.set_defaults(run=imported.run, refuse=command.error)
+            command.set_defaults(run=imported.run, parser=command)
     return parser
 
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
     if unknown:  # prints the usage of the command; argparse would print that of d9m
-        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        arguments.parser.error(_describe_unrecognized(unknown, arguments.parser))
     return _run(arguments)
 
 
@@ -171,6 +171,21 @@ def _describe_unknown(word: str) -> str:
     alike = get_close_matches(word, COMMANDS, n=1)
     hint = f"Did you mean `d9m {alike[0]}`? " if alike else ""
     return f"{word!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}."
+
+
+def _describe_unrecognized(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return the message for arguments that a command does not have, with an option that is alike.
+
+    Args:
+        words: The arguments.
+        parser: The parser of the command.
+    """
+    options = [name for action in parser._actions for name in action.option_strings]  # noqa: SLF001 - there is no public list
+    long = [name.removeprefix("--") for name in options if name.startswith("--")]
+    typed = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    alike = [match for word in typed for match in get_close_matches(word, long, n=1)]
+    hint = f". Did you mean --{alike[0]}?" if alike else ""
+    return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
 def _print_error(text: str) -> None:

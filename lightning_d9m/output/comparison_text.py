@@ -15,16 +15,20 @@ _VALUE = 256
 _LONGEST = 4_096
 
 
-def format_comparison(comparison: Comparison) -> list[str]:
+def format_comparison(comparison: Comparison, *, verbose: bool = False) -> list[str]:
     """Return the lines of a comparison: the verdict, the ledgers, what differs between them.
 
     What may explain a difference, such as another driver, comes before the difference.
+
+    Args:
+        comparison: The comparison.
+        verbose: Whether to show the bits of numbers.
     """
-    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison)]
+    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison, verbose=verbose)]
 
 
-def format_evidence(comparison: Comparison) -> list[str]:
-    """Return the lines of a comparison without the verdict."""
+def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[str]:
+    """Return the lines of a comparison without the verdict; see ``format_comparison``."""
     lines = [
         f"reference: {escape(str(comparison.expected), _LONGEST)}",
         f"this run:  {escape(str(comparison.actual), _LONGEST)}",
@@ -42,7 +46,7 @@ def format_evidence(comparison: Comparison) -> list[str]:
                 lines += _format_field(entry, len(comparison.ranks))
     for entry in comparison.refusals[:1]:
         lines += wrap(entry.reason)
-    details = [] if comparison.refusals else list(_format_divergences(comparison))
+    details = [] if comparison.refusals else list(_format_divergences(comparison, bits=verbose))
     for sentence in list_one_sided(comparison):
         details += wrap(sentence)
     return [*lines, "", *details] if details else lines
@@ -83,7 +87,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if ranks[1:] else ''} {', '.join(shown)}{more}"
 
 
-def _format_divergences(comparison: Comparison) -> Iterator[str]:
+def _format_divergences(comparison: Comparison, *, bits: bool) -> Iterator[str]:
     """Yield the first divergence in full, and one sentence for each of the other ranks'."""
     ranks = {entry.rank: entry for entry in comparison.ranks}
     same: dict[str, list[int]] = {}
@@ -92,7 +96,7 @@ def _format_divergences(comparison: Comparison) -> Iterator[str]:
         if rank.first is None:
             continue
         if number == 0:
-            yield from _format_divergence(rank, rank.first)
+            yield from _format_divergence(rank, rank.first, bits=bits)
             continue
         sentence = (
             f"in {rank.first.where}: {name_place(found)}; {found.count:,} of "
@@ -104,15 +108,17 @@ def _format_divergences(comparison: Comparison) -> Iterator[str]:
         yield from wrap(_begin(f"{name_ranks(sorted(numbers))} {verb} {sentence}"))
 
 
-def _format_divergence(rank: RankComparison, first: RecordDifference) -> Iterator[str]:
+def _format_divergence(
+    rank: RankComparison, first: RecordDifference, *, bits: bool
+) -> Iterator[str]:
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_group.items():
         yield f"  {escape(group)}: {count} of {of} differ"
     if first.names != ("(total)",):
         count = first.by_group.get(first.group, (first.count, 0))[0]
         yield from wrap(f"first {escape(first.group)}: {describe_names(first.names, count)}", "  ")
-    yield f"    reference: {describe_value(first.expected)}"
-    yield f"    this run:  {describe_value(first.actual)}"
+    yield f"    reference: {describe_value(first.expected, bits=bits)}"
+    yield f"    this run:  {describe_value(first.actual, bits=bits)}"
     if text := advise(first):
         yield from wrap(text, "  ")
     if rank.differing or not rank.places:

@@ -14,6 +14,8 @@ from lightning_d9m.comparison.weight_distance import (
 )
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.output.svg.values import draw_distances, draw_key
+from lightning_d9m.output.terminal import make_table, render
+from lightning_d9m.text import escape
 
 _MAX_LINES = 8
 
@@ -75,6 +77,20 @@ def list_distances(found: DistanceSeries) -> list[Mapping[str, object]]:
         for layer, distance in found.moments[step].items()
         if distance.differing
     ]
+
+
+def format_distances(found: DistanceSeries, width: int) -> list[str]:
+    """Return the distances for a terminal: of each layer, that of the first and last epoch."""
+    rows = []
+    for layer, own in found.list_series(_MAX_LINES):
+        differing = [step for step in sorted(own) if own[step].differing]
+        sizes = [_describe(own[step]) for step in (differing[0], max(own))]
+        rows.append((escape(_name(layer)), str(found.epochs[differing[0]]), *sizes))
+    if not rows:
+        return []
+    table = make_table(("layer", "first epoch", "size there", "size at the end"), rows)
+    title = f"How far the weights are apart, relative to their norm (+- {STANDARD_ERROR:.0%}):"
+    return ["", title, *render(table, width).splitlines()]
 
 
 def _finite(value: float) -> float | None:

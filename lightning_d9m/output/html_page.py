@@ -192,6 +192,7 @@ def _make_environment() -> "Environment":
         "untrusted": _mark_untrusted,
         "name": _break_name,
         "value": _describe_digest,
+        "loss": _describe_loss,
         "call_name": lambda place: name_call(place.name, place.call),
         "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
         "position": _describe_position,
@@ -220,6 +221,10 @@ def _break_name(value: object) -> "Markup":
 
 def _describe_digest(value: str | None) -> "Markup":
     return _mark_untrusted("missing" if value is None else describe_value(value))
+
+
+def _describe_loss(value: str | None) -> str:
+    return "none" if value is None else repr(float.fromhex(value))
 
 
 def _describe_position(found: Divergence) -> str:

@@ -23,8 +23,16 @@ _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
 
 
-def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> str:
-    """Return the findings for a terminal: by rule, each place with its line of source."""
+def render_text(
+    findings: Sequence[Finding], summary: Mapping[str, object], width: int = _WIDTH
+) -> str:
+    """Return the findings for a terminal: by rule, each place with its line of source.
+
+    Args:
+        findings: The findings.
+        summary: What was scanned.
+        width: The number of columns for the lines of source.
+    """
     checkcache()  # a file may have changed since an earlier scan of this process
     lines: list[str] = []
     for rule, title in RULES.items():
@@ -36,7 +44,7 @@ def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> s
             lines += [f"{rule} {title.name}", ""]
         for (reason, fix), group in groups.items():
             for finding in group:
-                lines += _show_place(finding)
+                lines += _show_place(finding, width)
             lines += [*_fold(reason), *_fold(f"Fix: {fix}"), ""]
     counts = Counter(finding.severity for finding in findings)
     counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
@@ -52,7 +60,7 @@ def render_text(findings: Sequence[Finding], summary: Mapping[str, object]) -> s
     return "\n".join(lines)
 
 
-def _show_place(finding: Finding) -> list[str]:
+def _show_place(finding: Finding, width: int) -> list[str]:
     """Return the place of a finding, and its line with carets below the code."""
     place = f"{_INDENT}{printable(finding.location)}: {finding.severity}, {finding.certainty}"
     source = "" if finding.cell else printable(getline(finding.file, finding.line).rstrip())
@@ -62,7 +70,7 @@ def _show_place(finding: Finding) -> list[str]:
     before = source[: finding.column - 1]
     end = finding.end_column - 1 if finding.end_line == finding.line else len(source)
     # A long line is cut on the left so that the code starts within the first third.
-    room = _WIDTH - len(margin)
+    room = width - len(margin)
     indent = len(source) - len(source.lstrip())
     start = min(indent, len(before))
     if cell_len(source[start:end]) > room:

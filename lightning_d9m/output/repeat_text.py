@@ -168,7 +168,7 @@ class RepeatReport:
         for failure in self._failures:
             print(f"Run {failure.run} failed: {failure.error}\n")
         if self.verdict == "different":
-            self._print_difference()
+            self._print_difference(verbose=verbose)
         elif self._fits == 1 and len(self._runs) > 1:
             print(f"weights: {self._rows[-1].weights}")
         print(f"ledgers: {self._output}")
@@ -214,12 +214,12 @@ class RepeatReport:
         verdict = state_verdict(entry.comparison).removeprefix("different: ")
         return f"Run {entry.run}{fit}: {verdict}"
 
-    def _print_difference(self) -> None:
+    def _print_difference(self, *, verbose: bool) -> None:
         for number in self._unmatched[:1]:
             print(self._describe_fits(number))
         for entry in self._differing[:1]:
             assert entry.comparison is not None, "it differs"
-            print("\n".join([*format_evidence(entry.comparison), ""]))
+            print("\n".join([*format_evidence(entry.comparison, verbose=verbose), ""]))
         if advice := self._advise_logical_ranks():
             print(advice)
 

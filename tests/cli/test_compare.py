@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import math
+import re
+import struct
 import subprocess
 import sys
 
@@ -389,3 +392,46 @@ def test_probes_that_differ(tmp_path, capsys):
         "Rank 0: only this run has 3 probes in batches of both, the first output\n"
         "encoder.layers.4 in batch 0 of epoch 0 (step 0)."
     )
+
+
+def test_numbers_are_decimal_and_verbose_shows_their_bits_and_the_size_of_the_difference(
+    tmp_path, capsys
+):
+    """A loss that differs by one ulp, and weights with sketches."""
+
+    def write_run(loss, sketch, digit):
+        folder = create_ledger_folder(tmp_path)
+        facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now"}
+        with LedgerWriter(rank_path(folder, 0)) as writer:
+            writer.write(Header(**facts, package="0", settings={}, stack={}).as_record())
+            digests = Digests(
+                moment="epoch",
+                epoch=0,
+                step=5,
+                totals={},
+                groups={"weights": {"head.weight": digit * 32}} if digit else {},
+                loss=loss.hex(),
+                sketches={"head.weight": struct.pack("<8d", *sketch).hex()} if digit else {},
+            )
+            writer.write(digests.as_record())
+            writer.write(End(status="finished").as_record())
+        return folder
+
+    losses = [write_run(loss, (), "") for loss in (0.1, math.nextafter(0.1, 1))]
+    _, out = compare(capsys, *losses)
+    assert "reference: 0.1\n" in out
+    assert "this run:  0.10000000000000002\n" in out
+    _, out = compare(capsys, "-v", *losses)
+    assert "reference: 0x1.999999999999ap-4 (0.1)\n" in out
+    assert "How far" not in out
+    one, other = (3.0, 4.0, *[0.0] * 6), (3.0, 4.5, *[0.0] * 6)
+    weights = [write_run(0.1, *own) for own in ((one, "0"), (other, "f"))]
+    assert "How far" not in compare(capsys, *weights)[1]
+    _, out = compare(capsys, "--verbose", *weights)
+    assert re.search(
+        r"relative to their norm \(\+- 25%\):\nlayer .*\nhead +0 +9.2e-02 +9.2e-02\n", out
+    )
+    assert run(parse("-v", "--json", *weights)) == 1
+    (listed,) = json.loads(capsys.readouterr().out)["distances"]
+    assert (listed["layer"], listed["absolute"]) == ("head", 0.5)
+    assert "distances" not in json.loads(compare(capsys, "--json", *weights)[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli.main import build_parser, main
+from lightning_d9m.cli.main import COMMANDS, build_parser, main
 from lightning_d9m.errors import D9mError
 from lightning_d9m.version import __version__
 
@@ -154,3 +154,26 @@ def test_an_op_is_described_within_the_width_of_the_terminal(columns, monkeypatc
     assert main(["ops", "index_put_accumulate"]) == 0
     longest = max(map(len, capsys.readouterr().out.splitlines()))
     assert columns - 15 < longest <= columns
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["repeat", "--rusn", "3"], "--rusn. Did you mean --runs?"),
+        (["audit", "ops", "--devise=cpu"], "--devise=cpu. Did you mean --device?"),
+        (["compare", "--xyzzy"], "--xyzzy\n"),
+    ],
+)
+def test_a_mistyped_option_gets_the_one_that_is_alike(words, hint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"error: unrecognized arguments: {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_usage_of_each_command_fits_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

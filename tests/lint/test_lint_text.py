@@ -23,6 +23,11 @@ torch.seed()
 """
 
 
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -67,6 +72,15 @@ def test_carets_lie_below_the_code_within_80_columns(line, tmp_path, monkeypatch
     assert marked.startswith("nn.AvgPool3d(2")
     whole = marked[: out[at].count("^")]
     assert whole == "nn.AvgPool3d(2)" or (whole == marked and len(line) > 100)
+
+
+def test_a_wide_terminal_shows_more_of_a_long_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "layer = nn.AvgPool3d(" + "2, " * 30 + ")"
+    (tmp_path / "a.py").write_text(f"from torch import nn\n{line}\n")
+    assert line not in read(capsys, "a.py")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert f" | {line}\n" in read(capsys, "a.py")
 
 
 def test_findings_of_one_rule_and_reason_are_listed_together(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         imported = import_module(module)
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         imported.add_arguments(command)
-        command.set_defaults(audit_run=imported.run, refuse=command.error)
+        command.set_defaults(audit_run=imported.run, parser=command)
 
 
 def run(arguments: argparse.Namespace) -> int:

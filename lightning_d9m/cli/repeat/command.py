@@ -32,7 +32,8 @@ _MIN_RUNS = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
     parser.usage = (
-        "d9m repeat [-n RUNS | --processes P,P,... | --interrupt [--allow-objects]]\n"
+        "d9m repeat [-n RUNS | --processes P,P,... |\n"
+        "                   --interrupt [--allow-objects]]\n"
         "                  [-o DIR] [--timeout SECONDS] [--format FORMAT | --json] [-v]\n"
         "                  -- COMMAND ..."
     )

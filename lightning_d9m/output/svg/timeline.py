@@ -7,15 +7,16 @@ from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
 from lightning_d9m.output.svg.elements import Scale, element, line, round_up, text
 
 _WIDTH, _HEIGHT = 720, 200
-_LEFT, _RIGHT, _BOTTOM, _TOP = 64, 708, 172, 14
+LEFT, RIGHT = 84, 708
+_BOTTOM, _TOP = 172, 14
 _ROW, _MIN_MARK, _STRIP = 20, 4, 240
-_MAX_LABELS, _HALF_LABEL, _MAX_DOTS = 8, 30, 200
+_MAX_LABELS, _HALF_LABEL, _MAX_DOTS = 8, 32, 200
 _INSETS = {"equal": 5, "alone": 3, "different": 0}  # the last is drawn on top of the others
 
 
 def _scale_steps(steps: Sequence[TimelineStep]) -> Scale:
     low, high = steps[0].first, max(step.last for step in steps)
-    return Scale(low, max(high, low + 1), _LEFT, _RIGHT)
+    return Scale(low, max(high, low + 1), LEFT, RIGHT)
 
 
 def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
@@ -31,15 +32,17 @@ def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
         for (start, epoch), end in zip(starts, ends, strict=False)
         if start < scale.high and end > scale.low
     ]
-    parts = [line(_LEFT, base, _RIGHT, base, class_="axis")]
-    for start, end, epoch in shown[:: -(-len(shown) // _MAX_LABELS) or 1]:
-        x = max(scale.at((start + end) / 2), _LEFT + _HALF_LABEL)
+    parts = [line(LEFT, base, RIGHT, base, class_="axis")]
+    for number, (start, end, epoch) in enumerate(shown[:: -(-len(shown) // _MAX_LABELS) or 1]):
+        x = max(scale.at((start + end) / 2), LEFT + _HALF_LABEL)
         parts += [
             line(scale.at(at), base, scale.at(at), base + 6, class_="axis") for at in (start, end)
         ]
-        parts.append(text(min(x, _RIGHT - _HALF_LABEL), base + 19, f"epoch {epoch:,}", "middle"))
-    parts.append(text(_LEFT, base + 36, f"step {scale.low:,}"))
-    parts.append(text(_RIGHT, base + 36, f"{scale.high:,}", "end"))
+        label, x = f"epoch {epoch:,}", min(x, RIGHT - _HALF_LABEL)
+        # A narrow page shows every second one.
+        parts.append(text(x, base + 19, label, "middle", class_="odd" if number % 2 else "even"))
+    parts.append(text(LEFT, base + 39, f"step {scale.low:,}"))
+    parts.append(text(RIGHT, base + 39, f"{scale.high:,}", "end"))
     return "".join(parts)
 
 
@@ -58,11 +61,11 @@ def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int])
     parts = []
     for number, (rank, steps) in enumerate(lines.items()):
         top = number * _ROW + 4
-        parts.append(text(_LEFT - 6, top + 13, f"rank {rank}", "end"))
+        parts.append(text(LEFT - 6, top + 13, f"rank {rank}", "end"))
         parts += _draw_marks(scale, steps, top)
     base = len(lines) * _ROW + 8
     parts.append(draw_axis(scale, epochs, base))
-    return frame("Timeline: the records of each rank by step", base + 42, parts)
+    return frame("Timeline: the records of each rank by step", base + 45, parts)
 
 
 def draw_strip(differing: StepHistogram, low: int, high: int) -> str:
@@ -107,7 +110,7 @@ def _draw_marks(scale: Scale, steps: Sequence[TimelineStep], top: int) -> list[s
             marks.append((status, step.first, step.last))
     drawn = []
     for status, first, last in sorted(marks, key=lambda mark: list(_INSETS).index(mark[0])):
-        left = min(scale.at(first), _RIGHT - _MIN_MARK)
+        left = min(scale.at(first), RIGHT - _MIN_MARK)
         inset = _INSETS[status]
         words = {"alone": "in one run only"}.get(status, status)
         steps_named = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
@@ -118,7 +121,7 @@ def _draw_marks(scale: Scale, steps: Sequence[TimelineStep], top: int) -> list[s
                 class_=status,
                 x=left,
                 y=top + inset,
-                width=max(_MIN_MARK, min(scale.at(last + 1), _RIGHT) - left),
+                width=max(_MIN_MARK, min(scale.at(last + 1), RIGHT) - left),
                 height=_ROW - 4 - 2 * inset,
             )
         )
@@ -136,19 +139,19 @@ def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) ->
     across, up = _scale_steps(steps), Scale(0.0, limit, _BOTTOM, _TOP)
     start = next(step.first for step in steps if step.differing)
     x = across.at(start)
-    anchor, gap = ("end", -6) if x > 3 * _LEFT else ("start", 6)
+    anchor, gap = ("end", -6) if x > 3 * LEFT else ("start", 6)
     parts = [
-        line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis"),
+        line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis"),
         line(x, _TOP - 6, x, _BOTTOM, class_="mark"),
         text(x + gap, _TOP + 4, f"from step {start:,}", anchor),
     ]
     for share in (0.0, limit / 2, limit):
         y = up.at(share)
-        parts.append(line(_LEFT - 4, y, _LEFT, y, class_="axis"))
-        parts.append(text(_LEFT - 7, y + 4, f"{100 * share:.3g}%", "end"))
+        parts.append(line(LEFT - 4, y, LEFT, y, class_="axis"))
+        parts.append(text(LEFT - 7, y + 4, f"{100 * share:.3g}%", "end"))
     parts.append(draw_axis(across, epochs, _BOTTOM))
     parts += _draw_curve(steps, shares, across, up)
-    return frame(title, _HEIGHT + 14, parts)
+    return frame(title, _HEIGHT + 16, parts)
 
 
 def _draw_curve(

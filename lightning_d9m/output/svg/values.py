@@ -13,10 +13,13 @@ from lightning_d9m.output.svg.elements import (
     line,
     text,
 )
+from lightning_d9m.output.svg.timeline import LEFT as _LEFT
+from lightning_d9m.output.svg.timeline import RIGHT as _RIGHT
 from lightning_d9m.output.svg.timeline import draw_axis, frame
 
-_LEFT, _RIGHT, _BOTTOM, _TOP, _HEIGHT = 64, 708, 172, 14, 214
+_BOTTOM, _TOP, _HEIGHT = 172, 14, 216
 _MAX_TICKS = 6
+_LONGEST_TICK = 6
 
 # (step, value), in order of the steps.
 Points = Sequence[tuple[int, float]]
@@ -38,10 +41,11 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
     across = _scale_steps(finite)
     parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
     for value in dict.fromkeys((low, (low + high) / 2, high)):
-        parts += _draw_tick(up.at(value), f"{value:.4g}")
+        parts += _draw_tick(up.at(value), _describe_tick(value))
     for number, run in enumerate(finite):
         points = [(across.at(step), up.at(value)) for step, value in run]
-        color, width = COLORS[number % len(COLORS)], 1.5 if number else 4
+        color, _ = _choose_style(number)
+        width = 1.5 if number else 4
         style = f"fill:none;stroke:{color};stroke-width:{width};opacity:{1 if number else 0.45}"
         parts.append(
             element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), style=style)
@@ -130,7 +134,22 @@ def draw_key(number: int) -> str:
 def _choose_style(number: int) -> tuple[str, str]:
     """Return the color of a line, and its dashes once the colors are used up."""
     dashed = ";stroke-dasharray:6 3" if number // len(COLORS) % 2 else ""
-    return COLORS[number % len(COLORS)], dashed
+    # The page has other colors for a dark background.
+    name = number % len(COLORS)
+    return f"var(--line-{name},{COLORS[name]})", dashed
+
+
+def _describe_tick(value: float) -> str:
+    """Return a number in few characters.
+
+    >>> _describe_tick(0.7874), _describe_tick(0.009563), _describe_tick(-12345.0)
+    ('0.787', '9.6e-3', '-1.2e4')
+    """
+    text = f"{value:.3g}"
+    if len(text) <= _LONGEST_TICK and "e" not in text:
+        return text
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(power)}"
 
 
 def _draw_tick(y: float, label: str) -> list[str]:
