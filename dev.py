@@ -171,6 +171,12 @@ def check() -> None:
     run("lint-imports")
 
 
+def find_alone() -> list[Path]:
+    """Return the test files with tests that run alone; to collect all takes ten seconds more."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return sorted(path for path in files if f"mark.{ALONE}" in path.read_text())
+
+
 def test(arguments: list[str]) -> None:
     """All that CI checks: format, lint, types, import contracts, docs, tests."""
     need_tools()
@@ -192,7 +198,7 @@ def test(arguments: list[str]) -> None:
     # One thread each: those of two processes would wait for each other in every small operation.
     statuses = [execute(*pytest, *TWO_AT_ONCE, "-m", f"not ({ALONE})", OMP_NUM_THREADS="1")]
     say("tests that need the cores for themselves")
-    statuses += [execute(*pytest, "-m", ALONE)]
+    statuses += [execute(*pytest, "-m", ALONE, *find_alone())]
     # Silent unless there is an error of ours that no test has made.
     statuses += [execute(PYTHON, "tests/raise_sites.py", sites)]
     sys.exit(max(statuses))

@@ -2,23 +2,21 @@
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
-# Loaded first, both of them: the callback takes its bases from those that are loaded, and they set
-# variables when they are first imported, as scikit-learn does, which is no leak.
-import lightning.pytorch  # noqa: F401
-import numpy as np
 import pytest
-import pytorch_lightning  # noqa: F401
 import raise_sites
-import sklearn  # noqa: F401
-import torch
 from forking_python import shared_python
 from hypothesis import HealthCheck, settings
 from ledger_runs import runs  # noqa: F401 - a fixture
 
-from lightning_d9m.control import session
+# Loaded before any test, both of Lightning's packages: the callback takes its bases from those that
+# are loaded, and they set variables when they are first imported, as scikit-learn does, which is no
+# leak.
+FIRST = ("lightning.pytorch", "pytorch_lightning", "sklearn")
 
 # A busy machine is slow, and that is no finding.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +36,8 @@ NO_CUDA_BUILD = pytest.mark.skip(reason="needs a CUDA build of torch")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the slow tests, and let their files start first; skip what needs another torch."""
+    import torch
+
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
@@ -53,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # With `-n`, the process that starts the workers runs no test.
+    if not getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for module in FIRST:
+                import_module(module)
     if config.option.raise_sites:
         config.add_cleanup(raise_sites.note_sites(config.option.raise_sites))
 
@@ -67,6 +73,8 @@ _FOREIGN_VARIABLES = (
 
 
 def _settings() -> dict[str, object]:
+    import torch
+
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -92,6 +100,9 @@ def nothing_leaks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fixed_rng() -> Iterator[None]:
     """Start every test from one RNG state, so that no test depends on the order of the others."""
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -108,6 +119,8 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_process(monkeypatch):
     """Let each fit count as the first of its process, as it would in a run of its own."""
+    from lightning_d9m.control import session
+
     start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
     start()
     return start

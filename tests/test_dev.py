@@ -118,7 +118,7 @@ def test_an_environment_without_pip_keeps_what_is_in_it(dev, made):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2, None])
-def test_a_part_that_fails_hides_no_other(dev, monkeypatch, failing):
+def test_a_part_that_fails_hides_no_other(dev, tmp_path, monkeypatch, failing):
     """Each test is in one of the parts, and each part's status counts."""
     commands = []
 
@@ -130,11 +130,17 @@ def test_a_part_that_fails_hides_no_other(dev, monkeypatch, failing):
         monkeypatch.setattr(dev, name, lambda *_, **__: None)
     monkeypatch.setattr(dev, "execute", execute)
     dev.ENVIRONMENT.mkdir()
+    (tmp_path / "tests" / "folder").mkdir(parents=True)
+    alone = tmp_path / "tests" / "folder" / "test_race.py"
+    alone.write_text("pytestmark = pytest.mark.alone")
+    alone.with_name("test_other.py").write_text("pytestmark = pytest.mark.slow")
     with pytest.raises(SystemExit) as ended:
         dev.test([])
     assert ended.value.code == int(failing is not None)
     first, second, _ = commands
-    assert first[first.index("-m", 3) + 1] == f"not ({second[second.index('-m', 3) + 1]})"
+    marker, *files = second[second.index("-m", 3) + 1 :]
+    assert first[first.index("-m", 3) + 1] == f"not ({marker})"
+    assert files == [alone]
 
 
 def test_words_go_to_one_run(dev, monkeypatch):

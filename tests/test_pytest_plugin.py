@@ -178,7 +178,7 @@ def test_it_gets_on_with_xdist_and_randomly(pytester):
     with deterministic(seed=5):
         words = {"python": random.random(), "torch": torch.rand(1).item()}
     pytester.makepyfile(PLUGINS.format(**words))
-    result = pytester.runpytest_subprocess("--randomly-seed=1", "-n", "2")
+    result = pytester.runpytest_subprocess("--randomly-seed=1", "-n", "1")
     result.assert_outcomes(passed=6)
     result.stdout.fnmatch_lines(["plugins:*randomly*xdist*"])
 

@@ -21,16 +21,16 @@ from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
-from lightning_d9m.loop.beginning import (
+from lightning_d9m.loop.interruption import Interruption, name_parts
+from lightning_d9m.loop.probing import LoopProbes
+from lightning_d9m.loop.ranks import find_ranks
+from lightning_d9m.loop.run_setup import (
     as_tuple,
     describe_layout,
     describe_run,
     find_session,
     make_folder,
 )
-from lightning_d9m.loop.interruption import Interruption, name_parts
-from lightning_d9m.loop.probing import LoopProbes
-from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
-from lightning_d9m.loop.beginning import find_session
 from lightning_d9m.loop.recorder import Recorder
+from lightning_d9m.loop.run_setup import find_session
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

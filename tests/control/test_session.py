@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -168,19 +167,21 @@ def test_a_session_that_is_entered_twice_closes_with_the_outer_block():
 def test_a_second_thread_is_refused_while_a_session_is_open():
     """Eight threads that opened sessions side by side used to leave flags switched."""
     before = state()
-    start = threading.Barrier(8)
+    start, refusal = threading.Barrier(8), threading.Event()
 
     def open_session(seed):
         start.wait()
         try:
             with deterministic(seed=seed, threads=OTHER):
-                time.sleep(0.05)
+                assert refusal.wait(60)
                 return "opened"
         except SettingError as error:
+            refusal.set()
             return str(error)
 
     with ThreadPoolExecutor(8, thread_name_prefix="worker") as pool:
         for _ in range(5):
+            refusal.clear()
             results = list(pool.map(open_session, range(8)))
             assert "opened" in results
             refused = [result for result in results if result != "opened"]

@@ -1,13 +1,13 @@
 """Running the user's command: failures are named, and no process is left behind."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from process_end import has_ended
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import process_tree, subprocess_run
@@ -92,7 +92,7 @@ def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, monkeypat
     monkeypatch.setattr(subprocess_run, "time", SimpleNamespace(monotonic=read_clock))
     with pytest.raises(CommandError, match="still running after 3 s"):
         watch(START.format(child=child, apart=apart, pid=str(pid)) + PAUSE, timeout=3.0)
-    assert gone(int(pid.read_text()))
+    assert has_ended(int(pid.read_text()))
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=linux)])
@@ -102,7 +102,7 @@ def test_a_child_that_outlives_the_command_is_ended_and_named(
 ):
     pid = tmp_path / "pid"
     watch(START.format(child=child, apart=apart, pid=str(pid)))
-    assert gone(int(pid.read_text()))
+    assert has_ended(int(pid.read_text()))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("d9m: the command left 1 process running, ended now: python")
 
@@ -123,7 +123,7 @@ def test_only_the_group_is_ended_without_a_subreaper(watch, tmp_path, monkeypatc
     monkeypatch.setattr(process_tree, "_exchange_subreaper", lambda _: None)
     pid = tmp_path / "pid"
     watch(START.format(child=STUBBORN, apart=False, pid=str(pid)))
-    assert gone(int(pid.read_text()))
+    assert has_ended(int(pid.read_text()))
 
 
 @linux
@@ -163,7 +163,7 @@ def test_a_signal_ends_the_command_first(tmp_path, number, child):
             watching.kill()
     assert watching.returncode == -number
     assert f"{number.name} received; the command was ended.".encode() in err
-    assert gone(pid)
+    assert has_ended(pid)
 
 
 def test_ignored_signals_stay_ignored_and_handlers_are_restored(watch):
@@ -207,15 +207,3 @@ def test_a_log_that_cannot_be_created_is_named(tmp_path):
             timeout=None,
             tick=lambda _: None,
         )
-
-
-def gone(pid):
-    """Return whether a process ends within 10 s (a killed one takes a moment)."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], 10)[0])
-    finally:
-        os.close(handle)

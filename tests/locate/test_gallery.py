@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 from itertools import cycle, repeat
 from pathlib import Path
@@ -65,11 +64,11 @@ def locate(tmp_path, monkeypatch, capsys):
     kept = []
     monkeypatch.setattr(locate_module, "Search", Kept)
 
-    def locate(cause, *words, ranks=1, forked=True, pythons=None):
+    def locate(cause, *words, ranks=1, run=run_forked, pythons=None):
         pythons = pythons or repeat(shared_python())
-        run = partial(run_forked, ranks=ranks, pythons=pythons) if forked else run_once
-        monkeypatch.setattr(run_pair, "run_once", run)
-        command = [sys.executable, str(TRAINING), cause]
+        if run is run_forked:
+            monkeypatch.setattr(run_pair, "run_once", partial(run, ranks=ranks, pythons=pythons))
+        command = [shared_python(), str(TRAINING), cause]
         status = main(["locate", "--json", *words, "--", *command])
         found = json.loads(capsys.readouterr().out)
         codes = [finding.code for finding in kept[-1].lines]
@@ -222,12 +221,11 @@ def test_fits_in_processes_that_take_turns(locate):
 
 def test_the_order_of_a_set(locate):
     """The hash seed is fixed in the runs that we start, unless determinism is off."""
-    assert locate("set", "--tries", "1", forked=False)[0] == 0
-    servers = ForkingPython(), ForkingPython()  # Python seeds the hashes of each
-    pythons = cycle(server.path for server in servers)
+    assert locate("set", "--tries", "1", run=run_once)[0] == 0
+    other = ForkingPython()  # Python seeds the hashes of each server
+    pythons = cycle((shared_python(), other.path))
     status, found = locate("set", "--tries", "1", WITHOUT, pythons=pythons)
-    for server in servers:
-        server.end()
+    other.end()
     assert status == 1
     assert (found["cause"], found["step"], found["kind"]) == ("data", 0, "batch")
     assert shows(found)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,11 +114,11 @@ def test_a_loop_that_begins_at_epoch_0_again_is_told(train, tmp_path):
         train(resume=tmp_path / "points/interrupted.ckpt", first=0)
 
 
-def test_the_command_interrupts_a_loop(tmp_path, monkeypatch, capsys):
+def test_the_command_interrupts_a_loop(tmp_path, monkeypatch, capsys, forking_python):
     """Real processes, of which two are killed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = [sys.executable, str(EXAMPLE), "--epochs", "2"]
+    words = [forking_python, str(EXAMPLE), "--epochs", "2"]
     assert main(["repeat", "--interrupt", "--", *words]) == 0
     out = capsys.readouterr().out
     assert out.startswith("equal: 3 runs agree bit for bit")

@@ -1,11 +1,11 @@
 """Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forking_python import TRAINING, shared_python
 from transformers import TrainerCallback
 
 from lightning_d9m import (
@@ -157,5 +157,6 @@ def test_a_session_is_required_and_an_interruption_refused(example, tmp_path, mo
 def test_the_command_repeats_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert main(["repeat", "--", sys.executable, str(EXAMPLE), "--stop-after", "1"]) == 0
+    python = shared_python(*TRAINING, "transformers.trainer")
+    assert main(["repeat", "--", python, str(EXAMPLE), "--stop-after", "1"]) == 0
     assert capsys.readouterr().out.startswith("equal: 2 runs agree bit for bit")

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,11 +104,11 @@ def test_the_example_repeats_and_resumes(tmp_path, name):
         ("accelerate_loop", ["-m", "torch.distributed.run", "--nproc-per-node=2"], []),
     ],
 )
-def test_two_processes_repeat_and_resume(tmp_path, name, start, words):
+def test_two_processes_repeat_and_resume(tmp_path, forking_python, name, start, words):
     """Both are started as their users start them; each rank has a part of the data."""
 
     def run(folder, *more):
-        command = [sys.executable, *start, EXAMPLES / f"{name}.py", *words, "--folder", folder]
+        command = [forking_python, *start, EXAMPLES / f"{name}.py", *words, "--folder", folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(
             [*map(str, command), *more], env=environment, check=True, capture_output=True
@@ -126,8 +125,8 @@ def test_two_processes_repeat_and_resume(tmp_path, name, start, words):
     assert outcomes[0].last.loss != outcomes[1].last.loss
 
 
-def test_accelerate_launches_the_example(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+def test_accelerate_launches_the_example(tmp_path, forking_python):
+    command = [forking_python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
     script = [EXAMPLES / "accelerate_loop.py", "--epochs=1", "--folder", tmp_path]
     subprocess.run([*command, *map(str, script)], check=True, capture_output=True)
     assert read_ledger(tmp_path / "fit-000").outcome(0).end.status == "finished"

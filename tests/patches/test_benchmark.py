@@ -179,19 +179,14 @@ def test_tests_are_rows_and_run_once(tmp_path):
         return subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "pytest_rows"),
-                *(
-                    "-p",
-                    "no:randomly",
-                    "-p",
-                    "no:cacheprovider",
-                    "-c",
-                    os.devnull,
-                    "--rootdir",
-                    tmp_path,
-                    script,
-                ),
+                *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path, script),
             ],
-            env={**os.environ, "PYTHONPATH": str(FOLDER), "SUITE_ROWS": str(rows)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(FOLDER),
+                "SUITE_ROWS": str(rows),
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            },
             capture_output=True,
             check=False,
             timeout=240,

@@ -4,7 +4,7 @@ An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time befor
 anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
 writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
 of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``,
-also after ``-W ACTION``.
+also after ``-W ACTION`` and ``-u``, which torchrun gives.
 
 A fork has the arguments, variables, folder, pipes and signals of the process that stands for it
 (``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
@@ -186,9 +186,10 @@ def _end(status):
 
 
 def _execute(arguments):
-    while arguments[0] == "-W":
-        warnings._setoption(arguments[1])
-        arguments = arguments[2:]
+    while arguments[0] in ("-W", "-u"):
+        option, *arguments = arguments
+        if option == "-W":
+            warnings._setoption(arguments.pop(0))
     kind, *rest = arguments
     if kind in ("-c", "-m"):
         sys.path[0] = ""

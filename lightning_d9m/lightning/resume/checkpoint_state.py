@@ -1,7 +1,4 @@
-"""Saving and restoring the state that an exact resume needs beyond Lightning's own.
-
-``saved_state`` describes its parts.
-"""
+"""Saving and restoring what an exact resume needs beyond Lightning's own; see ``saved_state``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

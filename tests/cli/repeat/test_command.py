@@ -243,5 +243,5 @@ def test_the_main_job(tmp_path, forking_python):
 
 def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path, forking_python):
     """Pooling over graph edges by ``index_put_``; test_examples shows that it differs without."""
-    output = repeat_example(forking_python, "graph.py", runs=3, cwd=tmp_path)
-    assert "equal: 3 runs agree bit for bit" in output
+    output = repeat_example(forking_python, "graph.py", runs=2, cwd=tmp_path)
+    assert "equal: 2 runs agree bit for bit" in output

@@ -2,8 +2,11 @@
 
 import json
 import sys
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+from process_end import has_ended
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.launch import subprocess_run
@@ -128,6 +131,7 @@ def test_the_process_that_failed_first_is_shown(repeat, monkeypatch):
     code = (
         "import os, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
         "while rank == 0 and not Path('failed').exists(): time.sleep(0.01)\n"
+        "time.sleep(0.1 * (rank == 0))\n"  # more than the clock of a file system needs to advance
         "print('error of', rank, flush=True)\n"
         "if rank == 1: Path('failed').touch(); time.sleep(0.3)\n"
         "os._exit(1)"
@@ -135,8 +139,21 @@ def test_the_process_that_failed_first_is_shown(repeat, monkeypatch):
     assert "| error of 1" in repeat(code, "2,1")[2]
 
 
-def test_a_process_that_hangs_is_shown(repeat):
-    code = "import os, time\nif os.environ['RANK'] == '1': time.sleep(600)"
+def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
+    """The time passes at once when rank 0 has ended."""
+    ended = []
+
+    def read_clock():
+        if ended:
+            return 2.0
+        with suppress(OSError, ValueError):
+            ended.extend([True] * has_ended(int((tmp_path / "pid").read_text()), seconds=0))
+        return 0.0
+
+    monkeypatch.setattr(subprocess_run, "time", SimpleNamespace(monotonic=read_clock))
+    code = "import os, signal\nfrom pathlib import Path\n"
+    code += "if os.environ['RANK'] == '1': signal.pause()\n"
+    code += f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
     _, _, err = repeat(code, "2,1", "--timeout", "1")
     assert "was still running in process 1 of 2 after 1 s" in err
     assert "output-1.log" in err

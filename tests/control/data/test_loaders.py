@@ -1,6 +1,7 @@
 """Loaders are taken over wherever they are, once a stage, and given back as they were."""
 
 import gc
+import multiprocessing
 import time
 import weakref
 
@@ -163,19 +164,34 @@ def test_long_lived_workers_of_the_users_are_set_aside():
 
 
 class FirstIsSlow(Draws):
-    """The batch that holds sample 0 takes longer than all others."""
+    """The batch that holds sample 0 comes after another worker's."""
+
+    def __init__(self):
+        self.other_is_done = multiprocessing.Event()
 
     def __getitem__(self, index):
-        time.sleep(1.5 * (index == 0))
+        if index == 0:
+            assert self.other_is_done.wait(60)
+            time.sleep(0.2)  # until the other's batch is in the queue
+        if index == SIZE - 1:  # worker 1 begins its second batch
+            self.other_is_done.set()
         return super().__getitem__(index)
 
 
 class FirstWorkerIsSlow(Stream):
-    """The stream of worker 0 starts later than all of worker 1's."""
+    """The stream of worker 0 starts after worker 1's first batch."""
+
+    def __init__(self):
+        self.other_is_done = multiprocessing.Event()
 
     def __iter__(self):
-        time.sleep(1.5 * (get_worker_info().id == 0))
-        yield from super().__iter__()
+        if get_worker_info().id == 0:
+            assert self.other_is_done.wait(60)
+            time.sleep(0.2)
+        for number, sample in enumerate(super().__iter__()):
+            if get_worker_info().id == 1 and number == 3:
+                self.other_is_done.set()
+            yield sample
 
 
 @pytest.mark.parametrize("words", WORKERS, ids=["workers", "persistent"])
@@ -188,7 +204,8 @@ def test_batches_come_in_order_although_the_loader_allows_any(words, dataset):
         assert epochs(loader, count=1) == expected
     assert loader.in_order is False
     if words == WORKERS[0]:
-        assert order([rows(loader)]) != order(expected)  # without control the slow batch is late
+        free = make(dataset(), shuffle=None, in_order=False, **words)
+        assert order([rows(free)]) != order(expected)  # without control the slow batch is late
 
 
 class Quack:

@@ -1,4 +1,4 @@
-"""The beginning of a recorded loop: its arguments, its facts, and its ledger's folder."""
+"""The setup of a recorded loop: its arguments, its facts, and its ledger's folder."""
 
 import os
 from collections.abc import Mapping
