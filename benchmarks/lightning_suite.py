@@ -53,11 +53,18 @@ UNFAIR = {
     "*test_checkpoint_connector::test_hpc_restore_attempt": (
         "compares the list of all files in the default_root_dir, which holds the ledger too"
     ),
+    "*test_checkpoint_connector::test_strict_loading*": (
+        "resumes after the end of an epoch that max_steps cut short, which is not exact"
+    ),
     "*test_data_connector::test_replace_distributed_sampler[[]2]": (
         "compares the class of the batch sampler, which is wrapped so that a run can be resumed"
     ),
     "*test_model_checkpoint::test_model_checkpoint_no_extraneous_invocations": (
         "counts calls of torch.save, by which each rank encodes its state for the checkpoint"
+    ),
+    "tuner.test_lr_finder::test_multiple_lr_find_calls_gives_same_results": (
+        "expects that the loss does not diverge within ten steps; whether it does depends on the "
+        "random numbers, which a fit draws by its seed and its number in the process"
     ),
     "*test_migration::test_migrate_loop_batches_that_stepped*": (
         "edits a checkpoint, and the digests in the checkpoint reveal it"
