@@ -3,9 +3,9 @@
     python benchmarks/wild/measured.py PACKAGE PROGRAM FILE
 
 PACKAGE is the Lightning package that the program uses. FILE gets JSON: CPU seconds of this process
-and of its children, and seconds of wall time, both summed over all fits, without imports. Objects that
-exist before a fit are kept out of garbage collections during it: a full collection of the half a
-million objects of such a library takes 0.3 s, and it is chance whether a short fit contains one.
+and of its children, and seconds of wall time, both summed over all fits, without imports. Objects
+that exist before a fit are kept out of garbage collections during it: a full collection of half a
+million objects takes 0.3 s, and it is chance whether a short fit contains one.
 """
 
 import gc
