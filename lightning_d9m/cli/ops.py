@@ -37,10 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _format_table(ops: Iterable[Op]) -> str:
     """Return one row for each op; in a pipe, each row is one line."""
-    from lightning_d9m.output.terminal import make_table, measure, render, terminal_width
+    from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
 
     table = make_table(
         ["", "", ""],
-        [(op.name, op.status, op.instead or op.reason) for op in ops],
+        [(op.name, style(op.status), op.instead or op.reason) for op in ops],
     )
     return render(table, terminal_width(200) if sys.stdout.isatty() else measure(table))

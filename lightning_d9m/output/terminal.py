@@ -21,6 +21,9 @@ _STYLES = {
     "problem": "bold red",
     "note": "yellow",
     "ok": "green",
+    "patched": "green",
+    "offered": "yellow",
+    "exempt": "dim",
 }
 
 

@@ -171,9 +171,9 @@ def test_a_mistyped_option_gets_the_one_that_is_alike(words, hint, capsys):
     assert f"error: unrecognized arguments: {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "audit ops", "audit model", "audit inference"])
 def test_the_usage_of_each_command_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -36,7 +36,10 @@ _FEWEST_RUNS = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m audit model``."""
-    parser.usage = "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json] -- COMMAND ..."
+    parser.usage = (
+        "d9m audit model [-n RUNS] [-o DIR] [--timeout SECONDS] [--json]\n"
+        "                       -- COMMAND ..."
+    )
     parser.add_argument(
         "-n",
         "--runs",
