@@ -12,7 +12,7 @@ Nothing here draws from a generator of the process: the signs come from SHAKE-25
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import shake_256
 from typing import TypeAlias
 
@@ -26,7 +26,7 @@ from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS
 
 # Places of a row; a prime, so that the elements of a matrix's column lie in different ones.
 _WIDTH = 1021
-_ROWS = 64
+_ROWS = 16
 # Elements with signs of their own. Further blocks have the signs of the first, times one for each
 # place of a row.
 _BLOCK = _WIDTH * _ROWS
@@ -72,21 +72,22 @@ def _sketch(tensor: Tensor, buffer: Tensor) -> str:
         buffer: ``_BLOCK`` elements on the CPU, which are overwritten.
     """
     flat = tensor.detach().reshape(-1)
-    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
+    sums = np.zeros(min(flat.numel(), _WIDTH))  # of each place of a row, over all rows
     signs, values = _draw_block(), buffer.numpy()
     for block, start in enumerate(range(0, flat.numel(), _BLOCK)):
         part = flat[start : start + _BLOCK]
         buffer[: part.numel()].copy_(part)
         rows, rest = divmod(part.numel(), _WIDTH)
         whole = rows * _WIDTH
-        turned = _draw_signs(f"block {block}", _WIDTH) if block else 1.0
+        turned = _draw_turn(block) if block else 1.0
         if rows:
             shaped = values[:whole].reshape(rows, _WIDTH)
             sums += np.einsum("ij,ij->j", shaped, signs[:rows]) * turned
         if rest:
             found = values[whole : whole + rest] * signs[rows, :rest]
             sums[:rest] += found if isinstance(turned, float) else found * turned[:rest]
-    return (sums @ _draw_buckets()).astype("<f8").tobytes().hex()
+    buckets = np.bincount(_draw_buckets()[: len(sums)], sums, SKETCH_BUCKETS)
+    return buckets.astype("<f8", copy=False).tobytes().hex()
 
 
 @cache
@@ -94,17 +95,21 @@ def _draw_block() -> _Floats:
     return _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)
 
 
+@lru_cache(maxsize=128)
+def _draw_turn(block: int) -> _Floats:
+    return _draw_signs(f"block {block}", _WIDTH)
+
+
 @cache
-def _draw_buckets() -> _Floats:
-    """Return a matrix that sums the places of a row into buckets.
+def _draw_buckets() -> NDArray[np.intp]:
+    """Return the bucket of each place of a row.
 
     Any ``SKETCH_BUCKETS`` places from a multiple of that on are in different buckets.
     """
     groups = -(-_WIDTH // SKETCH_BUCKETS)
     turns = np.frombuffer(_draw_bytes("buckets", groups), np.uint8)
     places = (np.arange(SKETCH_BUCKETS) + turns[:, None]) % SKETCH_BUCKETS
-    matrix: _Floats = np.eye(SKETCH_BUCKETS)[places.reshape(-1)[:_WIDTH]]
-    return matrix
+    return places.reshape(-1)[:_WIDTH].astype(np.intp)
 
 
 def _draw_signs(name: str, count: int) -> _Floats:
