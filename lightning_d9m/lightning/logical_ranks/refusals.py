@@ -1,7 +1,7 @@
 """Settings of a program that logical ranks do not support."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import LBFGS
@@ -9,6 +9,9 @@ from torch.optim import LBFGS
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import has_layer_sync
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _VARIABLE = variable_of("logical_ranks")
 # Optimizers that divide their state among the processes.
@@ -46,7 +49,7 @@ def check_devices(devices: list[str]) -> None:
         )
 
 
-def check_trainer(trainer: Any, strategy: Any, *, session: object) -> None:
+def check_trainer(trainer: "Trainer", strategy: Any, *, session: object) -> None:
     """Refuse what logical ranks do not support, at every number of processes.
 
     Raises:

@@ -17,6 +17,7 @@ from lightning_d9m.lightning.logical_ranks.attributes import ModuleAttributes
 from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class LogicalSteps:
         Raises:
             SettingError: If the optimizer runs its closure twice, or there is no loss.
         """
-        trainer: Any = self._trainer
+        trainer = self._trainer
         if self._ran:
             raise SettingError(
                 "The optimizer ran the training step twice for one batch, as LBFGS does, which "
@@ -106,10 +107,11 @@ class LogicalSteps:
             )
         count = trainer.accumulate_grad_batches
         if count != 1 and not skips_backward(trainer):
+            ranks = get_logical_ranks(trainer) or 1
             raise SettingError(
                 f"accumulate_grad_batches is {count} in this epoch, and logical ranks accumulate "
                 "gradients themselves: leave out GradientAccumulationScheduler, and set "
-                f"logical_ranks to {trainer.strategy.logical_ranks * count} for the same number of "
+                f"logical_ranks to {ranks * count} for the same number of "
                 "samples per step."
             )
         self._ran = True
@@ -254,8 +256,8 @@ class LogicalSteps:
 
     def _count_batches(self, stage: str) -> int:
         """Return the number of this batch in its loader, from 1."""
-        trainer: Any = self._trainer
-        loops = {
+        trainer = self._trainer
+        loops: dict[str, Any] = {
             "validate": trainer.validate_loop,
             "test": trainer.test_loop,
             "predict": trainer.predict_loop,
