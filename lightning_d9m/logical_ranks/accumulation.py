@@ -10,7 +10,7 @@ from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.tree import Fold, Node
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_CHUNK = 2**16  # elements; several such chunks fit in the second cache of a core
+_CHUNK = 2**17  # elements; several such chunks fit in the second cache of a core
 # The gradients of a node, by part: a large gradient, or the small ones of a bucket. None is a
 # missing one, which counts as +0.0.
 Gradients = list[Tensor | None]

@@ -41,7 +41,7 @@ class BackgroundThread:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # This flag of the processor is that of a thread, and it changes bits.
-        flushes = _flushes_subnormal_numbers()
+        flushes = flushes_subnormal_numbers()
         self._thread = Thread(target=self._run, args=(flushes,), name="d9m-exchange", daemon=True)
         self._thread.start()
 
@@ -61,5 +61,6 @@ class BackgroundThread:
             job.run()
 
 
-def _flushes_subnormal_numbers() -> bool:
+def flushes_subnormal_numbers() -> bool:
+    """Return whether this thread adds subnormal numbers as zeros."""
     return torch.tensor([2.0**-149]).add(0.0).item() == 0.0

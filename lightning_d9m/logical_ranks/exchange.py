@@ -1,9 +1,10 @@
-"""The sum of the roots that all processes hold, by any of three exchanges with the same bits.
+"""The sum of the roots that all processes hold, by any of four exchanges with the same bits.
 
 - ``"gather"``: one all-gather of the roots, and each process folds all of them.
 - ``"shards"``: process ``q`` folds the ``q``-th part of each chunk and sends the result to all.
   With one root for each process this sends as many bytes as a ring all-reduce. While one chunk is
   folded, the next ones travel.
+- ``"pair"``: an all-reduce of two processes with one root each, as two numbers have one sum.
 - ``"collectives"``: the same as ``"shards"``, by one all-to-all and one all-gather, for transports
   whose messages between two processes must not wait for each other (NCCL).
 
@@ -24,7 +25,10 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide, is_half, split_in_chunks
-from lightning_d9m.logical_ranks.background import BackgroundThread
+from lightning_d9m.logical_ranks.background import (
+    BackgroundThread,
+    flushes_subnormal_numbers,
+)
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.sums import (
     CHUNK_BYTES,
@@ -32,16 +36,18 @@ from lightning_d9m.logical_ranks.sums import (
     CollectiveSum,
     GatheredSum,
     LocalSum,
+    PairSum,
     PendingSum,
     ShardedSum,
     round_up,
 )
 from lightning_d9m.logical_ranks.tree import Node, find_parent, list_roots
 
-Algorithm = Literal["gather", "shards", "collectives"]
+Algorithm = Literal["gather", "shards", "pair", "collectives"]
 # Up to this size the second phase of "shards" costs more than the additional bytes of "gather".
 _GATHER_BYTES = 2**16
 _PAIR_GATHER_BYTES = 2**20
+_PAIR_DTYPES = (torch.float32, torch.float64)  # halves are rounded once, after the division
 _FIRST_TAG = 2**20  # others use small tags
 _TAGS = 2**20  # of one exchange
 _EXCHANGES = 2**10
@@ -78,6 +84,8 @@ class RootExchange:
     Attributes:
         roots: The nodes of every process, whose values it sends.
         bytes_sent: The bytes of all messages of this process so far.
+        receiving: The sums that have memory for what arrives.
+        flushes: Whether additions of this thread return zero for subnormal numbers.
 
     Raises:
         SettingError: The group has another number of processes.
@@ -101,6 +109,7 @@ class RootExchange:
         self._chunk_bytes = chunk_bytes
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._thread: BackgroundThread | None = None
+        self.receiving: set[PendingSum] = set()
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -112,6 +121,9 @@ class RootExchange:
         """Forget the sums that were started, after an exception on every process."""
         self.close()
         self._next_tag = 0
+        self.receiving.clear()
+        # Torch's threads have a flag of the processor of their own.
+        self.flushes = flushes_subnormal_numbers()
         if self.group is not None:
             self._first_tag = _FIRST_TAG + self._messages.exchanges % _EXCHANGES * _TAGS
             self._messages.exchanges += 1
@@ -137,9 +149,13 @@ class RootExchange:
         kinds: dict[str, Callable[..., PendingSum]] = {
             "gather": GatheredSum,
             "shards": ShardedSum,
+            "pair": PairSum,
             "collectives": CollectiveSum,
         }
-        pending = kinds[self._algorithm or self._choose(result)](self, roots, result, fold)
+        kind = self._algorithm or self._choose(roots, result)
+        if kind == "pair":
+            fold = partial(_end, divisor=divisor)
+        pending = kinds[kind](self, roots, result, fold)
         self._messages.unfinished.add(pending)
         return pending
 
@@ -148,12 +164,18 @@ class RootExchange:
         self._messages.unfinished.discard(pending)
 
     def finish_in_background(self, pending: PendingSum) -> Callable[[], None]:
-        """Finish a sum on a thread, if messages need no common order; return what waits for it."""
-        if not isinstance(pending, ShardedSum):
+        """Fold on a thread, if messages need no common order; return what waits for the result."""
+        if not isinstance(pending, ShardedSum | PairSum):
             return pending.finish
         if self._thread is None:
             self._thread = BackgroundThread()
-        return self._thread.submit(pending.finish).wait
+        job = self._thread.submit(pending.fold)
+
+        def finish() -> None:
+            job.wait()
+            pending.finish()
+
+        return finish
 
     def close(self) -> None:
         """Let the thread end, and release memory."""
@@ -162,17 +184,20 @@ class RootExchange:
             self._thread.close()
             self._thread = None
 
-    def _choose(self, result: Tensor) -> Algorithm:
+    def _choose(self, roots: Sequence[Tensor], result: Tensor) -> Algorithm:
         if result.device.type != "cpu":
             return "collectives"
         # Two processes send as many bytes either way, but "gather" adds everything twice.
         limit = _PAIR_GATHER_BYTES if self.blocks.processes == 2 else _GATHER_BYTES  # noqa: PLR2004
-        return "gather" if result.nbytes <= limit else "shards"
+        if result.nbytes <= limit:
+            return "gather"
+        is_pair = len(self._nodes) == 2 and roots[0].dtype in _PAIR_DTYPES  # noqa: PLR2004
+        return "pair" if is_pair and not self.flushes else "shards"
 
     def chunks(self, result: Tensor) -> list[slice]:
         """Return the parts of a result, of nearly equal size."""
         length = len(result)
-        count = max(1, math.ceil(length * result.element_size() / self._chunk_bytes))
+        count = max(1, round(length * result.element_size() / self._chunk_bytes))
         size = round_up(math.ceil(length / count), STEP * self.blocks.processes)
         return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -235,6 +260,11 @@ class RootExchange:
         if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
             result.copy_(total)  # the only rounding of a half type
         replace_nans(result)
+
+
+def _end(total: Tensor, divisor: int) -> None:
+    divide(total, divisor)
+    replace_nans(total)
 
 
 def divide(tensor: Tensor, divisor: int) -> None:

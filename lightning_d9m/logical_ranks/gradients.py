@@ -260,7 +260,9 @@ class LogicalGradients:
         if self._exchange.group is None:
             return
         text = "\n".join(line for bucket in self._buckets for line in bucket.describe())
-        digest = hashlib.blake2b(f"{self._divisor}\n{text}".encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(
+            f"{self._divisor} {self._exchange.flushes}\n{text}".encode(), digest_size=16
+        ).digest()
         digests = gather_bytes(digest, self._exchange.group)
         if len(set(digests)) > 1:
             others = [p for p, other in enumerate(digests) if other != digest]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_d9m.logical_ranks.accumulation import split_in_chunks
+
 if TYPE_CHECKING:
     from lightning_d9m.logical_ranks.exchange import RootExchange
 
@@ -17,6 +19,10 @@ _WINDOW = 3  # chunks whose parts may be on their way to a process
 
 class PendingSum(Protocol):
     """A sum that was started."""
+
+    def fold(self) -> None:
+        """Do what needs no other thread than one; `finish` does it otherwise."""
+        ...
 
     def finish(self) -> None:
         """Wait for the sum; afterwards the result is complete on this process."""
@@ -29,10 +35,42 @@ class LocalSum:
     def __init__(self, roots: Sequence[Tensor], result: Tensor, fold: Any) -> None:
         self._work = (roots, result, fold)
 
+    def fold(self) -> None:
+        """Wait for `finish`."""
+
     def finish(self) -> None:
         """Fold the roots."""
         roots, result, fold = self._work
         fold([roots], result)
+
+
+class PairSum:
+    """The sum of two processes with one root each, by an all-reduce: it has one order.
+
+    Torch's threads send and add, so it takes less time than a `ShardedSum`.
+    """
+
+    def __init__(
+        self, exchange: "RootExchange", roots: Sequence[Tensor], result: Tensor, divide: Any
+    ) -> None:
+        if roots[0].data_ptr() != result.data_ptr():
+            result.copy_(roots[0])
+        self._exchange, self._result, self._divide = exchange, result, divide
+        exchange.bytes_sent += result.nbytes
+        self._work = exchange.group.allreduce([result])
+
+    def fold(self) -> None:
+        """Wait for the sum, and divide it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            for chunk in split_in_chunks(self._result):
+                self._divide(chunk)
+
+    def finish(self) -> None:
+        """Wait for the sum, and divide it."""
+        self.fold()
+        self._exchange.end(self)
 
 
 class ShardedSum:
@@ -50,16 +88,27 @@ class ShardedSum:
         self._sent: list[Any] = []
         self._arriving: dict[int, list[Any]] = {}
         self._values: dict[int, list[list[Tensor]]] = {}
+        self._results: list[Any] = []
+        self._memory: Tensor | None = None
+        self._is_folded = False
+        for index, shards in enumerate(self._chunks):
+            for peer in exchange.peers:
+                for root in roots:
+                    self._send(root[shards[peer]], peer, index)
+        # Several sums may be on their way; the memory for what arrives stays that of a few.
+        if len(exchange.receiving) < _WINDOW:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Expect the first chunks."""
+        exchange, roots = self._exchange, self._roots
+        exchange.receiving.add(self)
         count = sum(map(len, exchange.roots)) - len(roots)
         longest = max(s[exchange.process].stop - s[exchange.process].start for s in self._chunks)
         window = min(_WINDOW, len(self._chunks))
         self._memory = exchange.take_scratch(roots[0], window * count * longest)
         self._scratch = self._memory.view(window, count, longest)
-        for index, shards in enumerate(self._chunks):
-            for peer in exchange.peers:
-                for root in roots:
-                    self._send(root[shards[peer]], peer, index)
-        for index in range(min(_WINDOW, len(self._chunks))):
+        for index in range(window):
             self._expect(index)
 
     def _send(self, tensor: Tensor, peer: int, index: int) -> None:
@@ -67,7 +116,7 @@ class ShardedSum:
             self._sent.append(self._exchange.send(tensor, peer, self._tag + 2 * index))
 
     def _expect(self, index: int) -> None:
-        """Receive this process's shard of a chunk from all peers, and the results of theirs."""
+        """Receive this process's shard of a chunk from all peers."""
         exchange, shards = self._exchange, self._chunks[index]
         mine = shards[exchange.process]
         length = mine.stop - mine.start
@@ -84,9 +133,14 @@ class ShardedSum:
                 works += [exchange.receive(value, peer, tag) for value in values[peer]]
         self._values[index], self._arriving[index] = values, works
 
-    def finish(self) -> None:
-        """Fold this process's shards, and exchange the results."""
-        exchange, results = self._exchange, []
+    def fold(self) -> None:
+        """Fold this process's shards, and start to exchange the results."""
+        if self._is_folded:
+            return
+        self._is_folded = True
+        exchange = self._exchange
+        if self._memory is None:
+            self._begin()
         for index, shards in enumerate(self._chunks):
             for work in self._arriving.pop(index):
                 work.wait()
@@ -100,15 +154,21 @@ class ShardedSum:
                 # result may be the memory that the part was sent from.
                 theirs = self._result[shards[peer]]
                 if len(theirs):
-                    results.append(exchange.receive(theirs, peer, tag))
+                    self._results.append(exchange.receive(theirs, peer, tag))
                 if len(mine):
                     self._sent.append(exchange.send(mine, peer, tag))
             if index + _WINDOW < len(self._chunks):
                 self._expect(index + _WINDOW)
-        for work in (*results, *self._sent):
-            work.wait()
+        assert self._memory is not None
         exchange.keep_scratch(self._memory)
-        exchange.end(self)
+        exchange.receiving.discard(self)
+
+    def finish(self) -> None:
+        """Wait for all results."""
+        self.fold()
+        for work in (*self._results, *self._sent):
+            work.wait()
+        self._exchange.end(self)
 
 
 class GatheredSum:
@@ -134,6 +194,9 @@ class GatheredSum:
         # One message of torch's thread: where processes share cores, Gloo's own thread spins while
         # a thread that sends is preempted.
         self._work = exchange.group.allgather([list(rows)], [sent])
+
+    def fold(self) -> None:
+        """Wait for `finish`."""
 
     def finish(self) -> None:
         """Fold the roots of all processes."""
@@ -172,6 +235,9 @@ class CollectiveSum:
             self._received, sent, counts, [len(roots) * size] * processes
         )
         self._sent = sent  # until it has arrived
+
+    def fold(self) -> None:
+        """Wait for `finish`."""
 
     def finish(self) -> None:
         """Fold this process's part, and gather the results."""

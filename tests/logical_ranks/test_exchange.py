@@ -11,7 +11,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
-from lightning_d9m.logical_ranks.tree import Fold, Node
+from lightning_d9m.logical_ranks.tree import Fold, Node, list_roots
 
 ALGORITHMS = ("gather", "shards", "collectives")
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
@@ -29,6 +29,8 @@ def fold_block(leaves, block, *, wide):
 def exchange_all(leaves, processes, *, algorithms=ALGORITHMS, **words):
     """Return the results of each algorithm on each process."""
     blocks, dtype = Blocks(len(leaves), processes), leaves[0].dtype
+    if list(map(len, list_roots(blocks))) == [1, 1] and dtype.itemsize >= 4:
+        algorithms = (*algorithms, "pair")
 
     def exchange(process, group):
         results = []
@@ -125,6 +127,24 @@ def test_sums_that_overlap_do_not_mix():
 
     expected = [[2.0 * n + 1] for n in (100, 50_000, 70_000)]
     assert run_processes(2, exchange) == [expected, expected]
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_two_processes_flush_subnormal_numbers_as_one_does(flushes):
+    blocks = Blocks(2, 2)
+    leaves = [torch.full([300_000], value) for value in (2.0**-126, -(2.0**-127) * 1.5)]
+
+    def exchange(process, group):
+        torch.set_flush_denormal(flushes)  # of this thread
+        it = RootExchange(blocks, process, group)
+        root = leaves[process].clone()
+        pending = it.start([root], root)
+        pending.finish()
+        return root.unique().tolist(), type(pending).__name__
+
+    expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
+    name = "ShardedSum" if flushes else "PairSum"
+    assert run_processes(2, exchange) == [([expected], name)] * 2
 
 
 def test_wide_addition_rounds_no_half():
