@@ -105,7 +105,7 @@ def distribute(model, optimizer):
         from lightning_d9m.horovod.communication.communicator import Communicator
         from lightning_d9m.horovod.environment import set_variables
         from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets
-        from lightning_d9m.horovod.malloc import disable_malloc_trim
+        from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 
         transport = "horovod" if mode == "static-horovod" else "torch"
         set_variables(initialized=False, stall_seconds=600, transport=transport)

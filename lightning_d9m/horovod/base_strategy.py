@@ -29,9 +29,9 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
-from lightning_d9m.horovod.malloc import disable_malloc_trim
 from lightning_d9m.horovod.torchmetrics_sync import MetricSync
 from lightning_d9m.lightning.packages import combined_base, import_packages
+from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -65,21 +65,22 @@ class GradientFold:
             index: The part.
             gradient: Its gradient. It is not changed unless others lack theirs.
             out: Where the result may be written; it is used if the dtype agrees.
-            end: Called with parts of the result to change them, which is then in ``out``.
+            end: Called with parts of the result to change them. The result is then in ``out``, or
+                without it in memory of this fold or, if it completes no node, in ``gradient``.
         """
         lefts: Gradients = []
         for level in range(1, self.merges + 1):
             held = self.held[-level]
             lefts.append(held[index])
             held[index] = None
-        if (end is not None or len(lefts) > 1) and _are_alike([*lefts, gradient, out]):
+        is_owned = bool(lefts) or out is not None
+        if is_owned and (end or len(lefts) > 1) and _are_alike([*lefts, gradient, out]):
             return add_in_chunks(lefts, gradient, out, end)
         value = gradient
         for left in lefts:
             value = add_pair(left, value, out if left is lefts[-1] else None)
         if end is not None and value is not None:
-            assert out is not None
-            value = value if value is out else out.copy_(value)
+            value = value if out is None or value is out else out.copy_(value)
             end(value)
         return value
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 # Vectorized reductions (the norm of a gradient that is clipped) add in a different order at an
 # address that is not aligned like a separate allocation.
-_ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 64
 # A gradient of at least this size is packed as soon as it arrives: it is still in the cache, and
 # the next gradient reuses its memory. Smaller ones are packed in one call, which costs less, and so
 # they follow the large ones in their bucket.
@@ -117,7 +117,7 @@ def _make_bucket(
     dtype: torch.dtype,
     with_flags: bool,
 ) -> Bucket:
-    step = max(1, _ALIGNMENT_BYTES // members[0][1].element_size())
+    step = max(1, ALIGNMENT_BYTES // members[0][1].element_size())
     members = sorted(members, key=lambda member: not _is_large(member[1]))
     starts = [0]
     for _, parameter in members:
@@ -125,7 +125,7 @@ def _make_bucket(
     flat = torch.zeros(starts[-1] + with_flags * len(members), dtype=dtype, device=device)
     slots = []
     for (name, parameter), start, stop in zip(members, starts[:-1], starts[1:], strict=True):
-        view = _view_like(flat, start, parameter)
+        view = view_like(flat, start, parameter)
         slots.append(Slot(name, parameter, start, stop, view))
     large = sum(_is_large(parameter) for _, parameter in members)
     return Bucket(index, flat, slots, large)
@@ -135,7 +135,7 @@ def _is_large(parameter: Parameter) -> bool:
     return parameter.nbytes >= _LARGE_BYTES
 
 
-def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
+def view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
     """Return a view with the parameter's shape and, for channels_last, its strides."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(parameter.dim())

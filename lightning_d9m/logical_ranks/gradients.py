@@ -17,6 +17,7 @@ from lightning_d9m.logical_ranks.exchange import RootExchange
 from lightning_d9m.logical_ranks.gradient_checks import make_dense, refuse_stale
 from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots
 from lightning_d9m.logical_ranks.scalars import gather_bytes
+from lightning_d9m.logical_ranks.whole_gradients import MissingGradients, WholeGradient
 
 BUCKET_BYTES = 25 * 2**20  # as DDP
 
@@ -26,7 +27,7 @@ class _Place:
     """The bucket of a gradient, and its position there."""
 
     index: int
-    bucket: RootBucket
+    bucket: RootBucket | WholeGradient
     position: int
 
 
@@ -88,7 +89,8 @@ class LogicalGradients:
         self._parameters = list(unique.values())
         self._known = unique.keys()
         self._trained: tuple[bool, ...] = ()
-        self._buckets: list[RootBucket] = []
+        self._buckets: list[RootBucket | WholeGradient] = []
+        self._missing = MissingGradients((), self._exchange)
         self._places: dict[int, _Place] = {}
         self._large: list[_Place] = []
         self._hooks: list[Any] = []
@@ -159,6 +161,7 @@ class LogicalGradients:
             self._launch(bucket)
         for bucket in self._buckets:
             bucket.finish()
+        self._missing.settle()
         self._end_step()
 
     def discard(self) -> None:
@@ -168,6 +171,7 @@ class LogicalGradients:
         timeout.
         """
         self._buckets, self._trained = [], ()  # messages may still use the buffers
+        self._missing = MissingGradients((), self._exchange)
         self._exchange.restart()
         self._places.clear()
         self._end_step()
@@ -178,6 +182,7 @@ class LogicalGradients:
         """Remove the hooks and release the buffers; gradients that are views keep theirs."""
         self._remove_hooks()
         self._places, self._large, self._buckets, self._trained = {}, [], [], ()
+        self._missing = MissingGradients((), self._exchange)
         self._exchange.close()
 
     def _end_step(self) -> None:
@@ -219,6 +224,8 @@ class LogicalGradients:
             sparse_as_dense=self._sparse_as_dense,
         )
         self._agree()
+        whole = [bucket for bucket in self._buckets if isinstance(bucket, WholeGradient)]
+        self._missing = MissingGradients(whole, self._exchange)
         self._places = {
             id(slot.parameter): _Place(bucket.indices[position], bucket, position)
             for bucket in self._buckets
@@ -318,7 +325,7 @@ class LogicalGradients:
         while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
             self._launch(self._buckets[self._launched])
 
-    def _launch(self, bucket: RootBucket) -> None:
+    def _launch(self, bucket: RootBucket | WholeGradient) -> None:
         lacking = []
         for position in range(bucket.large):
             if position not in bucket.packed:
@@ -339,8 +346,7 @@ class LogicalGradients:
             return None
         gradient = make_dense(name, gradient, allowed=self._sparse_as_dense)
         place = self._places[id(parameter)]
-        view = place.bucket.slots[place.position].view
-        if gradient.data_ptr() == view.data_ptr() and gradient.numel():
+        if place.bucket.is_stale(place.position, gradient):
             refuse_stale(name)
         parameter.grad = None
         return as_real(gradient)

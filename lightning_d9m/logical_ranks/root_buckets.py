@@ -10,6 +10,7 @@ from lightning_d9m.logical_ranks.accumulation import GradientFold, as_real, is_h
 from lightning_d9m.logical_ranks.bucket_layout import Bucket, lay_out
 from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
 from lightning_d9m.logical_ranks.small_gradients import SmallGradients
+from lightning_d9m.logical_ranks.whole_gradients import WholeGradient, is_whole
 
 
 class RootBucket:
@@ -75,6 +76,11 @@ class RootBucket:
         """Yield the name and layout of each slot, which must be the same on every process."""
         for slot in self.slots:
             yield f"{slot.name} {tuple(slot.view.shape)} {slot.view.dtype} {slot.start}"
+
+    def is_stale(self, position: int, gradient: Tensor) -> bool:
+        """Return whether a gradient was added to the sum of the last step."""
+        view = self.slots[position].view
+        return gradient.data_ptr() == view.data_ptr() and gradient.numel() > 0
 
     def fold_small(
         self,
@@ -160,20 +166,31 @@ def lay_out_roots(
     *,
     first_part: int,
     sparse_as_dense: bool,
-) -> list[RootBucket]:
-    """Lay out the buckets of parameters, given with their indices and names."""
+) -> list[RootBucket | WholeGradient]:
+    """Lay out the buckets of parameters, given with their indices and names.
+
+    Those come first whose gradients tend to be complete first, in reverse order of registration.
+    """
     indices = {id(parameter): index for index, _, parameter in parameters}
-    pairs = [(name, parameter) for _, name, parameter in parameters]
+    packed = [(name, parameter) for _, name, parameter in parameters if not is_whole(parameter)]
+    laid_out: list[tuple[int, Bucket | tuple[str, Parameter]]] = [
+        (min(indices[id(slot.parameter)] for slot in bucket.slots), bucket)
+        for bucket in lay_out(packed, bucket_bytes, with_flags=True)
+    ]
+    laid_out += [(index, (name, each)) for index, name, each in parameters if is_whole(each)]
+    laid_out.sort(key=lambda entry: -entry[0])
     return [
         RootBucket(
-            bucket,
+            found,
             exchange,
             divisor,
-            [indices[id(slot.parameter)] for slot in bucket.slots],
+            [indices[id(slot.parameter)] for slot in found.slots],
             first_part + number,
             sparse_as_dense=sparse_as_dense,
         )
-        for number, bucket in enumerate(lay_out(pairs, bucket_bytes, with_flags=True))
+        if isinstance(found, Bucket)
+        else WholeGradient(*found, exchange, divisor, first)
+        for number, (first, found) in enumerate(laid_out)
     ]
 
 

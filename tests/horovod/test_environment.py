@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
-from lightning_d9m.horovod import malloc, sync_batchnorm
+from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_rank_info
 from lightning_d9m.horovod.environment import PINNED, check_ranks, describe_rank, set_variables
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
@@ -197,27 +197,6 @@ def test_collectives_use_torch_unless_the_user_chooses(monkeypatch):
         assert HorovodDeterministicStrategy(parallel_devices=devices).transport == "torch"
         chosen = HorovodDeterministicStrategy(transport="horovod", parallel_devices=devices)
         assert chosen.transport == "horovod"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")],
-)
-def test_a_users_choice_of_allocation_stays(monkeypatch, name, value):
-    """Otherwise the thresholds are raised, if the C library is glibc."""
-    for variable in ("GLIBC_TUNABLES", *malloc._VARIABLES):
-        monkeypatch.delenv(variable, raising=False)
-    calls = []
-    library = SimpleNamespace(mallopt=lambda *call: calls.append(call) or 1)
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: library)
-    assert malloc.disable_malloc_trim()
-    assert calls == [(-1, 2**28), (-3, 2**25)]
-    monkeypatch.setenv(name, value)
-    assert not malloc.disable_malloc_trim()
-    monkeypatch.delenv(name)
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: SimpleNamespace())
-    assert not malloc.disable_malloc_trim()
-    assert len(calls) == 2
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):

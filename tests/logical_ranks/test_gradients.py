@@ -11,12 +11,21 @@ from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
+from lightning_d9m.logical_ranks import whole_gradients
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
 BUILDING = threading.Lock()
 # Small and large gradients; of the largest, more than one chunk is added.
 SHAPES = [(3, 4, 5, 5), (17,), (), (70, 90), (0, 3), (1000,), (130, 140), (66_000,)]
+
+
+@pytest.fixture(autouse=True, params=["packed", "whole"])
+def is_whole(request, monkeypatch):
+    """Run each test also with large gradients that have no place in a bucket."""
+    if request.param == "whole":
+        monkeypatch.setattr(whole_gradients, "_WHOLE_BYTES", 2**14)
+    return request.param == "whole"
 
 
 def make_parameters(dtype=torch.float32, shapes=SHAPES):
@@ -136,6 +145,44 @@ def test_gradients_that_share_memory_are_added_once():
         assert first.grad.data_ptr() == second.grad.data_ptr()
         (sums.finish if rank == 3 else sums.set_aside)(rank)
     assert first.grad.unique().tolist() == second.grad.unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_gradient_that_others_share_or_that_lies_elsewhere_is_copied(processes):
+    """Without a copy, a gradient is summed in its memory."""
+
+    def train(process, group):
+        found = []
+        kept = torch.arange(2**16 + 1, dtype=torch.float32)
+        both = torch.cat([kept, kept])
+        length = len(kept)
+        makers = (
+            kept.clone,
+            lambda: kept[:],
+            lambda: torch.empty(0).set_(both.clone().untyped_storage(), 1, (length,)),
+            lambda: torch.empty(0).set_(both.clone().untyped_storage(), 0, (length,), (2,)),
+            lambda: kept.clone().requires_grad_(),
+        )
+        (pair,) = named = make_parameters(shapes=[(2**16 + 1,)])
+        sums = LogicalGradients(named, Blocks(processes, processes), process, group)
+        for make in makers:
+            gradient = make()
+            expected, address = gradient.detach().clone(), gradient.data_ptr()
+            pair[1].grad = gradient
+            del gradient
+            sums.finish(process)
+            assert bits(pair[1].grad) == bits(expected)
+            assert pair[1].grad.data_ptr() % 64 == 0
+            assert pair[1].grad.is_contiguous()
+            found.append(pair[1].grad.data_ptr() == address)
+            pair[1].grad = None
+        assert kept.tolist() == list(range(2**16 + 1))
+        sums.close()
+        return found
+
+    for found in run_processes(processes, train):
+        whole = whole_gradients.is_whole(nn.Parameter(torch.zeros(2**16)))
+        assert found == [whole, False, False, False, False]
 
 
 def test_set_aside_moves_a_large_gradient():
@@ -277,7 +324,7 @@ def test_conjugated_gradients_are_added():
         assert torch.equal(parameter.grad, torch.full_like(parameter, 1 - 2j))
 
 
-def test_the_bytes_of_all_messages_are_counted():
+def test_the_bytes_of_all_messages_are_counted(is_whole):
     def train(process, group):
         parameter = nn.Parameter(torch.zeros(2**15))
         sums = LogicalGradients([("p", parameter)], Blocks(2, 2), process, group)
@@ -286,6 +333,7 @@ def test_the_bytes_of_all_messages_are_counted():
         return sums.bytes_sent
 
     sizes = run_processes(2, train)
+    assert whole_gradients.is_whole(nn.Parameter(torch.zeros(2**15))) is is_whole
     # The gradient and its flag; shards are rounded up to 64 bytes.
     assert sum(sizes) == 2 * 4 * (2**15 + 1)
     assert math.isclose(*sizes, rel_tol=0.01)

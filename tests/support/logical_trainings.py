@@ -109,7 +109,7 @@ def make_net(kind):
         "wide": lambda: nn.Sequential(
             nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 64, 3), nn.Flatten(), nn.Linear(2304, 10)
         ),
-        "deep": lambda: nn.Sequential(  # two buckets of gradients
+        "deep": lambda: nn.Sequential(  # two gradients that no bucket holds
             nn.Linear(64, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 10)
         ),
         "transformer": Transformer,

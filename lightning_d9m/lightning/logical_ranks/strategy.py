@@ -20,6 +20,7 @@ from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class LogicalRanksMixin(_Base):
         module: Any = self.lightning_module
         fitting = trainer.state.fn == "fit"
         if fitting:
+            if self.root_device.type == "cpu":
+                disable_malloc_trim()
             with torch.no_grad():
                 self.broadcast_tensors([*module.parameters(), *module.buffers()])
         self._steps = LogicalSteps(

@@ -23,9 +23,10 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_exchange_starts_before_the_backward_pass_ends(folder, rank):
     found = json.loads((folder / f"2-{rank}.json").read_text())
-    first, *others = (found[way][3:6] for way in WAYS)  # of the second step
-    assert first == others[1] == ["exchange", "last gradient", "exchange"]
-    assert others[0] == ["last gradient", "exchange", "exchange"]
+    first, *others = (found[way][5:10] for way in WAYS)  # of the second step
+    early, last = ["exchange"] * 2, "last gradient"
+    assert first == others[1] == [*early, last, "exchange", "exchange"]
+    assert others[0] == [last, "exchange", "exchange", *early]
 
 
 @pytest.mark.parametrize("count", [1, 2])

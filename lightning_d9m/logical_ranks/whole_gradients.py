@@ -1,0 +1,186 @@
+"""Gradients so large that they are summed where autograd has put them, without a copy."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_d9m.logical_ranks.accumulation import GradientFold
+from lightning_d9m.logical_ranks.bucket_layout import ALIGNMENT_BYTES, Slot, view_like
+from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
+
+# One message for each costs less than a copy of it.
+_WHOLE_BYTES = 2**20
+_DTYPES = (torch.float32, torch.float64)  # halves are summed as float32
+# What autograd adds to in place is the same object, so it keeps its attributes.
+_MARK = "d9m_sum_of_a_step"
+
+
+class WholeGradient:
+    """A gradient on its way, which has no place in a bucket.
+
+    It has the interface of a `RootBucket` with one slot. The sum is in the memory of the last root.
+
+    Args:
+        name: The name of the parameter.
+        parameter: The parameter, of which `is_whole` is true.
+        exchange: The exchange with the other processes.
+        divisor: Divides the sum.
+        index: The parameter as the `GradientFold` counts it.
+    """
+
+    large = 1
+
+    def __init__(
+        self, name: str, parameter: Parameter, exchange: RootExchange, divisor: int, index: int
+    ) -> None:
+        layout = view_like(torch.empty(parameter.numel(), device="meta"), 0, parameter)
+        self.slots = [Slot(name, parameter, 0, parameter.numel(), layout)]
+        self.indices: Sequence[int] = [index]
+        self.fired: set[int] = set()
+        self.packed: set[int] = set()
+        self._stride = layout.stride()
+        self._parameter = parameter
+        self._exchange = exchange
+        self._divisor = divisor
+        self._is_alone = exchange.blocks.processes == 1
+        self._roots: list[Tensor] = []
+        self._wait: Callable[[], None] | None = None
+        self._was_missing: bool | None = None
+        self.is_missing = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradient has arrived."""
+        return bool(self.fired)
+
+    def describe(self) -> Iterator[str]:
+        """Yield what must be the same on every process."""
+        slot = self.slots[0]
+        yield f"{slot.name} {tuple(slot.view.shape)} {self._parameter.dtype} whole"
+
+    def is_stale(self, _position: int, gradient: Tensor) -> bool:
+        """Return whether a gradient was added to the sum of the last step."""
+        return hasattr(gradient, _MARK)
+
+    def fold_small(self, lacking: Collection[int], _fold: GradientFold) -> None:
+        """Note whether the next logical rank, which is not the last one here, has a gradient."""
+        self._note(lacking)
+
+    def pack_small(self, lacking: Collection[int], _fold: GradientFold) -> None:
+        """Note whether the last logical rank has a gradient."""
+        self._note(lacking)
+
+    def _note(self, lacking: Collection[int]) -> None:
+        self._was_missing = bool(lacking) and self._was_missing is not False
+
+    def pack_one(self, position: int, gradient: Tensor | None, fold: GradientFold) -> None:
+        """Add the gradient of the last logical rank, and take the memory of each root."""
+        part = self.indices[0]
+        if gradient is not None and not fold.merges:
+            gradient = self._take_over(gradient)
+        count = len(self._exchange.roots[self._exchange.process])
+        values = [held[part] for held in fold.held[: count - 1]]
+        for held in fold.held[: count - 1]:
+            held[part] = None
+        values.append(fold.fold_one(part, gradient, end=self._end if self._is_alone else None))
+        self._roots = [self._settle(value) for value in values]
+        self.packed.add(position)
+
+    def _end(self, total: Tensor) -> None:
+        divide(total, self._divisor)
+        replace_nans(total)
+
+    def _take_over(self, gradient: Tensor) -> Tensor:
+        """Return a gradient that nothing else refers to, or a copy of it."""
+        is_ours = not gradient.requires_grad and _count_uses(gradient) <= _USES
+        return self._settle(gradient) if is_ours else self._copy(gradient)
+
+    def _settle(self, value: Tensor | None) -> Tensor:
+        """Return a value in the memory that the sum may have at every number of processes."""
+        if value is None:
+            return torch.zeros_like(self._make_empty())
+        is_settled = (
+            value.stride() == self._stride
+            and value.dtype == self._parameter.dtype
+            and value.data_ptr() % ALIGNMENT_BYTES == 0
+        )
+        return value if is_settled else self._copy(value)
+
+    def _copy(self, value: Tensor) -> Tensor:
+        return self._make_empty().copy_(value)
+
+    def _make_empty(self) -> Tensor:
+        return torch.empty_strided(self._parameter.shape, self._stride, dtype=self._parameter.dtype)
+
+    def start(self, *, in_background: bool) -> None:
+        """Start the exchange of the roots."""
+        if self._is_alone:
+            return
+        roots = [root.as_strided((root.numel(),), (1,)) for root in self._roots]
+        pending = self._exchange.start(roots, roots[-1], self._divisor)
+        self._wait = (
+            self._exchange.finish_in_background(pending) if in_background else pending.finish
+        )
+
+    def finish(self) -> None:
+        """Wait for the sum, and set the gradient to it."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        gradient = self._roots[-1]
+        setattr(gradient, _MARK, True)
+        self._parameter.grad = gradient
+        self._roots = []
+        self.is_missing, self._was_missing = bool(self._was_missing), None
+        self.fired.clear()
+        self.packed.clear()
+
+    def discard(self) -> None:
+        """Remove the gradient, which no logical rank has."""
+        self._parameter.grad = None
+
+
+class MissingGradients:
+    """Finds the whole gradients that no logical rank has, by one small sum.
+
+    Args:
+        gradients: All whole gradients, the same on every process.
+        exchange: The exchange with the other processes.
+    """
+
+    def __init__(self, gradients: Sequence[WholeGradient], exchange: RootExchange) -> None:
+        self._gradients = gradients
+        self._exchange = exchange
+
+    def settle(self) -> None:
+        """Remove the gradients that no logical rank has, when all sums have ended."""
+        if not self._gradients:
+            return
+        count = len(self._exchange.roots[self._exchange.process])
+        roots = [torch.zeros(len(self._gradients)) for _ in range(count)]
+        missing = [gradient.is_missing for gradient in self._gradients]
+        roots[-1].copy_(torch.tensor(missing, dtype=torch.bool).logical_not())
+        self._exchange.start(roots, roots[-1]).finish()
+        for gradient, has_one in zip(self._gradients, roots[-1].tolist(), strict=True):
+            if not has_one:
+                gradient.discard()
+
+
+def is_whole(parameter: Parameter) -> bool:
+    """Return whether the gradient of a parameter is summed without a bucket."""
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype in _DTYPES
+        and parameter.nbytes >= _WHOLE_BYTES
+    )
+
+
+def _count_uses(tensor: Tensor) -> int:
+    """Return how many objects share the memory of a tensor."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))  # noqa: SLF001 - torch has no public counter
+
+
+_USES = _count_uses(torch.empty(1))  # of memory that nothing shares
