@@ -30,7 +30,7 @@ from suite_report import render
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-ROW_PARTS = ("facts", "smoke", "determinism", "speed", "models", "digest")
+ROW_PARTS = ("facts", "smoke", "determinism", "speed", "models", "digest", "graphs")
 CUDA_TESTS = (
     "tests/patches/test_cuda.py",
     "tests/hashing/test_xxh3_cuda.py",
@@ -80,6 +80,13 @@ def list_commands(folder: Path, *, dry: bool, limit: float) -> dict[str, Command
                 *("-o", folder / f"probes-{device}.json", *(probes if dry else [])),
             ],
             needs=300,
+        ),
+        "gpus": Command(
+            [
+                *(python, "benchmarks/several_gpus.py", "--device", device, "-o", folder),
+                *(["--calls", "2"] if dry else []),
+            ],
+            needs=120,
         ),
         # Without the project's settings, which need a new pytest and plugins.
         "tests": Command(

@@ -14,7 +14,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import suite_graphs
 import torch
 import torch.nn.functional as nnf
 from competitor import Competitor
@@ -311,6 +313,21 @@ def run_digest(name: str, settings: Settings) -> Row:
     return row
 
 
+def run_graph(name: str, settings: Settings) -> Row:
+    """Capture a call in a CUDA graph and replay it; without a device, call it."""
+    if name == suite_graphs.COMPILED:
+        mode = "reduce-overhead" if settings.device == "cuda" else None
+        with patched(settings, "index_add"):
+            return suite_graphs.train_compiled(settings.device, settings.calls, mode)
+    workload = find_workload(name)
+    with patched(settings, workload.op):
+        if settings.device == "cuda":
+            time_call = partial(measure, settings=settings)
+            return suite_graphs.replay(workload, settings.calls, time_call)
+        workload.make(settings.device)()
+    return {"unsupported": "a CPU has no CUDA graphs"}
+
+
 def find_workload(name: str) -> Workload:
     """Return the workload of a task."""
     return next(one for one in WORKLOADS if f"{one.op}, {one.shape}" == name)
@@ -326,6 +343,8 @@ def list_tasks(part: str, settings: Settings) -> list[str]:
         return ["patches", "digest", "forward", *ops]
     if part == "digest":
         return [*SIZES[settings.device], "1,000 tensors"]
+    if part == "graphs":
+        return [*ops, suite_graphs.COMPILED]
     names = models if part == "models" else ops
     return [f"{name} | {dtype}" for dtype in DTYPES for name in names]
 
@@ -337,6 +356,7 @@ RUN = {
     "speed": run_speed,
     "models": run_model,
     "digest": run_digest,
+    "graphs": run_graph,
 }
 
 

@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--scenes", type=int, default=512)
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu or auto")
+    parser.add_argument("--devices", type=int, default=1, help="more than one: with DDP")
     arguments = parser.parse_args()
 
     L.seed_everything(arguments.seed)  # before the model is built: its weights are random
@@ -120,7 +121,7 @@ def main() -> None:
     trainer = L.Trainer(
         max_epochs=arguments.epochs,
         accelerator=arguments.accelerator,
-        devices=1,
+        devices=arguments.devices,
         callbacks=[DeterminismCallback()],
         log_every_n_steps=10,
     )

@@ -250,7 +250,7 @@ def test_the_suite_needs_a_device(tmp_path):
 
 def test_rows_are_measured_on_a_cpu(tmp_path):
     """One op through the real worker, with graphs built under the flag."""
-    parts = ["facts", "smoke", "determinism", "speed", "digest"]
+    parts = ["facts", "smoke", "determinism", "speed", "digest", "graphs"]
     done = run_suite(tmp_path / "out", *parts, "--dry-run", "--only", "adaptive_max_pool3d")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     journal = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
@@ -261,8 +261,22 @@ def test_rows_are_measured_on_a_cpu(tmp_path):
     for dtype in ("float32", "bfloat16"):
         assert rows["determinism", f"{name} | {dtype}"]["patched_outputs"] == 1
         assert rows["speed", f"{name} | {dtype}"]["ratio"] > 0
+    assert rows["graphs", name]["unsupported"] == "a CPU has no CUDA graphs"
+    assert rows["graphs", "torch.compile, reduce-overhead"]["outputs"] == 1
     assert rows["facts", "stack"]["stack"]["device.kind"] == "cpu"
-    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 5
+    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 6
+
+
+def test_sums_over_two_processes_are_rows(tmp_path):
+    """By Gloo; a machine with one device says so."""
+    script = [sys.executable, FOLDER / "several_gpus.py", "--calls", "2", "-o", tmp_path]
+    more = ["--device", "cpu", "--no-trainings"]
+    done = subprocess.run([*script, *more], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts, *rows = map(json.loads, (tmp_path / "several-gpus.jsonl").read_text().splitlines())
+    assert facts["ranks"] == 2
+    assert len(rows) == 4
+    assert all((row["outputs"], row["equal_ranks"]) == (1, True) for row in rows)
 
 
 def test_an_unknown_part_is_refused(tmp_path):
@@ -275,7 +289,7 @@ def test_every_file_that_the_suite_runs_is_there(modules):
     """No part can fail on a CUDA machine for a name that nobody tried."""
     script = (FOLDER / "gpu_suite.py").read_text()
     files = set(re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.py", script))
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         assert (FOLDER.parent / file).is_file(), file
     marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}
@@ -295,5 +309,5 @@ def test_every_part_of_a_dry_run_is_reported(tmp_path):
             break
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert page.count("| complete |") == 12
+    assert page.count("| complete |") == 14
     assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "tests.jsonl", "report.md"}
