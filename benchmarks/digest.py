@@ -2,7 +2,8 @@
 
 Every method runs once in each round, so that a slow moment of the machine meets all of them; the
 ratios are formed within a round. Rates are the tensor's bytes for each second: a copy of n bytes,
-which reads n and writes n, counts as n. Writes digest-<device>.json.
+which reads n and writes n, counts as n. Writes digest-<device>.json. With OMP_NUM_THREADS=1, CPU
+time is measured, which other programs change little.
 """
 
 import argparse
@@ -18,8 +19,9 @@ from pathlib import Path
 import torch
 import xxhash
 
+from lightning_d9m.hashing.address_cache import AddressCache, digest_located
 from lightning_d9m.hashing.digest import digest, digest_many
-from lightning_d9m.hashing.tensor_bytes import locate
+from lightning_d9m.hashing.tensor_bytes import locate, locate_quickly
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "digest"
@@ -50,8 +52,11 @@ def _one_tensor(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 def _many_tensors(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     targets = [torch.zeros_like(tensor) for tensor in tensors]
+    cache = AddressCache()
     return {
         OURS: lambda: digest_many(tensors),
+        "digest, addresses kept": lambda: digest_located(cache.find(tensors)),
+        "where the tensors are, alone": lambda: [locate_quickly(t) for t in tensors],
         "digest, one by one": lambda: [digest(t) for t in tensors],
         "memcpy (copy_ into a tensor in use)": lambda: [
             target.copy_(t) for target, t in zip(targets, tensors, strict=True)
@@ -70,11 +75,17 @@ def _time(method: Callable[[], object], device: str) -> float:
     """Returns the seconds of one call, what it left running on the device included."""
     if device == "cuda":
         torch.cuda.synchronize()
-    begin = time.perf_counter()
+    clock = time.process_time if _is_single(device) else time.perf_counter
+    begin = clock()
     method()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return clock() - begin
+
+
+def _is_single(device: str) -> bool:
+    """Return whether one thread does all; its CPU time is then what is measured."""
+    return device == "cpu" and torch.get_num_threads() == 1
 
 
 def _measure(
@@ -147,7 +158,7 @@ def main() -> None:
     _print(f"one tensor of {arguments.elements:,} float32", record["one_tensor"])
     _print("1,000 tensors of 1,000 float32", record["many_tensors"])
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"digest-{device}.json"
+    path = arguments.output / f"digest-{device}{'-1-thread' * _is_single(device)}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"\nwritten to {path}")
 
