@@ -94,19 +94,31 @@ class _FaultState:
     fits = 0
 
 
+def find_checkpoint(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the checkpoint from which the variables let the next fit resume; None if none.
+
+    Raises:
+        SettingError: If it does not exist.
+    """
+    resume = environment.get(RESUME)
+    if not resume or _FaultState.fits:
+        return None
+    if not Path(resume).exists():
+        raise SettingError(f"The variable {RESUME} is '{resume}', which does not exist.")
+    return Path(resume)
+
+
 def read_request(environment: Mapping[str, str] = os.environ) -> InterruptRequest:
     """Return what the variables ask of the fit that begins; only of the first in a process.
 
     Raises:
         SettingError: If a variable has a value that is not allowed.
     """
+    path = find_checkpoint(environment)
     _FaultState.fits += 1
     if _FaultState.fits > 1:
         return InterruptRequest()
-    resume, request = environment.get(RESUME), environment.get(INTERRUPT)
-    path = Path(resume) if resume else None
-    if path is not None and not path.exists():
-        raise SettingError(f"The variable {RESUME} is '{path}', which does not exist.")
+    request = environment.get(INTERRUPT)
     if not request:
         return InterruptRequest(path)
     if not (folder := environment.get(FOLDER)):

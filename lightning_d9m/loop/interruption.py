@@ -78,10 +78,7 @@ class Interruption:
         if not self._complete:
             return
         self._complete = False
-        if self._remaining is not None:
-            self._remaining -= 1
-            if self._remaining == 0:
-                self._kill()
+        self._count_down()
         self._act_at("batch", epoch, self._steps)
 
     def finish(self) -> None:
@@ -91,27 +88,49 @@ class Interruption:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in self._shapes]))
 
-    def _act_at(self, kind: InterruptionKind, epoch: int, number: int) -> None:
-        folder, point = self._request.folder, self._request.point
-        if point is None or folder is None or self._remaining is not None:
-            return
-        if (kind, epoch, number) == (point.kind, point.epoch, point.number):
-            saved = {name: part.state_dict() for name, part in self._parts.items()}
-            path = _path_of_rank(folder / CHECKPOINT, self._ranks.rank)
-            torch.save(saved, path)
-            self._remaining = point.later
+    def _count_down(self) -> None:
+        """Kill if the last step after the save is done."""
+        if self._remaining is not None:
+            self._remaining -= 1
             if self._remaining == 0:
                 self._kill()
 
+    def _act_at(self, kind: InterruptionKind, epoch: int, number: int) -> None:
+        if self._is_point(kind, epoch, number):
+            saved = {name: part.state_dict() for name, part in self._parts.items()}
+            torch.save(saved, _path_of_rank(self._checkpoint, self._ranks.rank))
+            self._end_save()
+
+    def _is_point(self, kind: InterruptionKind, epoch: int, number: int) -> bool:
+        """Return whether to save now."""
+        point = self._request.point
+        if point is None or self._remaining is not None:
+            return False
+        return (kind, epoch, number) == (point.kind, point.epoch, point.number)
+
+    @property
+    def _checkpoint(self) -> Path:
+        assert self._request.folder is not None, "there is a point"
+        return self._request.folder / CHECKPOINT
+
+    def _end_save(self) -> None:
+        """Count the steps to the kill from now on."""
+        assert self._request.point is not None, "it was reached"
+        self._remaining = self._request.point.later
+        if self._remaining == 0:
+            self._kill()
+
     def _kill(self) -> None:
         """Kill this process with SIGKILL, on every rank."""
-        assert self._request.folder is not None, "there is a point"
         # A launcher ends all ranks when one has died; that must not happen before the file exists.
-        self._ranks.raise_on_all(_do_nothing)
+        self._wait_for_ranks()
         if self._ranks.rank == 0:
-            (self._request.folder / MARK).write_text(str(self._request.point))
-        self._ranks.raise_on_all(_do_nothing)
+            self._checkpoint.with_name(MARK).write_text(str(self._request.point))
+        self._wait_for_ranks()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait_for_ranks(self) -> None:
+        self._ranks.raise_on_all(lambda: None)
 
 
 def name_parts(
@@ -129,7 +148,3 @@ def name_parts(
 
 def _path_of_rank(path: Path, rank: int) -> Path:
     return path if rank == 0 else path.with_name(f"{path.name}-{rank}")
-
-
-def _do_nothing() -> None:
-    """Do nothing: all ranks wait for each other."""

@@ -119,7 +119,7 @@ class Recorder:
         self._probes: LoopProbes | None = None
         self._batches: Batches | None = None
         self._resumed: SavedLoop | None = None
-        self._interruption = Interruption(InterruptRequest(), {}, self._ranks)
+        self._interruption = self._interrupt(InterruptRequest())
         self._fit = 0
         self.next_epoch = 0
         self.global_step = 0
@@ -135,8 +135,7 @@ class Recorder:
         self._probe_settings.check_ranks(self._world_size)
         self._policy.check_reference()
         self._batches = Batches(session.settings, self._fit, self._ranks.rank)
-        parts = name_parts(self._model, self._optimizers, self._schedulers, self)
-        self._interruption = Interruption(read_request(), parts, self._ranks)
+        self._interruption = self._interrupt(read_request())
         self._interruption.resume()
         return self
 
@@ -364,6 +363,11 @@ class Recorder:
         self._run.load_loss(saved.loss)
         self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
         restore_rng(decode_rng(saved.rng))
+
+    def _interrupt(self, request: InterruptRequest) -> Interruption:
+        """Return what interrupts the loop as a request says."""
+        parts = name_parts(self._model, self._optimizers, self._schedulers, self)
+        return Interruption(request, parts, self._ranks)
 
     @property
     def _open_session(self) -> Session:

@@ -3,7 +3,6 @@
 The Trainer iterates its loader, and saves and restores generators and position itself.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.errors import CheckpointError, SettingError
-from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
-from lightning_d9m.loop.recorder import Recorder
+from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME, find_checkpoint
 from lightning_d9m.loop.run_setup import find_session
+from lightning_d9m.loop.transformers_interruption import TrainerRecorder, resume_first_training
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -97,10 +96,11 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             "probe_steps": probe_steps,
             "probe_ranks": probe_ranks,
         }
-        self.recorder: Recorder | None = None
+        self.recorder: TrainerRecorder | None = None
         self._is_open = False
         self._loss: Tensor | None = None
         self._loss_hook: RemovableHandle | None = None
+        resume_first_training(self)
 
     def __repr__(self) -> str:
         ledger = None if self.ledger is None else str(self.ledger)
@@ -124,10 +124,10 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Open the ledger and record the state that the training starts from."""
-        _refuse_interruption(os.environ)
         self._give_up()
+        chosen = find_checkpoint()
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
-        self.recorder = Recorder(
+        self.recorder = TrainerRecorder(
             folder,
             kwargs["model"],
             kwargs["optimizer"],
@@ -141,8 +141,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         # The Trainer tells its callbacks only a mean over some steps.
         self._loss_hook = kwargs["model"].register_forward_hook(self._keep_loss)
         try:
+            _check_interruption(args, state, chosen, wanted=self.recorder.interruption.is_wanted)
             if state.global_step > 0:
-                path = Path(self._resumed_from or _name_checkpoint(args, state))
+                path = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
                 self.recorder.load_state_dict(_load_state(_name_state(path, args), path))
             self.recorder.begin(kwargs.get("train_dataloader"))
         except Exception as error:
@@ -160,13 +161,29 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Probe the state that the step starts from."""
         self._recorder.start_batch()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **_: Any,
+    ) -> None:
         """Count the step."""
         self._recorder.step(self._loss)
+        if self._recorder.interruption.reach("batch", self._recorder.next_epoch):
+            control.should_save = True
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+    def on_epoch_end(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **_: Any,
+    ) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._record_epoch()
+        if self._recorder.interruption.reach("epoch", self._recorder.next_epoch - 1):
+            control.should_save = True
 
     def on_log(
         self,
@@ -192,6 +209,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         folder = _name_checkpoint(args, state)
         if self._is_open and not args.save_only_model and folder.is_dir():
             torch.save(self._recorder.state_dict(), _name_state(folder, args))
+            self._recorder.interruption.keep(folder)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Record the final state, and close the ledger."""
@@ -199,7 +217,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             self._close(None)
 
     @property
-    def _recorder(self) -> Recorder:
+    def _recorder(self) -> TrainerRecorder:
         assert self.recorder is not None, "the Trainer calls on_train_begin before other events"
         return self.recorder
 
@@ -228,14 +246,20 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
 
-def _refuse_interruption(environment: Mapping[str, str]) -> None:
-    for name in (INTERRUPT, RESUME):
-        if environment.get(name):
-            raise SettingError(
-                f"The variable {name} is {environment[name]!r}, and the Trainer of transformers "
-                "cannot be interrupted by it. Leave out --interrupt; resume by "
-                "train(resume_from_checkpoint=...), and compare the ledgers with d9m compare."
-            )
+def _check_interruption(
+    args: "TrainingArguments", state: "TrainerState", chosen: Path | None, *, wanted: bool
+) -> None:
+    """Raise unless the training can be interrupted, and was resumed, as the variables ask."""
+    if wanted and args.save_only_model:
+        raise SettingError(
+            f"The variable {INTERRUPT} asks for a checkpoint from which the training can resume, "
+            "and the Trainer saves only the model. Leave out save_only_model=True."
+        )
+    if chosen is not None and state.global_step == 0:
+        raise SettingError(
+            f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0: its class has "
+            "a method train of its own. Let it call super().train(resume_from_checkpoint)."
+        )
 
 
 def _name_checkpoint(args: "TrainingArguments", state: "TrainerState") -> Path:

@@ -145,18 +145,18 @@ def test_a_training_that_failed_is_closed_with_its_session_or_by_the_next(exampl
     assert ends[0].error == "RuntimeError: The training was given up."
 
 
-def test_a_session_is_required_and_an_interruption_refused(example, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", "survey")
-    with pytest.raises(SettingError, match="Trainer of transformers cannot be interrupted"):
-        example.train(tmp_path, num_train_epochs=1)
+def test_the_extra_is_required(monkeypatch):
     monkeypatch.setattr(transformers_callback, "TrainerCallback", None)
     with pytest.raises(SettingError, match=r"pip install \"lightning-d9m\[transformers\]\""):
         TransformersCallback()
 
 
-def test_the_command_repeats_the_example(tmp_path, monkeypatch, capsys):
+def test_the_command_interrupts_the_example(tmp_path, monkeypatch, capsys):
+    """Real processes, of which two are killed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     python = shared_python(*TRAINING, "transformers.trainer")
-    assert main(["repeat", "--", python, str(EXAMPLE), "--stop-after", "1"]) == 0
-    assert capsys.readouterr().out.startswith("equal: 2 runs agree bit for bit")
+    assert main(["repeat", "--interrupt", "--", python, str(EXAMPLE), "--stop-after", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("equal: 3 runs agree bit for bit")
+    assert "run 3: saved after step 5 of 10 of epoch 1, killed there, resumed" in out

@@ -1,0 +1,116 @@
+"""A Trainer is surveyed, killed at a point, and resumed, as ``d9m repeat --interrupt`` does it."""
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer
+
+from lightning_d9m import SettingError, compare
+from lightning_d9m.launch import interruption_points
+from lightning_d9m.loop import interruption
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+
+
+class KilledError(BaseException):
+    """Ends the training in place of SIGKILL."""
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The module of the example."""
+    spec = importlib.util.spec_from_file_location("transformers_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def train(example, monkeypatch, tmp_path):
+    """Return a function that trains under variables, as in a process of its own."""
+
+    def kill(pid, number):
+        assert (pid, number) == (interruption.os.getpid(), signal.SIGKILL)
+        raise KilledError
+
+    monkeypatch.setattr(interruption.os, "kill", kill)
+    monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "points"))
+    (tmp_path / "points").mkdir()
+
+    def run(*, interrupt="", resume="", **arguments):
+        monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
+        monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
+        monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
+        given = {"num_train_epochs": 2, "save_strategy": "no", **arguments}
+        return example.train(tmp_path / "runs", **given)
+
+    return run
+
+
+# 10 steps are an epoch.
+@pytest.mark.parametrize(
+    ("point", "step"), [("epoch:0", 10), ("batch:1:3", 13), ("batch:0:10", 10), ("batch:0:4+8", 4)]
+)
+def test_a_training_killed_at_a_point_ends_at_the_same_bits(train, tmp_path, point, step):
+    original = Trainer.train
+    straight = train(interrupt="survey")
+    shapes = json.loads((tmp_path / "points/survey").read_text())
+    assert [(shape["batches"], shape["unit"]) for shape in shapes] == [(10, "step")] * 2
+    with pytest.raises(KilledError):
+        train(interrupt=point)
+    assert (tmp_path / "points/killed").read_text() == point
+    resumed = train(resume=tmp_path / "points/interrupted.ckpt")
+    comparison = compare(straight.ledger, resumed.ledger)
+    assert comparison.verdict == "equal"
+    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [step]
+    assert Trainer.train is original
+
+
+def test_a_checkpoint_that_lost_the_momentum_differs(train, tmp_path):
+    """The comparison of resumed trainings can fail."""
+    straight = train()
+    with pytest.raises(KilledError):
+        train(interrupt="batch:1:3")
+    checkpoint = tmp_path / "points/interrupted.ckpt"
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    state["state"][0]["exp_avg"].zero_()
+    torch.save(state, checkpoint / "optimizer.pt")
+    assert compare(straight.ledger, train(resume=checkpoint).ledger).verdict == "different"
+
+
+def test_what_the_program_resumes_from_gives_way_to_the_variable(train, tmp_path):
+    with pytest.raises(KilledError):
+        train(interrupt="batch:0:3", save_strategy="steps", save_steps=2)
+    resumed = train(resume=tmp_path / "points/interrupted.ckpt")
+    assert resumed.recorder.global_step == 20
+    again = train()  # without the variable
+    assert compare(again.ledger, resumed.ledger).ranks[0].actual_breaks[0].step == 3
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused(train):
+    with pytest.raises(SettingError, match=r"Leave out save_only_model=True\.$"):
+        train(interrupt="survey", save_only_model=True)
+
+
+def test_a_trainer_that_does_not_resume_is_refused(example, train, tmp_path, monkeypatch):
+    """A training from the start would prove nothing."""
+
+    class Stubborn(Trainer):
+        def train(self, resume_from_checkpoint=None):
+            return self._inner_training_loop(self._train_batch_size, self.args)
+
+    with pytest.raises(KilledError):
+        train(interrupt="epoch:0")
+    monkeypatch.setattr(Trainer, "train", Trainer.train)  # put back, because none is called
+    monkeypatch.setattr(example, "Trainer", Stubborn)
+    with pytest.raises(SettingError, match=r"Let it call super\(\)\.train"):
+        train(resume=tmp_path / "points/interrupted.ckpt")
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused(train, tmp_path):
+    with pytest.raises(SettingError, match=r"LIGHTNING_D9M_RESUME is '.*', which does not exist"):
+        train(resume=tmp_path / "nothing")
