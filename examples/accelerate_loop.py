@@ -4,8 +4,8 @@ Run it once:                     python examples/accelerate_loop.py
 Prove that it is bit-exact:      d9m repeat -n 2 -- python examples/accelerate_loop.py
 Stop it and go on:               python examples/accelerate_loop.py --epochs 1
                                  python examples/accelerate_loop.py --resume
-On two processes:                accelerate launch --cpu --num_processes 2 \
-                                     examples/accelerate_loop.py
+On two processes:                accelerate launch --multi_gpu --num_processes 2 \
+                                     examples/accelerate_loop.py  (--cpu starts only one)
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Two processes with a plain loop: ranks agree on a folder, and a rank that differs is named."""
+"""Two processes, with DDP and Accelerate: ranks agree, and a rank that differs is named."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,14 @@ def test_two_ranks(tmp_path):
     train_on_two_ranks(SCRIPT, tmp_path)
     one, other = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
     assert one == other
-    ledgers = [read_ledger(one[name]) for name in ("first", "second")]
-    assert list(ledgers[0].files) == [0, 1]
-    comparison = compare_ledgers(*ledgers)
-    assert comparison.verdict == "equal"
-    losses = [ledgers[0].outcome(rank).last.loss for rank in (0, 1)]
-    assert losses[0] != losses[1]  # each rank has a part of the data
+    for folders in ([one["first"], one["second"]], one["accelerated"]):
+        ledgers = [read_ledger(folder) for folder in folders]
+        assert list(ledgers[0].files) == [0, 1]
+        assert compare_ledgers(*ledgers).verdict == "equal"
+        losses = [ledgers[0].outcome(rank).last.loss for rank in (0, 1)]
+        assert losses[0] != losses[1]  # each rank has a part of the data
     assert one["drift"] == [1, 0, ["0.weight"]]
+    assert one["accelerated drift"] == [1, 0, ["0.weight"]]
     assert one["ends"]
 
 

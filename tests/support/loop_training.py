@@ -1,4 +1,4 @@
-"""One rank of a plain loop with DDP on Gloo; see loop/test_ranks.py."""
+"""One rank of loops with DDP and with Accelerate, on Gloo; see loop/test_ranks.py."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -18,20 +19,33 @@ RANK = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
 
 
-def train(name, disturb=lambda model: None):
+def prepare_ddp(model):
+    """Return the model in DDP, an optimizer, a loader of this rank's part, and the backward."""
+    model = DistributedDataParallel(model)
+    data = NoisyDigits(64)
+    loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01), loader, torch.Tensor.backward
+
+
+def prepare_accelerate(model):
+    """Return what Accelerate makes of a model, an optimizer and a loader of all data."""
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(NoisyDigits(64), batch_size=16, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
+
+
+def train(name, disturb=lambda model: None, prepare=prepare_ddp):
     """Train as a run of its own would; return the folder of the ledger."""
     with deterministic(seed=5, threads=1):
         model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
-        model = DistributedDataParallel(model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        data = NoisyDigits(64)
-        loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
+        model, optimizer, loader, backward = prepare(model)
         with Recorder(folder / name, model, optimizer) as run:
             for epoch in range(2):
                 for images, classes in run.batches(loader):
                     loss = nn.functional.cross_entropy(model(images), classes)
                     optimizer.zero_grad()
-                    loss.backward()
+                    backward(loss)
                     optimizer.step()
                     run.step(loss=loss)
                     disturb(model)
@@ -52,6 +66,11 @@ if __name__ == "__main__":
         train("drift", one_ulp_on_rank_1)
     except DriftError as error:
         found["drift"] = [error.rank, error.epoch, error.names]
+    found["accelerated"] = [train("first", prepare=prepare_accelerate) for _ in range(2)]
+    try:
+        train("drift", one_ulp_on_rank_1, prepare_accelerate)
+    except DriftError as error:
+        found["accelerated drift"] = [error.rank, error.epoch, error.names]
     (folder / "file").write_text("")
     with contextlib.suppress(LedgerError):
         train("file/below")
