@@ -150,12 +150,30 @@ class ResumableSampler:
 
 def find_position_problem(loader: Any) -> str | None:
     """Return a sentence if a loader cannot continue exactly within an epoch, else None."""
-    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    has_state = _has_state(loader)
     if not isinstance(loader, DataLoader):
         return None if has_state else _no_position(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _find_stream_problem(loader) if has_state else _no_position(loader.dataset)
     return find_worker_problem(loader)
+
+
+def find_epoch_problem(loader: Any) -> str | None:
+    """Return a sentence if a loader may need its state between epochs too, else None.
+
+    torchdata's loader does not: an epoch depends only on the dataset and on the generators.
+    """
+    if not _has_state(loader) or not is_foreign([loader]):
+        return None
+    return (
+        f"{loader.__class__.__name__} has a state_dict(), which Lightning does not load between "
+        "epochs, so a resumed epoch may have the order of an earlier one. Use checkpoints that "
+        "are saved within an epoch, or a loader whose epochs depend only on its dataset."
+    )
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def find_worker_problem(loader: Any) -> str | None:
@@ -206,9 +224,12 @@ def unwrap(sampler: Any) -> Any:
     return vars(sampler)["_user_sampler"] if type(sampler) is ResumableSampler else sampler
 
 
-def is_foreign(samplers: Iterable[Any]) -> bool:
-    """Return whether a sampler may draw from the generators of the process."""
-    return any(type(sampler).__module__.partition(".")[0] not in _LIBRARIES for sampler in samplers)
+def is_foreign(values: Iterable[Any]) -> bool:
+    """Return whether a sampler or loader is not of torch, torchdata or Lightning.
+
+    Such a sampler may draw from the generators of the process.
+    """
+    return any(type(value).__module__.partition(".")[0] not in _LIBRARIES for value in values)
 
 
 def skip_batches(batches: Iterable[Any], count: int) -> tuple[Iterator[Any], int]:

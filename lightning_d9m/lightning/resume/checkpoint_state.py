@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.resumable_sampler import find_position_problem
+from lightning_d9m.control.data.resumable_sampler import (
+    find_epoch_problem,
+    find_position_problem,
+)
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
@@ -191,6 +194,11 @@ class CheckpointState:
             if self._resumed is not None and any(self._loader_states):
                 self._epoch_length = EpochLength(self._position(trainer).batch)
         load()
+        between = self._resumed is not None and self._resumed.position.phase == "epoch"
+        if between and not any(self._loader_states):
+            found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
+            if problems := list(filter(None, found)):
+                self._raise_or_warn(trainer, problems)
 
     def _finish_and_reset(self, trainer: "Trainer", reset: Callable[[], None]) -> None:
         if not lightning_private.has_loaded_progress(trainer):

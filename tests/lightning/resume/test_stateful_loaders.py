@@ -92,3 +92,18 @@ def test_a_loader_that_begins_later_epochs_at_the_checkpoint_is_an_error(
     fits.interrupt(**run, at={"epoch": 0, **at})
     with pytest.raises(InexactResumeError, match=f"Epoch 1 had {lengths}"):
         fits.resume(**run)
+
+
+class CountingLoader(loaders.StatefulDataLoader):
+    """A loader whose order depends on the number of epochs that it has counted."""
+
+
+def test_a_loader_of_another_library_is_not_resumed_between_epochs(tmp_path, new_process):
+    """Lightning leaves out its state there; litData's loader counts its epochs."""
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": lambda: CountingLoader(NoisyDigits(), batch_size=16)}
+    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
+    with pytest.raises(InexactResumeError, match=r"CountingLoader has a state_dict\(\), which"):
+        fits.resume(**run)
+    fits.interrupt(**run, at={"batch": 3})
+    fits.resume(**run)
