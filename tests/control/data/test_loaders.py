@@ -166,13 +166,15 @@ def test_long_lived_workers_of_the_users_are_set_aside():
 class FirstIsSlow(Draws):
     """The batch that holds sample 0 comes after another worker's."""
 
+    seconds = 0.0
+
     def __init__(self):
         self.other_is_done = multiprocessing.Event()
 
     def __getitem__(self, index):
         if index == 0:
             assert self.other_is_done.wait(60)
-            time.sleep(0.2)  # until the other's batch is in the queue
+            time.sleep(self.seconds)  # until the other's batch is in the queue
         if index == SIZE - 1:  # worker 1 begins its second batch
             self.other_is_done.set()
         return super().__getitem__(index)
@@ -181,13 +183,15 @@ class FirstIsSlow(Draws):
 class FirstWorkerIsSlow(Stream):
     """The stream of worker 0 starts after worker 1's first batch."""
 
+    seconds = 0.0
+
     def __init__(self):
         self.other_is_done = multiprocessing.Event()
 
     def __iter__(self):
         if get_worker_info().id == 0:
             assert self.other_is_done.wait(60)
-            time.sleep(0.2)
+            time.sleep(self.seconds)
         for number, sample in enumerate(super().__iter__()):
             if get_worker_info().id == 1 and number == 3:
                 self.other_is_done.set()
@@ -204,7 +208,9 @@ def test_batches_come_in_order_although_the_loader_allows_any(words, dataset):
         assert epochs(loader, count=1) == expected
     assert loader.in_order is False
     if words == WORKERS[0]:
-        free = make(dataset(), shuffle=None, in_order=False, **words)
+        late = dataset()
+        late.seconds = 2.0
+        free = make(late, shuffle=None, in_order=False, **words)
         assert order([rows(free)]) != order(expected)  # without control the slow batch is late
 
 
