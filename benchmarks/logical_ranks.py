@@ -195,7 +195,8 @@ def measure_peak(training, folder):
     profile.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
-    totals = [e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]"]
+    changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    totals = [e["args"]["Total Allocated"] for e in changes]
     return max(totals) - totals[0]
 
 
