@@ -22,7 +22,7 @@ from lightning_d9m.output.lint_text import (
     render_table,
     render_text,
 )
-from lightning_d9m.output.terminal import terminal_width
+from lightning_d9m.output.terminal import paint, terminal_width
 from lightning_d9m.patches.catalog.catalog import OPS
 
 # The findings of these two rules depend on all files.
@@ -133,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.format == "github":
         text = render_github(findings)
     else:
-        text = render_text(findings, summary, max(80, terminal_width(160)))
+        colors = [paint] if arguments.output is None else []
+        text = render_text(findings, summary, max(80, terminal_width(160)), *colors)
         text += f"\n\n{render_table(table)}" if table else ""
     if arguments.output is None:
         print(text, end="\n" if text else "")

@@ -112,6 +112,7 @@ def render_page(
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
         facts=list(list_facts(ledgers)),
+        command=_find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
         advice=advise(comparison.first[1]) if comparison.first else "",
@@ -143,6 +144,12 @@ def list_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
         values = [read(header) for header in headers]
         if any(value not in (None, "") for value in values):
             yield name, ["" if value is None else str(value) for value in values]
+
+
+def _find_command(ledgers: Sequence[Ledger]) -> str:
+    """Return the command that trains, if all runs have the same; "" otherwise."""
+    commands = {str(ledger.header.program.get("command") or "") for ledger in ledgers}
+    return commands.pop() if len(commands) == 1 else ""
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from linecache import checkcache, getline
 from pathlib import PurePath
 from textwrap import wrap
@@ -24,7 +24,10 @@ _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 def render_text(
-    findings: Sequence[Finding], summary: Mapping[str, object], width: int = _WIDTH
+    findings: Sequence[Finding],
+    summary: Mapping[str, object],
+    width: int = _WIDTH,
+    paint: Callable[[str, str], str] = lambda _, shown: shown,
 ) -> str:
     """Return the findings for a terminal: by rule, each place with its line of source.
 
@@ -32,6 +35,7 @@ def render_text(
         findings: The findings.
         summary: What was scanned.
         width: The number of columns for the lines of source.
+        paint: Gives text the color of a meaning: ``heading`` or a severity.
     """
     checkcache()  # a file may have changed since an earlier scan of this process
     lines: list[str] = []
@@ -41,10 +45,10 @@ def render_text(
             if finding.rule == rule:
                 groups.setdefault((finding.reason, finding.fix), []).append(finding)
         if groups:
-            lines += [f"{rule} {title.name}", ""]
+            lines += [paint("heading", f"{rule} {title.name}"), ""]
         for (reason, fix), group in groups.items():
             for finding in group:
-                lines += _show_place(finding, width)
+                lines += _show_place(finding, width, paint)
             lines += [*_fold(reason), *_fold(f"Fix: {fix}"), ""]
     counts = Counter(finding.severity for finding in findings)
     counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
@@ -60,9 +64,10 @@ def render_text(
     return "\n".join(lines)
 
 
-def _show_place(finding: Finding, width: int) -> list[str]:
+def _show_place(finding: Finding, width: int, paint: Callable[[str, str], str]) -> list[str]:
     """Return the place of a finding, and its line with carets below the code."""
-    place = f"{_INDENT}{printable(finding.location)}: {finding.severity}, {finding.certainty}"
+    place = f"{_INDENT}{printable(finding.location)}: "
+    place += f"{paint(finding.severity, finding.severity)}, {finding.certainty}"
     source = "" if finding.cell else printable(getline(finding.file, finding.line).rstrip())
     margin = f"{_INDENT}{finding.line:>5} | "
     if not source:  # a notebook's cell, or the program's standard input
@@ -80,7 +85,7 @@ def _show_place(finding: Finding, width: int) -> list[str]:
         shown = shown[:-1]
     marked = source[len(before) : max(end, len(before) + 1)]
     offset = cell_len(source[start : len(before)])
-    carets = "^" * max(1, min(cell_len(marked), room - offset))
+    carets = paint(finding.severity, "^" * max(1, min(cell_len(marked), room - offset)))
     return [place, f"{margin}{shown}", f"{' ' * (len(margin) - 2)}| {' ' * offset}{carets}"]
 
 

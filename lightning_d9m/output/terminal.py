@@ -20,6 +20,9 @@ _STYLES = {
     "no match": "red",
     "problem": "bold red",
     "note": "yellow",
+    "warning": "bold yellow",
+    "error": "bold red",
+    "heading": "bold",
     "ok": "green",
     "patched": "green",
     "offered": "yellow",
@@ -49,6 +52,16 @@ def style(meaning: str, shown: str | None = None) -> "Text":
     from rich.text import Text
 
     return Text(meaning if shown is None else shown, _STYLES.get(meaning, ""))
+
+
+def paint(meaning: str, shown: str) -> str:
+    """Return text in the color of its meaning if standard output is a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    with console.capture() as capture:
+        console.print(style(meaning, shown), end="")
+    return capture.get()
 
 
 def measure(table: "Table") -> int:

@@ -337,6 +337,21 @@ def test_what_ran_and_the_logged_values_are_shown(tmp_path):
     assert "val_<b> at the ends of epochs, both runs: the wide line" in words
 
 
+@pytest.mark.parametrize(
+    ("commands", "shown"),
+    [
+        (("python 'a <b>.py'",) * 2, "d9m locate -- python 'a <b>.py' narrows this down"),
+        (("python a.py", "python b.py"), "d9m locate -- COMMAND , with the command that trains,"),
+    ],
+)
+def test_the_next_step_has_the_command_that_both_runs_have(tmp_path, commands, shown):
+    ledgers = [
+        write(tmp_path, drift=drift, program={"command": command})
+        for drift, command in zip((None, 8), commands, strict=True)
+    ]
+    assert f"Next: {shown}" in Page(report(tmp_path, *ledgers)).words
+
+
 def test_equal_runs_show_the_digest_of_their_weights(tmp_path):
     one, other = write_losses(tmp_path, [1.0]), write_losses(tmp_path, [1.0])
     words = Page(report(tmp_path, one, other, status=0)).words

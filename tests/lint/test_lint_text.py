@@ -40,6 +40,20 @@ def read(capsys, *words):
     return capsys.readouterr().out
 
 
+def test_severities_have_colors_on_a_terminal_only(program, capsys, tmp_path, monkeypatch):
+    """FORCE_COLOR stands for a terminal; a file gets none."""
+    plain = read(capsys, program)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    colored = read(capsys, program)
+    assert "\x1b[1;33mwarning\x1b[0m, certain" in colored
+    assert "\x1b[1;33m^" in colored
+    assert "\x1b[1mD9M101 op-without-deterministic-version\x1b[0m" in colored
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
+    assert read(capsys, program, "--output", str(tmp_path / "found.txt")) == ""
+    assert (tmp_path / "found.txt").read_text(encoding="utf-8").rstrip() == plain.rstrip()
+
+
 def test_text_fits_80_columns(program, capsys):
     out = read(capsys, program)
     assert max(map(len, out.splitlines())) <= 80
