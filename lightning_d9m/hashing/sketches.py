@@ -14,13 +14,14 @@ Nothing here draws from a generator of the process: the signs come from SHAKE-25
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from hashlib import shake_256
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_d9m.hashing.shards import is_sharded_dtensor
 from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor
 from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS
 
@@ -42,19 +43,29 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     A tensor of at most ``SKETCH_BUCKETS`` elements is in its sketch without loss.
 
     Args:
-        tensors: Tensors by name. Complex, integer, sparse, quantized and empty ones have no sketch.
+        tensors: Tensors by name. Complex, integer, sparse, quantized, empty and sharded ones have
+            no sketch.
             None has one if they have more than ``MOST_ELEMENTS`` elements together.
 
     Returns:
         ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
-        dense = {name: tensor for name, tensor in tensors.items() if _is_dense(tensor)}
+        whole = {name: t for name, t in tensors.items() if not is_sharded_dtensor(t)}
+        local = {name: _take_local(tensor) for name, tensor in whole.items()}
+        dense = {name: tensor for name, tensor in local.items() if _is_dense(tensor)}
         if sum(map(Tensor.numel, dense.values())) > MOST_ELEMENTS:
             return {}
         buffer = torch.from_numpy(np.zeros(_BLOCK))
         with np.errstate(all="ignore"):  # weights may be NaN, or overflow
             return {name: _sketch(tensor, buffer) for name, tensor in dense.items()}
+
+
+def _take_local(tensor: Tensor) -> Tensor:
+    """Return the whole tensor that this rank has of a replicated DTensor; others unchanged."""
+    dtensor: Any = tensor
+    local: Tensor = dtensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def _is_dense(tensor: Tensor) -> bool:

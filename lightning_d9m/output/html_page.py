@@ -31,7 +31,7 @@ from lightning_d9m.output.comparison_text import (
 from lightning_d9m.output.distance_table import make_distance_table
 from lightning_d9m.output.run_table import RunRow
 from lightning_d9m.output.svg.timeline import draw_growth, draw_strip, draw_timeline
-from lightning_d9m.output.svg.values import Points, draw_gaps, draw_values
+from lightning_d9m.output.svg.values import Points, draw_gaps, draw_key, draw_values
 from lightning_d9m.text import describe_value, pluralize, quote
 from lightning_d9m.version import __version__
 
@@ -124,6 +124,7 @@ def render_page(
         marks=draw_timeline(shown, timeline.epochs) if shown else "",
         growth=dict(_draw_growths(timeline)),
         values=list(_draw_values(timeline, repeated)),
+        keys=[draw_key(n) for n in range(len(repeated.values))] if repeated else [],
         distances=make_distance_table(timeline),
         ranks_left_out=len(timeline.ranks) - len(shown),
         max_ranks=_MAX_RANKS,

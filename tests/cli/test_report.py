@@ -365,7 +365,10 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path):
         folder = tmp_path / f"run-{number:03d}" / "fit-000"
         folder.mkdir(parents=True)
         write_losses(tmp_path, [1.0, loss], digit=str(number // 3), folder=folder)
-    words = Page(report(tmp_path, tmp_path)).words
+    text = report(tmp_path, tmp_path)
+    assert text.count('class="key-line"') == 3
+    words = Page(text).words
+    assert "run 1, the reference run 2 run 3" in words
     assert "different: 1 of 3 runs differs from run 1. Run 3: " in words
     assert f"1.1 42 {'0' * 32} 0.5 reference" in words
     assert f"3.1 42 {'1' * 32} 0.25 differs" in words

@@ -44,9 +44,11 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
         parts += _draw_tick(up.at(value), _describe_tick(value))
     for number, run in enumerate(finite):
         points = [(across.at(step), up.at(value)) for step, value in run]
-        color, _ = _choose_style(number)
+        color, dashes = _choose_style(number)
         width = 1.5 if number else 4
-        style = f"fill:none;stroke:{color};stroke-width:{width};opacity:{1 if number else 0.45}"
+        style = (
+            f"fill:none;stroke:{color}{dashes};stroke-width:{width};opacity:{1 if number else 0.45}"
+        )
         parts.append(
             element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), style=style)
         )
@@ -125,7 +127,7 @@ def draw_distances(label: str, lines: Sequence[Points], epochs: Mapping[int, int
 
 
 def draw_key(number: int) -> str:
-    """Draw a piece of a line of ``draw_distances``, for its legend."""
+    """Draw a piece of a line of ``draw_values`` or ``draw_distances``, for its legend."""
     color, dashes = _choose_style(number)
     style = f"stroke:{color};stroke-width:3{dashes}"
     return element("svg", line(0, 5, 24, 5, style=style), viewBox="0 0 24 10", class_="key-line")
