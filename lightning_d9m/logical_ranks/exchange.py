@@ -154,7 +154,7 @@ class RootExchange:
         }
         kind = self._algorithm or self._choose(roots, result)
         if kind == "pair":
-            fold = partial(_end, divisor=divisor)
+            fold = partial(end_sum, divisor=divisor)
         pending = kinds[kind](self, roots, result, fold)
         self._messages.unfinished.add(pending)
         return pending
@@ -162,6 +162,13 @@ class RootExchange:
     def end(self, pending: PendingSum) -> None:
         """Release the memory of a sum whose messages have all arrived."""
         self._messages.unfinished.discard(pending)
+
+    def submit(
+        self, roots: Sequence[Tensor], result: Tensor, divisor: int, *, in_background: bool
+    ) -> Callable[[], None]:
+        """Start a sum, to be folded on a thread or when it is waited for; return what waits."""
+        pending = self.start(roots, result, divisor)
+        return self.finish_in_background(pending) if in_background else pending.finish
 
     def finish_in_background(self, pending: PendingSum) -> Callable[[], None]:
         """Fold on a thread, if messages need no common order; return what waits for the result."""
@@ -262,7 +269,8 @@ class RootExchange:
         replace_nans(result)
 
 
-def _end(total: Tensor, divisor: int) -> None:
+def end_sum(total: Tensor, divisor: int) -> None:
+    """Divide a sum in place, and give its NaNs one bit pattern."""
     divide(total, divisor)
     replace_nans(total)
 

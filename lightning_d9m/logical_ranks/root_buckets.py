@@ -1,6 +1,7 @@
 """Buckets of gradients on their way: the roots of a process, packed, exchanged and returned."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.nn import Parameter
 
 from lightning_d9m.logical_ranks.accumulation import GradientFold, as_real, is_half
 from lightning_d9m.logical_ranks.bucket_layout import Bucket, lay_out
-from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
+from lightning_d9m.logical_ranks.exchange import RootExchange, end_sum
 from lightning_d9m.logical_ranks.small_gradients import SmallGradients
 from lightning_d9m.logical_ranks.whole_gradients import WholeGradient, is_whole
 
@@ -115,7 +116,7 @@ class RootBucket:
     def _pack(
         self, part: int, gradient: Tensor | None, views: list[Tensor], fold: GradientFold
     ) -> None:
-        end = self._end if self._is_alone else None
+        end = partial(end_sum, divisor=self._divisor) if self._is_alone else None
         values = [held[part] for held in fold.held[: len(views) - 1]]
         for held in fold.held[: len(views) - 1]:
             held[part] = None
@@ -126,19 +127,14 @@ class RootBucket:
             elif value is not view:
                 view.copy_(value)
 
-    def _end(self, total: Tensor) -> None:
-        divide(total, self._divisor)
-        replace_nans(total)
-
     def start(self, *, in_background: bool) -> None:
         """Start the exchange of the packed roots."""
         if self._is_alone:
             return
         roots = [as_real(root).view(-1) for root in self._roots]
         result = as_real(self._bucket.flat).view(-1)
-        pending = self._exchange.start(roots, result, self._divisor)
-        self._wait = (
-            self._exchange.finish_in_background(pending) if in_background else pending.finish
+        self._wait = self._exchange.submit(
+            roots, result, self._divisor, in_background=in_background
         )
 
     def finish(self) -> None:

@@ -1,6 +1,7 @@
 """Gradients so large that they are summed where autograd has put them, without a copy."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.nn import Parameter
 
 from lightning_d9m.logical_ranks.accumulation import GradientFold
 from lightning_d9m.logical_ranks.bucket_layout import ALIGNMENT_BYTES, Slot, view_like
-from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
+from lightning_d9m.logical_ranks.exchange import RootExchange, end_sum
 
 # One message for each costs less than a copy of it.
 _WHOLE_BYTES = 2**20
@@ -84,13 +85,15 @@ class WholeGradient:
         values = [held[part] for held in fold.held[: count - 1]]
         for held in fold.held[: count - 1]:
             held[part] = None
-        values.append(fold.fold_one(part, gradient, end=self._end if self._is_alone else None))
+        values.append(
+            fold.fold_one(
+                part,
+                gradient,
+                end=partial(end_sum, divisor=self._divisor) if self._is_alone else None,
+            )
+        )
         self._roots = [self._settle(value) for value in values]
         self.packed.add(position)
-
-    def _end(self, total: Tensor) -> None:
-        divide(total, self._divisor)
-        replace_nans(total)
 
     def _take_over(self, gradient: Tensor) -> Tensor:
         """Return a gradient that nothing else refers to, or a copy of it."""
@@ -119,9 +122,8 @@ class WholeGradient:
         if self._is_alone:
             return
         roots = [root.as_strided((root.numel(),), (1,)) for root in self._roots]
-        pending = self._exchange.start(roots, roots[-1], self._divisor)
-        self._wait = (
-            self._exchange.finish_in_background(pending) if in_background else pending.finish
+        self._wait = self._exchange.submit(
+            roots, roots[-1], self._divisor, in_background=in_background
         )
 
     def finish(self) -> None:

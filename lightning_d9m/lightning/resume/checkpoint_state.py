@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.resumable_sampler import (
-    find_epoch_problem,
-    find_position_problem,
-)
+from lightning_d9m.control.data.resumable_sampler import find_epoch_problem, find_position_problem
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
@@ -24,6 +21,7 @@ from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.epoch_length import EpochLength
 from lightning_d9m.lightning.resume.exactness import (
     describe_reloaded_generators,
+    describe_settings,
     describe_unmatched_state,
     find_missing_state,
     find_problems,
@@ -45,7 +43,6 @@ from lightning_d9m.lightning.resume.weights import load_unrounded
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     KEY,
-    LOGICAL_RANKS,
     LoopPosition,
     SavedLedger,
     SavedRank,
@@ -145,7 +142,7 @@ class CheckpointState:
             return
         if state.is_untrained:
             return
-        problems = find_problems(state, trainer, _describe_settings(trainer, session))
+        problems = find_problems(state, trainer, describe_settings(trainer, session))
         if problems:
             self._raise_or_warn(trainer, problems)
         self._resumed = state
@@ -188,14 +185,13 @@ class CheckpointState:
 
     def _load_loader_states(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         if trainer.fit_loop.restarting:
-            if self._resumed is not None and self._position(trainer).phase == "epoch":
+            if self._was_saved_between_epochs:
                 drop_consumed_states(trainer)
             self._loader_states = lightning_private.list_pending_loader_states(trainer)
             if self._resumed is not None and any(self._loader_states):
                 self._epoch_length = EpochLength(self._position(trainer).batch)
         load()
-        between = self._resumed is not None and self._resumed.position.phase == "epoch"
-        if between and not any(self._loader_states):
+        if self._was_saved_between_epochs and not any(self._loader_states):
             found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
             if problems := list(filter(None, found)):
                 self._raise_or_warn(trainer, problems)
@@ -225,7 +221,11 @@ class CheckpointState:
     ) -> None:
         if makes_iterator_again(trainer):
             session.restart_epoch(trainer.current_epoch)
-        elif self._resumes_between_epochs(trainer) and draws_when_iterated(trainer):
+        elif (
+            trainer.current_epoch
+            and self._was_saved_between_epochs
+            and draws_when_iterated(trainer)
+        ):
             session.restart_epoch(trainer.current_epoch)
             iterate_again(trainer, self._loader_states)
         self._loader_states = []
@@ -278,6 +278,8 @@ class CheckpointState:
         """
         if self._epoch_length is not None:
             problem = self._epoch_length.end_epoch(trainer)
+            if self._epoch_length.is_checked:
+                self._epoch_length = None
             ranks_of(trainer).raise_on_all(
                 lambda: self._raise_or_warn(trainer, [problem]) if problem else None
             )
@@ -314,13 +316,9 @@ class CheckpointState:
     def _position(self, trainer: "Trainer") -> LoopPosition:
         return find_position(trainer) if self._resumed is None else self._resumed.position
 
-    def _resumes_between_epochs(self, trainer: "Trainer") -> bool:
-        """Return whether a resumed fit is about to train its first epoch from its beginning."""
-        return (
-            trainer.current_epoch > 0
-            and self._resumed is not None
-            and self._resumed.position.phase == "epoch"
-        )
+    @property
+    def _was_saved_between_epochs(self) -> bool:
+        return self._resumed is not None and self._resumed.position.phase == "epoch"
 
     def _rank_state(self, trainer: "Trainer") -> SavedRank:
         if self._resumed is None:
@@ -346,7 +344,7 @@ class CheckpointState:
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=_describe_settings(trainer, session),
+            settings=describe_settings(trainer, session),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
@@ -391,12 +389,6 @@ class CheckpointState:
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:
             warn(text, stacklevel=2)
-
-
-def _describe_settings(trainer: "Trainer", session: TrainerSession) -> dict[str, Any]:
-    settings: dict[str, Any] = dict(session.settings.as_record())
-    logical_ranks = get_logical_ranks(trainer)
-    return settings if logical_ranks is None else {**settings, LOGICAL_RANKS: logical_ranks}
 
 
 def _gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:

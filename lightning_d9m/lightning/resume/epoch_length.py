@@ -22,12 +22,15 @@ class EpochLength:
     Args:
         batch: The number of batches of the resumed epoch that preceded the checkpoint; 0 if the
             checkpoint was saved between epochs.
+
+    Attributes:
+        is_checked: Whether the epoch after the resumed one has ended; later ones tell nothing.
     """
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._resumed: int | None = None if batch else 0
-        self._checked = False
+        self.is_checked = False
 
     def end_epoch(self, trainer: "Trainer") -> str | None:
         """Return a problem at the end of an epoch, as sentences; None without one."""
@@ -36,7 +39,7 @@ class EpochLength:
         if self._resumed is None:
             self._resumed = length
             return None
-        checked, self._checked = self._checked, True
+        checked, self.is_checked = self.is_checked, True
         if checked or length != self._resumed - self._batch:
             return None
         before = f", and the epoch before {self._resumed}" if self._batch else ""

@@ -11,9 +11,12 @@ from lightning_d9m.control.data.resumable_sampler import find_position_problem, 
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from lightning_d9m.lightning.trainer_session import TrainerSession
 
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
@@ -91,6 +94,13 @@ def saves_within_epochs(trainer: "Trainer") -> bool:
         or trainer.val_check_interval != 1.0
         for callback in trainer.checkpoint_callbacks
     )
+
+
+def describe_settings(trainer: "Trainer", session: "TrainerSession") -> dict[str, Any]:
+    """Return the settings of a run that a checkpoint has, to be compared by ``find_problems``."""
+    settings: dict[str, Any] = dict(session.settings.as_record())
+    logical_ranks = get_logical_ranks(trainer)
+    return settings if logical_ranks is None else {**settings, LOGICAL_RANKS: logical_ranks}
 
 
 def find_problems(
