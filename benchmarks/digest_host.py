@@ -20,9 +20,10 @@ from unittest import mock
 
 import torch
 
-from lightning_d9m.hashing import address_cache, pending, xxh3_cuda
+from lightning_d9m.hashing import address_cache, pending
 from lightning_d9m.hashing.model_tensors import NamedTensors
 from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 from lightning_d9m.probes.trace import Trace
 
 RESULTS = Path(__file__).parent / "results"
@@ -161,8 +162,8 @@ def main() -> None:
         mock.patch.object(torch.cuda, "device", always(STREAM)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", always(False)),
         mock.patch.object(xxh3_cuda, "_load_constants", always(None)),
-        mock.patch.object(xxh3_cuda.xxh3_triton, "hash_chunks", launcher),
-        mock.patch.object(xxh3_cuda.xxh3_triton, "hash_tensor", launcher),
+        mock.patch.object(xxh3_cuda.triton_kernel, "hash_chunks", launcher),
+        mock.patch.object(xxh3_cuda.triton_kernel, "hash_tensor", launcher),
         mock.patch.object(
             xxh3_cuda, "allocate", lambda elements, _: torch.empty(elements, dtype=torch.int64)
         ),

@@ -33,7 +33,7 @@ ROOT = BENCHMARKS.parent
 ROW_PARTS = ("facts", "smoke", "determinism", "speed", "models", "digest", "graphs")
 CUDA_TESTS = (
     "tests/patches/test_cuda.py",
-    "tests/hashing/test_xxh3_cuda.py",
+    "tests/hashing/xxh3/test_cuda.py",
     "tests/lightning/probing/test_recorder_cuda.py",
 )
 NO_TIME = 15.0  # seconds; with less left, nothing is started

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import SourceFile, list_files
 from lightning_d9m.lint.join import join_ops, read_records
@@ -78,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="assume deterministic algorithms: leave out ops that vary only without them (D9M103). "
         "The default if a scanned file turns them on",
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument(
+        "--jobs", type=whole_number(1), default=1, metavar="N", help="processes (default: 1)"
+    )
     parser.add_argument(
         "--max-bytes", type=int, default=LARGEST, metavar="N", help=argparse.SUPPRESS
     )
@@ -100,8 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
         for rule in RULES.values():
             print(f"{rule.id}  {rule.severity:8}{rule.name}")
         return 0
-    if arguments.jobs < 1:
-        raise SettingError(f"--jobs is {arguments.jobs}; allowed: 1 or more.")
     rules = choose_rules(arguments.select, arguments.ignore)
     torch_version = choose_version(arguments.torch)
     records = [record for path in arguments.records for record in read_records(path)]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.hashing import xxh3_cpu
 from lightning_d9m.hashing.digest import _load_kernel
 from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor, locate
+from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 
 class LocatedMemory(NamedTuple):

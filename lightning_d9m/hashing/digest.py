@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from lightning_d9m.hashing import xxh3_cpu
 from lightning_d9m.hashing.tensor_bytes import (
     VERSION,
     DenseTensor,
@@ -22,6 +21,7 @@ from lightning_d9m.hashing.tensor_bytes import (
     locate_quickly,
 )
 from lightning_d9m.hashing.value_bytes import Piece, encode
+from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 _SMALL = 16384  # bytes of a tensor
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
@@ -180,7 +180,7 @@ def _load_kernel(device: torch.device) -> ModuleType | None:
     if device.type != "cuda":
         return None
     try:
-        from lightning_d9m.hashing import xxh3_cuda
+        from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 
         if xxh3_cuda.check_kernel(device):
             return xxh3_cuda

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from lightning_d9m.hashing import xxh3_cpu
 from lightning_d9m.hashing.address_cache import TensorAddresses
 from lightning_d9m.hashing.digest import _follow, _load_kernel, _plan, _Recipe
 from lightning_d9m.hashing.stream_digests import StreamDigests
@@ -26,6 +25,7 @@ from lightning_d9m.hashing.tensor_bytes import (
     locate,
     locate_quickly,
 )
+from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 _Copy = tuple[bytes, bytes]  # the header of a value's digest, and the padded value
 _MAX_COPY_BYTES = 16384

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.hashing.xxh3_cpu import CHUNK_BYTES
+from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES
 
 # Receives the chunk digests of each span of memory.
 Receive = Callable[[list[bytes]], None]
@@ -21,7 +21,7 @@ class StreamDigests:
     """Digests of tensors that a stream reads in order.
 
     Args:
-        kernel: The module ``xxh3_cuda``.
+        kernel: The module ``xxh3.cuda``.
         device: The device.
         stream: Its stream, which must be the current one when tensors are added.
     """

@@ -20,6 +20,14 @@ COMMAND = ["--", "true"]
         (["repeat", "--timeout", "0"], "--timeout: 0 is not valid; allowed: more than 0 seconds."),
         (["locate", "--timeout", "nan"], "--timeout: nan is not valid; allowed: more than 0 sec"),
         (["audit", "model", "--timeout", "x"], "--timeout: x is not valid; allowed: more than 0"),
+        (["audit", "ops", "--runs", "1"], "--runs: 1 is not valid; allowed: a whole number from 2"),
+        (["audit", "ops", "--threads", "0"], "--threads: 0 is not valid"),
+        (["audit", "ops", "--timeout", "0"], "--timeout: 0 is not valid"),
+        (["audit", "inference", "m", "--runs", "1"], "--runs: 1 is not valid"),
+        (["audit", "inference", "m", "--samples", "1"], "--samples: 1 is not valid"),
+        (["audit", "inference", "m", "--threads", "0"], "--threads: 0 is not valid"),
+        (["audit", "inference", "m", "--batch-sizes", "0"], "--batch-sizes: 0 is not valid"),
+        (["scan", "--jobs", "0"], "--jobs: 0 is not valid; allowed: a whole number from 1."),
     ],
 )
 def test_a_value_outside_its_bounds_is_refused(argv, message, tmp_path, monkeypatch, capsys):

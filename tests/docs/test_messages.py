@@ -210,13 +210,7 @@ CASES = [
         lambda g: g.module._train(["true"], "with", g.folder, None),
         "succeeded but wrote no ledger.",
     ),
-    ("cli.audit.ops", asks("_read_settings", runs=1), "One run cannot be compared."),
-    ("cli.audit.ops", asks("_read_settings", timeout=0), "allowed: more than 0 seconds."),
-    (
-        "cli.audit.inference",
-        asks("_validate_arguments", runs=1, samples=9, batch_sizes=[]),
-        ("… is …; allowed: … to ….", "--runs is 1; allowed: 2 to "),
-    ),
+    ("cli.audit.inference", asks("run", batch_sizes=[1]), "include at least one size above 1."),
     (
         "horovod.build",
         lambda g: g.module.find_tools(
@@ -363,7 +357,6 @@ CASES = [
         lambda g: g.module.parse_point("epoch:x"),
         "with whole numbers, and +N",
     ),
-    ("cli.scan", asks("run", rules=False, paths=["x"], jobs=0), "allowed: 1 or more."),
     ("cli.scan", lambda g: g.module.choose_version("new"), "is not a version of torch."),
     ("cli.scan", lambda g: g.module._expand(["D9X"]), "does not match a rule."),
     ("control.torch_flags", forget_the_flags, "something changed it during the run"),

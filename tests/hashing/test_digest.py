@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing import xxh3_cpu
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
+from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "digest.md"
 CHUNK = 131072

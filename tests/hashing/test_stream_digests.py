@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.hashing import address_cache, pending, xxh3_cpu
+from lightning_d9m.hashing import address_cache, pending
 from lightning_d9m.hashing.address_cache import digest_located
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.hashing.model_tensors import NamedTensors
 from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 from lightning_d9m.probes.trace import Trace
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +59,7 @@ class Leaves(torch.Tensor):
 
 
 class Device:
-    """The simulated device, and the functions of ``xxh3_cuda`` for it."""
+    """The simulated device, and the functions of ``xxh3.cuda`` for it."""
 
     def __init__(self):
         self.current = Stream()

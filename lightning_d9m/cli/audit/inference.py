@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.errors import SettingError
 
 _SIZES = (2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256)
-_MOST_RUNS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,22 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--runs",
-        type=int,
+        type=whole_number(2, 10_000),
         default=10,
         help="number of evaluations of one batch (default: 10)",
     )
     parser.add_argument(
-        "--samples", type=int, default=32, help="maximum number of samples (default: 32)"
+        "--samples",
+        type=whole_number(2, 1_000_000),
+        default=32,
+        help="maximum number of samples (default: 32)",
     )
     parser.add_argument(
         "--batch-sizes",
-        type=int,
+        type=whole_number(1, 1_000_000),
         nargs="+",
         metavar="SIZE",
         help="in addition to 1 (default: a range)",
     )
     parser.add_argument("--device", default="cpu", help="any torch device (default: cpu)")
-    parser.add_argument("--threads", type=int, help="intra-op CPU threads")
+    parser.add_argument("--threads", type=whole_number(1, 4096), help="intra-op CPU threads")
     parser.add_argument(
         "--deterministic", action="store_true", help="run in a deterministic session"
     )
@@ -47,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit a model; return 0 if it is repeatable and batch-invariant, else 1."""
-    _validate_arguments(arguments)
+    if arguments.batch_sizes and max(arguments.batch_sizes) == 1:
+        raise SettingError("--batch-sizes is [1]; include at least one size above 1.")
     # Imported here, so that parsing the arguments does not load torch.
     from lightning_d9m.audit.device import check_device
     from lightning_d9m.audit.inference.report import render_markdown, render_text
@@ -126,16 +130,3 @@ def _audit(arguments: argparse.Namespace) -> dict[str, Any]:
         ],
         "modes": modes,
     }
-
-
-def _validate_arguments(arguments: argparse.Namespace) -> None:
-    for name, value, low, high in (
-        ("--runs", arguments.runs, 2, _MOST_RUNS),
-        ("--samples", arguments.samples, 2, 1_000_000),
-        ("--threads", arguments.threads, 1, 4096),
-        *(("--batch-sizes", size, 1, 1_000_000) for size in arguments.batch_sizes or ()),
-    ):
-        if value is not None and not low <= value <= high:
-            raise SettingError(f"{name} is {value}; allowed: {low} to {high}.")
-    if arguments.batch_sizes and max(arguments.batch_sizes) == 1:
-        raise SettingError("--batch-sizes is [1]; include at least one size above 1.")

@@ -16,11 +16,9 @@ from lightning_d9m.audit.ops.report import (
 )
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.audit.ops.worker_process import measure_rows
-from lightning_d9m.errors import SettingError
+from lightning_d9m.cli.arguments import positive_seconds, whole_number
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-_FEWEST_RUNS = 2
-_MOST_RUNS = 1_000_000
 _QUICK_SECONDS, _SECONDS = 0.25, 30.0
 
 
@@ -31,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="small cases, float32, 30 runs: under two minutes"
     )
     parser.add_argument(
-        "-n", "--runs", type=int, help="number of runs of each case (default: 100; 30 with --quick)"
+        "-n",
+        "--runs",
+        type=whole_number(2, 1_000_000),
+        help="number of runs of each case (default: 100; 30 with --quick)",
     )
     parser.add_argument(
         "--ops", nargs="+", default=[], metavar="NAME", help="only these ops; * matches anything"
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help=f"dtypes among {', '.join(DTYPES)} (default: all; float32 with --quick)",
     )
-    parser.add_argument("--threads", type=int, help="intra-op CPU threads (default: torch's)")
+    parser.add_argument(
+        "--threads", type=whole_number(1), help="intra-op CPU threads (default: torch's)"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=positive_seconds,
         default=300.0,
         metavar="SECONDS",
         help="kill a case that takes longer, and note it in its row (default: 300)",
@@ -89,25 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the rows depend on.
-
-    Raises:
-        SettingError: A value is not allowed.
-    """
-    runs = arguments.runs or (30 if arguments.quick else 100)
-    if arguments.runs is not None and not _FEWEST_RUNS <= arguments.runs <= _MOST_RUNS:
-        raise SettingError(
-            f"--runs is {arguments.runs}; allowed: {_FEWEST_RUNS} to {_MOST_RUNS}. One run cannot "
-            "be compared."
-        )
-    if arguments.threads is not None and arguments.threads < 1:
-        raise SettingError(f"--threads is {arguments.threads}; allowed: 1 or more.")
-    if not arguments.timeout > 0:
-        raise SettingError(f"--timeout is {arguments.timeout:g}; allowed: more than 0 seconds.")
+    """Return the settings that the rows depend on."""
     return {
         "device": arguments.device,
         "quick": arguments.quick,
-        "runs": runs,
+        "runs": arguments.runs or (30 if arguments.quick else 100),
         "seconds": _QUICK_SECONDS if arguments.quick else _SECONDS,
         "ops": sorted(arguments.ops),
         "dtypes": list(arguments.dtypes or (DTYPES[:1] if arguments.quick else DTYPES)),

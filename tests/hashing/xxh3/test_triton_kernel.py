@@ -22,9 +22,9 @@ PREAMBLE = """
 import json, sys, traceback
 import numpy as np, torch
 from lightning_d9m.hashing import digest as digest_module
-from lightning_d9m.hashing import xxh3_cpu as chunks_cpu
-from lightning_d9m.hashing import xxh3_cuda as chunks_cuda
-from lightning_d9m.hashing import xxh3_triton as chunks_kernel
+from lightning_d9m.hashing.xxh3 import cpu as chunks_cpu
+from lightning_d9m.hashing.xxh3 import cuda as chunks_cuda
+from lightning_d9m.hashing.xxh3 import triton_kernel as chunks_kernel
 CPU = torch.device("cpu")
 data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 700_000, np.uint8))
 base = data.data_ptr()
@@ -122,7 +122,7 @@ COMPILED = """
 import re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from lightning_d9m.hashing.xxh3_triton import hash_chunks, hash_tensor
+from lightning_d9m.hashing.xxh3.triton_kernel import hash_chunks, hash_tensor
 common = {"constants": "*i64", "leaves": "*i64", "first": "i32", "CHUNK": "constexpr"}
 for capability in map(int, sys.argv[1:]):
     for kernel, own in (
@@ -172,7 +172,7 @@ def test_kernel_compiles_to_wide_loads_and_registers_alone(tmp_path):
 
 def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
     """Also by a probe, which digests the type of a value that has no digest."""
-    kernel = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
+    kernel = pytest.importorskip("lightning_d9m.hashing.xxh3.cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(SettingError, match="while a CUDA graph is captured") as refused:
@@ -181,7 +181,7 @@ def test_a_digest_within_a_captured_cuda_graph_is_refused(monkeypatch):
 
 
 def _break(monkeypatch, check):
-    chunks_cuda = pytest.importorskip("lightning_d9m.hashing.xxh3_cuda")
+    chunks_cuda = pytest.importorskip("lightning_d9m.hashing.xxh3.cuda")
     monkeypatch.setattr(chunks_cuda, "check_kernel", check)
     monkeypatch.setattr(digest_module, "_load_kernel", digest_module._load_kernel.__wrapped__)
 

@@ -16,8 +16,8 @@ import torch
 from triton.runtime import JITFunction
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing import xxh3_cpu, xxh3_triton
-from lightning_d9m.hashing.xxh3_cpu import CHUNK_BYTES
+from lightning_d9m.hashing.xxh3 import cpu, triton_kernel
+from lightning_d9m.hashing.xxh3.cpu import CHUNK_BYTES
 
 # XXH3's default secret and primes, from the xxHash specification (doc/xxhash_spec.md).
 _SECRET = bytes.fromhex(
@@ -39,7 +39,7 @@ def _secret_at(offset: int) -> npt.NDArray[np.uint64]:
 
 
 def _make_constants() -> npt.NDArray[np.int64]:
-    """Return the constants as ``xxh3_triton`` expects them: tiles of 16 stripes of 8 words.
+    """Return the constants as ``triton_kernel`` expects them: tiles of 16 stripes of 8 words.
 
     A tile of keys has the secret's words for each stripe of a block: stripe n reads the secret at
     byte 8n, the last stripe of the input at byte 121. The other tiles have their 8 words in stripe
@@ -87,7 +87,7 @@ class AddressTable:
         """Start hashing on the current stream; write from place ``first`` on."""
         if self._table is not None:
             arguments = (self._table, chunk_digests, first, self._count)
-            _launch(xxh3_triton.hash_chunks, self.chunks, self._device, *arguments)
+            _launch(triton_kernel.hash_chunks, self.chunks, self._device, *arguments)
 
 
 def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
@@ -123,7 +123,7 @@ def hash_into(
         chunks = -(-size // CHUNK_BYTES)
         if size:
             arguments = (chunk_digests, first, address, size)
-            _launch(xxh3_triton.hash_tensor, chunks, device, *arguments)
+            _launch(triton_kernel.hash_tensor, chunks, device, *arguments)
         first += chunks
 
 
@@ -183,14 +183,14 @@ def fetch_chunk_digests(
     """Wait for the device and return the chunk digests of each span of memory.
 
     Returns:
-        For each span, 8 bytes for each chunk, as ``xxh3_cpu.hash_chunks`` does.
+        For each span, 8 bytes for each chunk, as ``cpu.hash_chunks`` does.
     """
-    return xxh3_cpu.split_chunk_digests(chunk_digests.cpu().numpy().tobytes(), memory)
+    return cpu.split_chunk_digests(chunk_digests.cpu().numpy().tobytes(), memory)
 
 
 def check_kernel(device: torch.device) -> bool:
     """Return whether the kernel agrees with the CPU on this device, for any alignment."""
-    if device.type == "cuda" and not isinstance(xxh3_triton.hash_chunks, JITFunction):
+    if device.type == "cuda" and not isinstance(triton_kernel.hash_chunks, JITFunction):
         return False  # TRITON_INTERPRET=1 runs the kernel on the CPU, which cannot read CUDA memory
     generator = torch.Generator("cpu").manual_seed(0)
     size = CHUNK_BYTES + 1500
@@ -203,4 +203,4 @@ def check_kernel(device: torch.device) -> bool:
     # One by one, with the other kernel.
     alone = [fetch_chunk_digests(start_hashing([span], device), [span])[0] for span in memory]
     here = [(data.data_ptr() + skew, length) for skew, length in spans]
-    return actual == alone == xxh3_cpu.hash_chunks(here)
+    return actual == alone == cpu.hash_chunks(here)
