@@ -27,7 +27,15 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.format.probe_frames import frames_path
-from lightning_d9m.ledger.format.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    End,
+    Evaluation,
+    Header,
+    LoaderFacts,
+    ReplayDrift,
+    RunFacts,
+)
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
 SECONDS = 10
@@ -88,7 +96,9 @@ def write_run(path, draw):
             record = {"epoch": epoch, "step": step, "batch": 4, "count": 3, "batches": 2}
             writer.write({"kind": "probes", "layout": 1, **record, "digests": draw.randbytes(48)})
             writer.write(digests_of("epoch", epoch, step, draw))
+            writer.write(evaluation_of(epoch, step, draw))
             writer.write({"kind": "later", "epoch": epoch, "step": step, "x": [1, {"y": None}]})
+        writer.write(replay_of(step, draw))
         writer.write(digests_of("final", 1, step, draw))
         writer.write(End(status="finished").as_record())
 
@@ -111,6 +121,34 @@ def digests_of(moment, epoch, step, draw):
         groups={"weights": weights},
         loss=draw.random().hex(),
         scalars={"accuracy": draw.random().hex()},
+    ).as_record()
+
+
+def evaluation_of(epoch, step, draw):
+    """Return the record of a validation in which a batch has no digest."""
+    return Evaluation(
+        name="validate",
+        epoch=epoch,
+        step=step,
+        batches=3,
+        outputs=draw.randbytes(16).hex(),
+        undigested=1,
+        problem="no digest",
+        scalars={"val_loss": draw.random().hex()},
+    ).as_record()
+
+
+def replay_of(step, draw):
+    """Return the record of a step that gave different values the second time."""
+    return ReplayDrift(
+        epoch=1,
+        step=step,
+        batch=3,
+        place=("output", "a", 0),
+        expected=draw.randbytes(16).hex(),
+        actual=None,
+        count=1,
+        total=3,
     ).as_record()
 
 

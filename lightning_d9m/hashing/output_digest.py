@@ -6,7 +6,7 @@ from xxhash import xxh3_128
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.ledger.format.fields import MAX_NAME, Json
+from lightning_d9m.ledger.format.fields import Json
 
 
 class OutputDigest:
@@ -30,7 +30,7 @@ class OutputDigest:
             digest = digest_value(outputs)
         except DigestError as error:
             self._undigested += 1
-            self._problem = self._problem or str(error)[:MAX_NAME]
+            self._problem = self._problem or str(error)
             digest = "none"
         self._hash.update(f"{loader} {batch} {digest}\n".encode())
 

@@ -1,9 +1,18 @@
 """Keys and positions of ledger records."""
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
+from lightning_d9m.ledger.format.fields import Json
 from lightning_d9m.ledger.format.probe_frames import Frames
-from lightning_d9m.ledger.format.records import Digests, End, Opaque, Record
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    End,
+    Evaluation,
+    Opaque,
+    Record,
+    ReplayDrift,
+)
 from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.text import describe_moment, escape
 
@@ -11,9 +20,10 @@ Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
 Item: TypeAlias = Record | Batch | Frames
 START: LedgerPosition = (0, 0, 0)
-# The fields that identify a record of an unknown kind.
+# The fields that identify a record of another kind.
 _NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
 _LAST = 2**63
+_Named: TypeAlias = Evaluation | ReplayDrift | Opaque
 
 
 def record_key(record: Item) -> Key:
@@ -27,8 +37,8 @@ def record_key(record: Item) -> Key:
     if isinstance(record, Digests):
         counted = record.moment in {"initial", "epoch", "final"}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
-    if isinstance(record, Opaque):
-        key: Key = (record.kind, *map(record.fields.get, _NAMED))
+    if isinstance(record, _Named):
+        key: Key = (record.kind, *map(_fields(record).get, _NAMED))
         try:
             hash(key)
         except TypeError:  # a name that is a list or an object
@@ -53,11 +63,16 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         return (_LAST, 1, 0)
     if isinstance(record, Batch | Frames):
         return max(previous, (record.epoch, 1, record.step))
-    if isinstance(record, Opaque):
-        epoch, step = record.fields.get("epoch", previous[0]), record.fields.get("step")
+    if isinstance(record, _Named):
+        fields = _fields(record)
+        epoch, step = fields.get("epoch", previous[0]), fields.get("step")
         if isinstance(epoch, int) and isinstance(step, int):
             return max(previous, (epoch, 1, step))
     return previous
+
+
+def _fields(record: _Named) -> Mapping[str, Json]:
+    return record.fields if isinstance(record, Opaque) else record.as_record()
 
 
 def describe_record(record: Item) -> str:
@@ -66,8 +81,9 @@ def describe_record(record: Item) -> str:
         return describe_moment(record.moment, record.epoch, record.step)
     if isinstance(record, Batch | Frames):
         return f"batch {record.batch} of epoch {record.epoch} (step {record.step})"
-    if isinstance(record, Opaque):
-        named = [(name, record.fields[name]) for name in _NAMED if name in record.fields]
+    if isinstance(record, _Named):
+        fields = _fields(record)
+        named = [(name, fields[name]) for name in _NAMED if name in fields]
         return " ".join(
             [escape(record.kind), *(f"{name} {escape(value)}" for name, value in named)]
         )

@@ -207,8 +207,7 @@ def _read_place(name: str, value: Json) -> ProbeKey:
         texts = isinstance(kind, str) and isinstance(place, str)
         if texts and len(kind) + len(place) <= MAX_NAME and type(call) is int and call >= 0:
             return kind, place, call
-    allowed = f"[kind, name, call], texts of at most {MAX_NAME} characters and a number"
-    raise _refuse(name, allowed, value)
+    raise _refuse(name, PLACE.allowed, value)
 
 
 def _read_packed_digests(name: str, value: Json) -> bytes:
@@ -241,10 +240,13 @@ SCALAR = FieldType("a short text, a finite number, a boolean or null", _read_sca
 HEX_FLOAT = FieldType("a text that float.hex() gives", _read_hex_float)
 SCALARS = table_of(SCALAR, "short texts, finite numbers, booleans and nulls")
 DIGESTS = FieldType(f"an object of digests of {DIGEST_DIGITS} hex digits", _read_digests, dict)
+PLACE = FieldType(
+    f"[kind, name, call], texts of at most {MAX_NAME} characters and a number", _read_place, list
+)
 PLACES = FieldType(
     f"a list of 1 to {MAX_LAYOUT_PLACES} places",
     _read_places,
-    lambda places: [list(place) for place in places],
+    lambda places: [*map(list, places)],
 )
 PACKED_DIGESTS = FieldType(
     f"{DIGEST_DIGITS} lowercase hex digits for each place", _read_packed_digests

@@ -6,7 +6,7 @@ ones.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, TypeAlias, cast
+from typing import Annotated, ClassVar, TypeAlias, cast, get_args
 
 from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.format import fields as types
@@ -24,6 +24,9 @@ Text: TypeAlias = Annotated[str, types.TEXT]
 Whole: TypeAlias = Annotated[int, types.WHOLE]
 WholeOrNone: TypeAlias = Annotated[int | None, types.optional(types.WHOLE)]
 Scalars: TypeAlias = Annotated[Mapping[str, Scalar], types.SCALARS]
+HexFloats: TypeAlias = Annotated[
+    Mapping[str, str], types.table_of(types.HEX_FLOAT, "texts that float.hex() gives")
+]
 Growth: TypeAlias = Annotated[int, types.whole(high=MAX_GROWTH)]
 
 
@@ -126,15 +129,69 @@ class Digests(Entry):
         Mapping[str, Mapping[str, str]], types.table_of(types.DIGESTS, "objects of digests")
     ]
     loss: Annotated[str | None, types.optional(types.HEX_FLOAT)] = None
-    scalars: Annotated[
-        Mapping[str, str], types.table_of(types.HEX_FLOAT, "texts that float.hex() gives")
-    ] = field(default_factory=dict)
+    scalars: HexFloats = field(default_factory=dict)
     sketches: Annotated[
         Mapping[str, str],
         types.table_of(types.SKETCH, f"sketches of {types.SKETCH_DIGITS} hex digits"),
         Mark.OMITTED,
         Mark.INFORMATIONAL,
     ] = field(default_factory=dict, compare=False)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Entry):
+    """A validation, a test or a prediction.
+
+    Attributes:
+        name: ``"validate"``, ``"test"``, ``"predict"``, or one that a later version adds.
+        epoch: Counted from 0.
+        step: The global step.
+        batches: Number of batches, over all dataloaders.
+        outputs: One digest of the outputs of all batches, in order.
+        undigested: Number of batches whose outputs have no digest.
+        problem: Why the first of them has none.
+        scalars: Each logged scalar.
+        extra: Fields that this version does not know.
+    """
+
+    kind: ClassVar[str] = "evaluation"
+    name: Text
+    epoch: Whole
+    step: Whole
+    batches: Whole
+    outputs: Annotated[str, types.DIGEST]
+    undigested: Annotated[Whole, Mark.OMITTED] = 0
+    problem: Annotated[str | None, types.optional(types.text(cut=True)), Mark.OMITTED] = None
+    scalars: HexFloats = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayDrift(Entry):
+    """The difference between two runs of one training step from the same state.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step.
+        batch: Index of the batch within the epoch.
+        place: ``[kind, name, call]``: the first place that differs, in order of execution.
+        expected: The digest there in the first run of the step; null if that lacks the place.
+        actual: The digest in the second run.
+        count: Number of places that differ.
+        total: Number of places that were compared.
+        extra: Fields that this version does not know.
+    """
+
+    kind: ClassVar[str] = "replay"
+    epoch: Whole
+    step: Whole
+    batch: Whole
+    place: Annotated[ProbeKey, types.PLACE]
+    expected: Annotated[str | None, types.optional(types.DIGEST)]
+    actual: Annotated[str | None, types.optional(types.DIGEST)]
+    count: Whole
+    total: Whole
     extra: Mapping[str, Json] = field(default_factory=dict)
 
 
@@ -293,11 +350,20 @@ class Opaque:
 
 
 Record: TypeAlias = (
-    Header | RunFacts | Digests | ProbeLayout | ProbesRecord | FramesEnd | Resume | End | Opaque
+    Header
+    | RunFacts
+    | Digests
+    | Evaluation
+    | ProbeLayout
+    | ProbesRecord
+    | FramesEnd
+    | ReplayDrift
+    | Resume
+    | End
+    | Opaque
 )
 KINDS: dict[str, type[Entry]] = {
-    entry.kind: entry
-    for entry in (Header, RunFacts, Digests, ProbeLayout, ProbesRecord, FramesEnd, Resume, End)
+    entry.kind: cast("type[Entry]", entry) for entry in get_args(Record) if entry is not Opaque
 }
 
 

@@ -19,6 +19,7 @@ from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.ledger.format.fields import Json
+from lightning_d9m.ledger.format.records import ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
@@ -239,7 +240,17 @@ class Replay:
         ranks = ranks_of(self._trainer)
         error = None if difference is None else _make_error(point, ranks.rank, difference, total)
         if difference is not None:
-            self._append(_make_record(point, difference, total))
+            record = ReplayDrift(
+                epoch=point.epoch,
+                step=point.step,
+                batch=point.batch,
+                place=difference.place,
+                expected=difference.expected,
+                actual=difference.actual,
+                count=difference.differing,
+                total=total,
+            )
+            self._append(record.as_record())
         if error is not None and self._on_drift == "warn":
             warnings.warn(str(error), stacklevel=2)
             error = None
@@ -268,20 +279,6 @@ def _check_repeatable(trainer: "Trainer", module: "LightningModule") -> None:
             "which divides the weights among the ranks within a step, so that it cannot be run "
             "twice. Set replay_every=0, or use a strategy that keeps the whole model on each rank."
         )
-
-
-def _make_record(point: ProbePoint, difference: TraceDifference, total: int) -> dict[str, Any]:
-    return {
-        "kind": "replay",
-        "epoch": point.epoch,
-        "step": point.step,
-        "batch": point.batch,
-        "place": list(difference.place),
-        "expected": difference.expected,
-        "actual": difference.actual,
-        "count": difference.differing,
-        "total": total,
-    }
 
 
 def _make_error(

@@ -10,7 +10,7 @@ import torch
 
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.records import End, Resume, RunFacts
+from lightning_d9m.ledger.format.records import End, Evaluation, Resume, RunFacts
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
@@ -223,16 +223,14 @@ class TrainerRecorder:
             return
         if isinstance(outputs, LogicalOutputDigest):
             outputs.merge(cast(Any, trainer.strategy).gather_values(outputs.as_plain()))
-        self._evaluations.append(
-            {
-                "kind": "evaluation",
-                "name": stage,
-                "epoch": trainer.current_epoch,
-                "step": trainer.global_step,
-                **outputs.as_fields(),
-                "scalars": self._logged_scalars(trainer),
-            }
+        record = Evaluation(
+            name=stage,
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            scalars=self._logged_scalars(trainer),
+            **outputs.as_fields(),
         )
+        self._evaluations.append(record.as_record())
         if trainer.state.fn != "fit":
             self._append_evaluations()
             self._append_model(trainer, "final")

@@ -15,10 +15,12 @@ from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.format.records import (
     Digests,
     End,
+    Evaluation,
     Header,
     LoaderFacts,
     Opaque,
     RankDrift,
+    ReplayDrift,
     RunFacts,
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
@@ -31,6 +33,24 @@ def seal(lines):
         line, check = chain_record(body, check)
         data += line
     return data
+
+
+EVALUATION = Evaluation(name="test", epoch=0, step=0, batches=1, outputs="0" * 32)
+REPLAY = ReplayDrift(
+    epoch=0,
+    step=0,
+    batch=0,
+    place=("output", "a", 0),
+    expected="0" * 32,
+    actual=None,
+    count=1,
+    total=2,
+)
+
+
+def insert(record, **changes):
+    """Return a function that inserts a changed record after two others."""
+    return lambda records: records.insert(2, record.as_record() | changes)
 
 
 def read(path, rank=0):
@@ -318,6 +338,17 @@ class TestUntrusted:
                 "field 'trainer.a' must be a short text, a finite number",
             ),
             (lambda records: records.insert(2, records[0]), 3, "field 'kind' is 'header' a sec"),
+            (insert(EVALUATION, outputs="0"), 3, "field 'outputs' must be 32 lowercase hex digits"),
+            (insert(EVALUATION, batches=True), 3, "field 'batches' must be a whole number"),
+            (insert(EVALUATION, scalars={"a": 1}), 3, "field 'scalars.a' must be a text that flo"),
+            (insert(EVALUATION, undigested=-1), 3, "field 'undigested' must be a whole number"),
+            (
+                insert(REPLAY, place=["a", "b"]),
+                3,
+                r"field 'place' must be \[kind, name, call\], te",
+            ),
+            (insert(REPLAY, actual="F" * 32), 3, "field 'actual' must be 32 lowercase .* is 'FFF"),
+            (insert(REPLAY, count=0.5), 3, "field 'count' must be a whole number"),
         ],
     )
     def test_a_wrong_value(self, runs, tmp_path, edit, line, message):
@@ -442,6 +473,30 @@ records = st.one_of(
             group=names,
             name=names,
         ),
+        extra=unknown,
+    ),
+    st.builds(
+        Evaluation,
+        name=names,
+        epoch=counts,
+        step=counts,
+        batches=counts,
+        outputs=digests,
+        undigested=counts,
+        problem=st.none() | names,
+        scalars=st.dictionaries(names, hex_floats),
+        extra=unknown,
+    ),
+    st.builds(
+        ReplayDrift,
+        epoch=counts,
+        step=counts,
+        batch=counts,
+        place=st.tuples(names, names, counts),
+        expected=st.none() | digests,
+        actual=st.none() | digests,
+        count=counts,
+        total=counts,
         extra=unknown,
     ),
     st.builds(Opaque, names.map(lambda name: f"kind {name}"), unknown),

@@ -9,7 +9,7 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.hashing.output_digest import OutputDigest
 from lightning_d9m.ledger.folder import list_evaluations, list_fits, read_ledger
-from lightning_d9m.ledger.format.records import Opaque
+from lightning_d9m.ledger.format.records import Evaluation
 
 pytestmark = [
     pytest.mark.usefixtures("unseeded", "new_process"),
@@ -26,11 +26,7 @@ def evaluate(verb, folder, model=None, loader=None, **settings):
 
 
 def evaluations(ledger):
-    return [
-        record.fields
-        for record in ledger.records(0)
-        if isinstance(record, Opaque) and record.kind == "evaluation"
-    ]
+    return [record.as_record() for record in ledger.records(0) if isinstance(record, Evaluation)]
 
 
 VERBS = ["validate", "test", "predict"]
