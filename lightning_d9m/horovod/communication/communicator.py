@@ -30,13 +30,13 @@ from torch import Tensor
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
 from lightning_d9m.horovod.communication.intents import CollectiveIntent
 from lightning_d9m.horovod.communication.nccl_transport import NcclTransport, StreamPending
-from lightning_d9m.horovod.communication.plain_data import decode_plain, encode_plain
 from lightning_d9m.horovod.communication.transports import (
     HorovodTransport,
     Pending,
     TorchTransport,
     Transport,
 )
+from lightning_d9m.recording.plain_data import decode_plain, encode_plain
 from lightning_d9m.recording.rank_liveness import RankLiveness
 
 T = TypeVar("T")

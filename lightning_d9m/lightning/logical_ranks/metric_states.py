@@ -1,6 +1,5 @@
 """States of torchmetrics metrics by logical rank."""
 
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torchmetrics import MetricCollection
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.resume.metric_state import find_metrics, move, to_plain
+from lightning_d9m.recording.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -121,8 +121,8 @@ class MetricStates:
             for rank in self._block
         }
         by_rank: dict[int, dict[str, Any]] = {}
-        for part in self._gather(_encode(own)):
-            by_rank |= torch.load(io.BytesIO(part), weights_only=True)
+        for part in self._gather(encode_plain(own)):
+            by_rank |= decode_plain(part)
         states = [move(by_rank[rank], metric.device) for rank in sorted(by_rank)]
         for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
             setattr(metric, name, _reduce([state[name] for state in states], reduction))
@@ -145,12 +145,6 @@ def _reduce(values: list[Any], reduction: Callable[..., Any] | None) -> Any:
         if not gathered:
             return []
     return gathered if reduction is None else reduction(gathered)
-
-
-def _encode(state: dict[int, dict[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
 
 
 def _always() -> bool:

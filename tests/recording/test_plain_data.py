@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.horovod.communication.plain_data import decode_plain, encode_plain
+from lightning_d9m.recording.plain_data import decode_plain, encode_plain
 
 LEAVES = (
     st.none()
@@ -56,8 +56,8 @@ def test_subclasses_arrive_as_their_base_class():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"model": object()}, "An object of type object cannot be broadcast"),
-        ([{1, 2}], "An object of type set cannot be broadcast"),
+        ({"model": object()}, "An object of type object cannot be sent to another rank"),
+        ([{1, 2}], "An object of type set cannot be sent to another rank"),
         (torch.eye(2).to_sparse(), "Tensors with layout torch.sparse_coo and dtype torch.float32"),
     ],
 )
@@ -79,6 +79,10 @@ class Attack:
         return Attack.execute, ()
 
 
+def sized(text):
+    return len(text).to_bytes(8, "little") + text
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -86,11 +90,18 @@ class Attack:
         pickle.dumps({"plain": 1}),
         b"",
         b"\xff",
-        b'{"model": 1}',
-        b'{"tuple": [], "dict": []}',
-        b'{"tensor": ["load", [1], "AAAA"]}',
-        b'{"tensor": ["float32", [5], "AAAA"]}',
-        b"[" * 100_000,
+        *map(
+            sized,
+            [
+                b'{"model": 1}',
+                b'{"tuple": [], "dict": []}',
+                b'{"tensor": ["load", [1], 0]}',
+                b'{"tensor": ["float32", [5], 0]}',
+                b'{"tensor": ["float32", [1], 4]}',
+                b'{"bytes": 10000000000}',
+                b"[" * 100_000,
+            ],
+        ),
     ],
 )
 def test_a_pickle_and_other_bytes_are_refused(data):

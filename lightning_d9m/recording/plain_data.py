@@ -1,0 +1,132 @@
+"""Plain data as bytes, for objects that travel between ranks.
+
+Bytes from another process are never unpickled, because unpickling runs code. The format is the
+size of a JSON text, the text, and the contents of tensors and bytes in their order in it. A type
+that JSON lacks is an object with one key, the name of the type.
+"""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.errors import RanksDisagreeError, SettingError
+
+_SIZE_BYTES = 8
+
+
+def encode_plain(value: object) -> bytes:
+    """Encode None, numbers, strings, bytes, paths, tensors, and lists, tuples and dicts of these.
+
+    A subclass (``np.float64``, a named tuple) arrives as its base class; a tensor arrives on the
+    CPU and without its graph.
+
+    Raises:
+        SettingError: The value contains an object of another type.
+    """
+    contents: list[bytes] = []
+    text = json.dumps(_to_json(value, contents)).encode()
+    return b"".join((len(text).to_bytes(_SIZE_BYTES, "little"), text, *contents))
+
+
+def decode_plain(data: bytes) -> Any:
+    """Return the value that `encode_plain` encoded.
+
+    Raises:
+        RanksDisagreeError: The bytes are not the output of `encode_plain`.
+    """
+    contents = io.BytesIO(data)
+    try:
+        text = _read(contents, int.from_bytes(_read(contents, _SIZE_BYTES), "little"))
+        return _from_json(json.loads(text), contents)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise RanksDisagreeError(
+            f"Another rank sent {len(data)} bytes that are not plain data (they begin with "
+            f"{bytes(data[:16])!r}): every rank must run the same version of lightning_d9m.",
+            intents=(),
+        ) from error
+
+
+def _to_json(value: object, contents: list[bytes]) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_to_json(item, contents) for item in value]
+    for kind, (base, to_json, _) in _FORMATS.items():
+        if isinstance(value, base):
+            return {kind: to_json(value, contents)}
+    raise SettingError(
+        f"An object of type {type(value).__qualname__} cannot be sent to another rank: ranks "
+        "exchange None, numbers, strings, bytes, paths, dense tensors, and lists, tuples and dicts "
+        "of these, because unpickling runs code. Send the fields of the object, and build it again."
+    )
+
+
+def _from_json(value: Any, contents: io.BytesIO) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item, contents) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    return _FORMATS[kind][2](content, contents)
+
+
+def _read(contents: io.BytesIO, size: int) -> bytes:
+    found = contents.read(size)
+    if len(found) != size:
+        raise ValueError(size)
+    return found
+
+
+def _dict_to_json(value: dict[Any, Any], contents: list[bytes]) -> object:
+    return [[_to_json(key, contents), _to_json(item, contents)] for key, item in value.items()]
+
+
+def _dict_from_json(content: Any, contents: io.BytesIO) -> dict[Any, Any]:
+    return {_from_json(key, contents): _from_json(item, contents) for key, item in content}
+
+
+def _bytes_to_json(value: bytes, contents: list[bytes]) -> object:
+    contents.append(value)
+    return len(value)
+
+
+def _tensor_to_json(tensor: Tensor, contents: list[bytes]) -> object:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise SettingError(
+            f"Tensors with layout {tensor.layout} and dtype {tensor.dtype} cannot be sent to "
+            "another rank: ranks exchange dense tensors. Send its dense parts."
+        )
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    size = _bytes_to_json(plain.numpy().tobytes(), contents)
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size]
+
+
+def _tensor_from_json(content: Any, contents: io.BytesIO) -> Tensor:
+    name, shape, size = content
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    raw = bytearray(_read(contents, size))
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+# The types that JSON lacks: the type, the function to JSON, and the function back.
+_Encode = Callable[[Any, list[bytes]], object]
+_Decode = Callable[[Any, io.BytesIO], Any]
+_FORMATS: dict[str, tuple[type, _Encode, _Decode]] = {
+    "tuple": (
+        tuple,
+        lambda value, contents: [_to_json(item, contents) for item in value],
+        lambda content, contents: tuple(_from_json(item, contents) for item in content),
+    ),
+    "dict": (dict, _dict_to_json, _dict_from_json),
+    "bytes": (bytes, _bytes_to_json, lambda size, contents: _read(contents, size)),
+    "path": (PurePath, lambda path, _: str(path), lambda text, _: Path(text)),
+    "tensor": (Tensor, _tensor_to_json, _tensor_from_json),
+}
