@@ -1,12 +1,10 @@
 """Rows of the part "graphs": calls that are captured in a CUDA graph, and replayed."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as nnf
-from competitor import Competitor
 from patch_workloads import Workload
+from suite_client import Row
+from suite_measures import Settings, collect_outputs, list_outputs, measure
 from torch import Tensor, nn
 
 from lightning_d9m.hashing.digest import digest_many
@@ -15,17 +13,8 @@ COMPILED = "torch.compile, reduce-overhead"
 WAITING = ("bincount",)  # the host reads a value of the device, in torch's own version as well
 WARM_UP = 3
 
-Row = dict[str, Any]
-Measure = Callable[[Callable[[], object]], Row]
 
-
-def list_tensors(outputs: object) -> list[Tensor]:
-    """Return the outputs of a call, detached."""
-    parts = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [part.detach() for part in parts if isinstance(part, Tensor)]
-
-
-def replay(workload: Workload, calls: int, measure: Measure) -> Row:
+def replay(workload: Workload, settings: Settings) -> Row:
     """Capture a call under the present settings; compare and measure its replays."""
     if workload.op in WAITING:
         return {"unsupported": "the host waits for the device"}
@@ -35,18 +24,19 @@ def replay(workload: Workload, calls: int, measure: Measure) -> Row:
         call = workload.make("cuda")
         for _ in range(WARM_UP):
             call()
-        expected = tuple(digest_many(list_tensors(call())))
-        eager = measure(call)
+        expected = tuple(digest_many(list_outputs(call())))
+        eager = measure(call, settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        outputs = list_tensors(call())
-    competitor = Competitor("cuda")
-    seen = set()
-    for turn in range(calls):
-        competitor.disturb(turn)
+        outputs = list_outputs(call())
+
+    def run_again() -> tuple[Tensor, ...]:
         graph.replay()
-        seen.add(tuple(digest_many(outputs)))
-    row: Row = {"replayed_outputs": len(seen), "replay": measure(graph.replay), "eager": eager}
+        return tuple(outputs)
+
+    seen = collect_outputs(run_again, settings)
+    times = {"replay": measure(graph.replay, settings), "eager": eager}
+    row: Row = {"replayed_outputs": len(seen), **times}
     if seen != {expected}:
         row["error"] = "replays differ from the call, or from each other"
     return row
@@ -66,15 +56,16 @@ class Resizing(nn.Module):
         return pixels.new_zeros(5, 8).index_add(0, places, pixels)
 
 
-def train_compiled(device: str, calls: int, mode: str | None) -> Row:
+def train_compiled(settings: Settings) -> Row:
     """Compare the gradients of a compiled module in several calls."""
+    device = settings.device
     torch.manual_seed(0)
     module = Resizing().to(device)
     images = torch.randn(2, 3, 16, 16, device=device)
     places = torch.randint(5, (2 * 32 * 32,), device=device)
-    compiled = torch.compile(module, mode=mode) if mode else module
+    compiled = torch.compile(module, mode="reduce-overhead") if device == "cuda" else module
     seen = []
-    for _ in range(WARM_UP + calls):
+    for _ in range(WARM_UP + settings.calls):
         module.zero_grad()
         compiled(images, places).square().sum().backward()
         seen.append(tuple(digest_many([part.grad for part in module.parameters()])))

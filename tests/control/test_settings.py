@@ -22,7 +22,7 @@ from lightning_d9m.control.settings import HIGHEST_SEED
         ({"threads": 2.0}, r"threads is 2\.0; allowed"),
         ({"per_sample_rng": 1}, "per_sample_rng is 1; allowed: True or False"),
         ({"patch_ops": None}, "patch_ops is None; allowed: True or False"),
-        ({"unpatched_ops": ("topk",)}, r"unpatched_ops is \['topk'\] and patch_ops is off"),
+        ({"unpatched_ops": ("histc",)}, r"unpatched_ops is \['histc'\] and patch_ops is off"),
         ({"unpatched_ops": ("tokp",), "patch_ops": True}, "no op 'tokp'"),
         ({"fill_uninitialized_memory": "no"}, "fill_uninitialized_memory is 'no'; allowed"),
     ],

@@ -31,7 +31,7 @@ for line in sys.stdin:
     elif task == "ended": sys.exit(7)
     elif task == "unreadable": print("}", flush=True)
     elif task == "silent": time.sleep(600)
-    else: say({"op": task, "offered": False, "original": time_of(2.0), "patched": time_of(3.0),
+    else: say({"op": task, "status": "patched", "original": time_of(2.0), "patched": time_of(3.0),
                "patched_fill_off": time_of(2.5), "ratio": 1.5, "pid": os.getpid()})
 """
 

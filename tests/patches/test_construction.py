@@ -88,8 +88,6 @@ CALLS: dict[str, Callable[[], object]] = {
         for name, *arguments in (
             ("median", 1),
             ("nanmedian", 0),
-            ("topk", 3),
-            ("topk", 2, 0, False),
         )
     ],
     "scatter_reduce": lambda: (
@@ -150,7 +148,6 @@ VARYING: dict[str, Callable[[], object]] = {
     "index_put": lambda: torch.zeros(2).index_put_((DUPLICATES,), torch.arange(3.0)),
     "cumsum": lambda: torch.ones(3).cumsum(0),
     "sort": lambda: torch.ones(3).sort(),
-    "topk": lambda: torch.ones(3).topk(2),
     "median": lambda: torch.ones(2, 2).median(0),
     "histc": lambda: torch.ones(3).histc(2),
     "bincount": lambda: DUPLICATES.bincount(torch.ones(3)),

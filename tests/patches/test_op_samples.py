@@ -49,7 +49,6 @@ NAMES = [
     "scatter",
     "scatter_add",
     "scatter_reduce",
-    "topk",
 ]
 MOST = 24
 OFFERED = [op.name for op in OPS if op.status == "offered"]

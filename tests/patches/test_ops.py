@@ -251,26 +251,6 @@ def test_median_of_equal_elements_has_one_index(name: str) -> None:
     assert indices.tolist() == [0, 0]
 
 
-def test_topk() -> None:
-    """On request: values as torch's; of equal elements the first come first; errors as torch's."""
-    matrix = torch.randn(4, 7)
-    for arguments in [
-        (matrix, 3),
-        (matrix, 3, 0, False),
-        (matrix.t(), 2, -1, True, True),
-        (matrix, 0),
-        (torch.randn(()), 1),
-        (matrix, 8),
-        (matrix, 1, 2),
-        (torch.randperm(28).view(4, 7), 5),
-    ]:
-        assert_alike(lambda a=arguments: tuple(torch.topk(*a)), include=["topk"])
-    ties = torch.tensor([1.0, 2.0, 2.0, NAN, 2.0])
-    with patches_applied("CPU", include=["topk"]):
-        assert ties.topk(3).indices.tolist() == [3, 1, 2]
-        assert ties.topk(3, largest=False).indices.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("include_self", [True, False])
 def test_scatter_reduce_prod(dtype: torch.dtype, include_self: bool) -> None:

@@ -31,7 +31,6 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "put-accumulate": lambda x: FIXED.put(WHERE[:5], x, accumulate=True),
     "median": lambda x: x.median(0).values,
     "nanmedian": lambda x: x.nanmedian(1).values,
-    "topk": lambda x: x.topk(3, 0).values,
     "scatter_reduce": lambda x: x.scatter_reduce(0, WHERE, FIXED, "prod"),
     "scatter_reduce-source": lambda x: FIXED.scatter_reduce(0, WHERE[:5], x, "prod"),
     "index_reduce-prod": lambda x: x.index_reduce(0, ROWS, FIXED, "prod"),

@@ -39,6 +39,20 @@ EXEMPT: tuple[Op, ...] = (
         reason="torch fixed it and removed it from its list before 2.13.",
     ),
     Op(
+        name="topk",
+        status="exempt",
+        flag_effect=FlagEffect.UNNEEDED,
+        torch_does="Runs as always.",
+        cause=(
+            "On ROCm, threads reserve the places of equal elements with atomics. On NVIDIA GPUs "
+            "none: it selects by a radix search over integer counts and writes by prefix sums."
+        ),
+        reason=(
+            "torch's CUDA kernel is deterministic; which of several equal elements it returns is "
+            "unspecified, but fixed."
+        ),
+    ),
+    Op(
         name="avg_pool2d_backward",
         status="exempt",
         flag_effect=FlagEffect.UNNEEDED,

@@ -7,6 +7,10 @@ _MAX_POOL = "lightning_d9m.patches.kernels.max_pool"
 _PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
 
 _RAISES = "Raises in the backward pass."
+_CHOSEN = (
+    "Each input reads the windows that may contain it and adds those that chose it. Without Triton "
+    "the outputs are sorted by the input they chose."
+)
 _ONE_ORDER = (
     "Equal to torch's CPU kernel on one thread; half and bfloat16 are added in float32, which is "
     "more exact."
@@ -65,7 +69,7 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.AdaptiveMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead="Each input reads the windows that contain it and adds those that chose it.",
+        instead=_CHOSEN,
         bits=_ONE_ORDER,
         kernels={
             "adaptive_max_pool2d_backward": f"{_MAX_POOL}:adaptive_max_pool2d_backward",
@@ -78,7 +82,7 @@ POOLING: tuple[Op, ...] = (
         flag_effect=FlagEffect.NONE,
         torch_does="Nothing: it neither raises nor switches, and its documentation is silent.",
         cause=ATOMICS,
-        instead="Each input reads the windows that contain it and adds those that chose it.",
+        instead=_CHOSEN,
         bits=_ONE_ORDER,
         kernels={
             "adaptive_max_pool3d_backward": f"{_MAX_POOL}:adaptive_max_pool3d_backward",
@@ -95,7 +99,7 @@ POOLING: tuple[Op, ...] = (
             "forward pass (the patch restores the op); raises in the backward pass otherwise."
         ),
         cause=ATOMICS,
-        instead="Each input reads the windows that contain it and adds those that chose it.",
+        instead=_CHOSEN,
         bits=_ONE_ORDER,
         kernels={
             "max_pool3d_with_indices_backward": f"{_MAX_POOL}:max_pool3d_backward",
@@ -109,10 +113,7 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.FractionalMaxPool2d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead=(
-            "Each input reads the windows that may contain it and adds those that chose it. "
-            "Without Triton the outputs are sorted by the input they chose."
-        ),
+        instead=_CHOSEN,
         bits=_ONE_ORDER,
         kernels={
             "fractional_max_pool2d_backward": f"{_MAX_POOL}:fractional_max_pool2d_backward",
@@ -128,10 +129,7 @@ POOLING: tuple[Op, ...] = (
         documented=("torch.nn.FractionalMaxPool3d",),
         torch_does=_RAISES,
         cause=ATOMICS,
-        instead=(
-            "Each input reads the windows that may contain it and adds those that chose it. "
-            "Without Triton the outputs are sorted by the input they chose."
-        ),
+        instead=_CHOSEN,
         bits=_ONE_ORDER,
         kernels={
             "fractional_max_pool3d_backward": f"{_MAX_POOL}:fractional_max_pool3d_backward",

@@ -44,7 +44,7 @@ def _make_interpolation(
 
 def _make_padding(kind: str, dims: int) -> Op:
     overload = f"{kind}_pad{dims}d_backward"
-    path = f"{_PADDING}:{overload}"
+    path = f"{_PADDING}:{kind}_pad_backward"
     reflects = kind == "reflection"
     return Op(
         name=overload,
@@ -53,14 +53,11 @@ def _make_padding(kind: str, dims: int) -> Op:
         documented=(f"torch.nn.ReflectionPad{dims}d",) if reflects else (),
         torch_does=_RAISES if reflects else _DECOMPOSES,
         cause=ATOMICS,
-        instead=(
-            "Each padded strip is folded back and added as a whole, one side after the other."
-            if reflects
-            else f"{GATHER}, one dimension after the other."
-        ),
+        instead=f"{GATHER}, one dimension after the other.",
         bits=(
             "Equal to torch's CPU kernel on one thread in 1 dimension; in more, within a few "
-            "rounding errors where paddings of several dimensions meet."
+            "rounding errors where paddings of several dimensions meet. Half and bfloat16 are "
+            "added in float32."
         ),
         kernels={overload: path, f"{overload}.grad_input": path},
     )

@@ -107,20 +107,6 @@ SCATTERING: tuple[Op, ...] = (
         for name in ("median", "nanmedian")
     ),
     Op(
-        name="topk",
-        status="offered",
-        flag_effect=FlagEffect.UNNEEDED,
-        torch_does=(
-            "Runs as always. On NVIDIA GPUs it selects by a radix search over integer counts and "
-            "writes by prefix sums, so no threads race; which of several equal elements it "
-            "returns is unspecified, but fixed. On ROCm it may vary."
-        ),
-        cause="On ROCm, threads reserve the places of equal elements with atomics.",
-        instead="A stable sort of the whole row; of equal elements the first come first.",
-        bits="The values are torch's; the indices may differ where elements are equal.",
-        kernels={"topk": f"{_ORDER_STATISTICS}:topk", "topk.values": f"{_ORDER_STATISTICS}:topk"},
-    ),
-    Op(
         name="scatter_reduce_prod",
         status="patched",
         flag_effect=FlagEffect.RAISES,

@@ -1,8 +1,7 @@
-"""Order statistics together with their indices: the median along a dimension, and ``topk``.
+"""The median along a dimension and its index.
 
-torch's CUDA kernel of the median returns the index of one of several equal elements, which depends
-on the order of the threads. Here it is the first one. ``topk`` returns the elements that a stable
-sort puts first.
+torch's CUDA kernel returns the index of one of several equal elements, which depends on the order
+of the threads. Here it is the first one.
 """
 
 from functools import partial
@@ -11,31 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-
-
-def topk(
-    original: Original,
-    self: Tensor,
-    k: int,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,  # noqa: A002 - torch's name
-) -> tuple[Tensor, Tensor]:
-    """Return the k greatest or smallest elements and their indices, the first of equals first."""
-    dims = max(self.dim(), 1)
-    if (
-        not -dims <= dim < dims
-        or not 0 <= k <= (self.shape[dim] if self.dim() else 1)
-        or self.dtype == torch.bool
-        or self.is_complex()
-    ):
-        raise_as_original(original, self, k, dim, largest, sorted)
-    if not self.dim():
-        return self.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
-    values, indices = torch.sort(self, dim=dim, descending=largest, stable=True)
-    first = (part.narrow(dim, 0, k) for part in (values, indices))
-    values, indices = (part.clone(memory_format=torch.contiguous_format) for part in first)
-    return values, indices
 
 
 def _median(

@@ -1,8 +1,7 @@
 """Gradients of padding by reflection and by replication.
 
 torch's CUDA kernels start one thread per output and add with atomics, because several outputs
-copy one input. Here whole reflected strips are added back, one after the other, and replicated
-edges read the gradients of their copies in order.
+copy one input. Here each input reads the gradients of its copies in order.
 """
 
 from collections.abc import Sequence
@@ -22,45 +21,37 @@ from lightning_d9m.patches.primitives.gather_tables import (
 from lightning_d9m.patches.triton.launch import run_kernel
 
 
-def build_replication_table(input_size: int, output_size: int, left: int) -> GatherTable:
-    """Return the gather table of padding along one dimension with copies of the edge."""
+def build_padding_table(
+    input_size: int, output_size: int, left: int, reflected: bool
+) -> GatherTable:
+    """Return the gather table of padding along one dimension, by reflection or with the edges."""
     outputs = torch.arange(output_size, dtype=torch.int64, device="cpu")
-    return build_gather_table((outputs - left).clamp(0, input_size - 1), outputs, input_size)
+    inputs, last = outputs - left, input_size - 1
+    inputs = last - (last - inputs.abs()).abs() if reflected else inputs.clamp(0, last)
+    return build_gather_table(inputs, outputs, input_size)
 
 
-def _reflection_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], *, dims: int
+def _backward(
+    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int], *, kind: str
 ) -> Tensor:
-    """Return the gradient of padding by reflection with respect to its input."""
+    """Return the gradient of padding, ``"reflected"`` or ``"replicated"``, by its input."""
     sides = _list_sides(padding)
-    sizes = self.shape[-dims:]
+    sizes = self.shape[-len(sides) :]
+    reflected = kind == "reflected"
     if not _fits(grad_output, self, sides) or any(
-        max(side) >= size for size, side in zip(sizes, sides, strict=True)
+        reflected and max(side) >= size for size, side in zip(sizes, sides, strict=True)
     ):
         raise_as_original(original, grad_output, self, padding)
-    return run_kernel("padding:reflected", _fold_reflected, grad_output, self, sides)
+    reference = partial(_gather_copies, reflected=reflected)
+    return run_kernel(f"padding:{kind}", reference, grad_output, self, sides)
 
 
-def _replication_backward(
-    original: Original, grad_output: Tensor, self: Tensor, padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of padding by replication with respect to its input."""
-    sides = _list_sides(padding)
-    if not _fits(grad_output, self, sides):
-        raise_as_original(original, grad_output, self, padding)
-    return run_kernel("padding:replicated", _gather_replicated, grad_output, self, sides)
-
-
-def _fold_reflected(grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
-    return _fold(grad_output, self.shape[-len(sides) :], sides).contiguous()
-
-
-def _gather_replicated(
-    grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]
+def _gather_copies(
+    grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]], *, reflected: bool
 ) -> Tensor:
     dims = len(sides)
     tables = [
-        cached_on_device(self.device, build_replication_table, *sizes, left)
+        cached_on_device(self.device, build_padding_table, *sizes, left, reflected)
         for *sizes, (left, _) in zip(
             self.shape[-dims:], grad_output.shape[-dims:], sides, strict=True
         )
@@ -85,37 +76,5 @@ def _fits(grad_output: Tensor, self: Tensor, sides: Sequence[tuple[int, int]]) -
     )
 
 
-def _fold(gradient: Tensor, sizes: Sequence[int], sides: Sequence[tuple[int, int]]) -> Tensor:
-    """Fold the first of the given dimensions, and within each of its parts the others.
-
-    Only the strips are read twice; the middle is copied once.
-    """
-    if not sizes:
-        return gradient.clone(memory_format=torch.contiguous_format)
-    dim = -len(sizes)
-    size, (left, right) = sizes[0], sides[0]
-    lead, trail = max(left, 0), max(right, 0)  # a negative padding cuts off instead
-    middle = gradient.narrow(dim, lead, gradient.shape[dim] - lead - trail)
-    result = _fold(middle, sizes[1:], sides[1:])
-    if min(left, right) < 0:
-        shape = list(result.shape)
-        shape[dim] = size
-        kept = result
-        result = gradient.new_zeros(shape)
-        result.narrow(dim, lead - left, kept.shape[dim]).copy_(kept)
-    if lead:
-        strip = _fold(gradient.narrow(dim, 0, lead), sizes[1:], sides[1:])
-        result.narrow(dim, 1, lead).add_(strip.flip(dim))
-    if trail:
-        start = gradient.shape[dim] - trail
-        strip = _fold(gradient.narrow(dim, start, trail), sizes[1:], sides[1:])
-        result.narrow(dim, size - 1 - trail, trail).add_(strip.flip(dim))
-    return result
-
-
-reflection_pad1d_backward = partial(_reflection_backward, dims=1)
-reflection_pad2d_backward = partial(_reflection_backward, dims=2)
-reflection_pad3d_backward = partial(_reflection_backward, dims=3)
-replication_pad1d_backward = _replication_backward
-replication_pad2d_backward = _replication_backward
-replication_pad3d_backward = _replication_backward
+reflection_pad_backward = partial(_backward, kind="reflected")
+replication_pad_backward = partial(_backward, kind="replicated")

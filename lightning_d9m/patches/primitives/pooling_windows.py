@@ -18,16 +18,6 @@ class Window(NamedTuple):
     dilation: int = 1
 
 
-class WindowExtent(NamedTuple):
-    """The windows that contain each input along one dimension.
-
-    Attributes:
-        outputs: Ascending in each column, then -1; int64 of shape ``[longest, inputs]``.
-    """
-
-    outputs: Tensor
-
-
 def read_windows(
     dims: int,
     kernel_size: Sequence[int],
@@ -78,28 +68,6 @@ def build_adaptive_table(input_size: int, output_size: int) -> GatherTable:
     starts = outputs * input_size // output_size
     ends = -(-(outputs + 1) * input_size // output_size)
     return _build_window_table(starts, ends, input_size, ends - starts)
-
-
-def build_adaptive_extent(input_size: int, output_size: int) -> WindowExtent:
-    """Return the windows of an adaptive pooling that contain each input."""
-    return _list_windows(build_adaptive_table(input_size, output_size))
-
-
-def build_strided_extent(input_size: int, output_size: int, window: Window) -> WindowExtent:
-    """Return the windows of a pooling with a fixed stride and dilation that contain each input."""
-    members = _range(window.size) * window.dilation - window.padding
-    inputs = (_range(output_size)[:, None] * window.stride + members).flatten()
-    outputs = torch.repeat_interleave(_range(output_size), window.size)
-    inside = (inputs >= 0) & (inputs < input_size)
-    return _list_windows(build_gather_table(inputs[inside], outputs[inside], input_size))
-
-
-def _list_windows(table: GatherTable) -> WindowExtent:
-    ends = torch.cat([table.offsets[1:], torch.tensor([len(table.outputs)], device="cpu")])
-    lengths = ends - table.offsets
-    ranks = _range(int(lengths.max()))[:, None]
-    positions = (table.offsets + ranks).clamp(max=len(table.outputs) - 1)
-    return WindowExtent(torch.where(ranks < lengths, table.outputs[positions], -1))
 
 
 def _build_window_table(

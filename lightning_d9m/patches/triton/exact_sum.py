@@ -15,9 +15,11 @@ from lightning_d9m.patches.triton.launch import allocate, launch_blocks, needs_i
 
 
 @triton.jit
-def take_apart(value, FRACTION: tl.constexpr, EXPONENT: tl.constexpr):
-    """Returns the sign, the significand and the key of numbers in float32 or float64."""
-    if FRACTION == 52:
+def take_apart(value, COUNT: tl.constexpr):
+    """Returns the sign, the significand and the key of numbers, in float64 for three limbs."""
+    FRACTION: tl.constexpr = 52 if COUNT == 3 else 23
+    EXPONENT: tl.constexpr = 11 if COUNT == 3 else 8
+    if COUNT == 3:
         bits = value.to(tl.float64).to(tl.int64, bitcast=True)
     else:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
@@ -31,18 +33,9 @@ def take_apart(value, FRACTION: tl.constexpr, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def cut(
-    negative,
-    significand,
-    key,
-    top,
-    limb: tl.constexpr,
-    width,
-    guard,
-    COUNT: tl.constexpr,
-    INF: tl.constexpr,
-):
+def cut(negative, significand, key, top, limb: tl.constexpr, width, guard, COUNT: tl.constexpr):
     """Returns what a term adds to one limb of an output whose greatest key is ``top``."""
+    INF: tl.constexpr = 2049 if COUNT == 3 else 257
     shift = top - key + (limb * width - guard)
     right = tl.minimum(tl.maximum(shift, 0), 63).to(tl.int64)
     left = tl.minimum(tl.maximum(-shift, 0), 63).to(tl.int64)
@@ -58,13 +51,11 @@ def cut(
 @triton.jit
 def add_term(value, place, mask, keys, sums, slots, width, guard, COUNT: tl.constexpr):
     """Adds a term to the limbs of its output."""
-    FRACTION: tl.constexpr = 52 if COUNT == 3 else 23
-    EXPONENT: tl.constexpr = 11 if COUNT == 3 else 8
-    negative, significand, key = take_apart(value, FRACTION, EXPONENT)
+    negative, significand, key = take_apart(value, COUNT)
     top = tl.load(keys + place, mask=mask, other=0)
     pointer = sums + place
     for limb in tl.static_range(COUNT):
-        digit = cut(negative, significand, key, top, limb, width, guard, COUNT, (1 << EXPONENT) + 1)
+        digit = cut(negative, significand, key, top, limb, width, guard, COUNT)
         tl.atomic_add(pointer, digit, mask=mask & (digit != 0), sem="relaxed")
         pointer += slots
 
@@ -72,9 +63,7 @@ def add_term(value, place, mask, keys, sums, slots, width, guard, COUNT: tl.cons
 @triton.jit
 def raise_key(value, place, mask, keys, COUNT: tl.constexpr):
     """Raises the key of an output to that of a term."""
-    FRACTION: tl.constexpr = 52 if COUNT == 3 else 23
-    EXPONENT: tl.constexpr = 11 if COUNT == 3 else 8
-    _, _, key = take_apart(value, FRACTION, EXPONENT)
+    _, _, key = take_apart(value, COUNT)
     # Keys only grow: what was read, perhaps too early, spares most atomics and changes no result.
     known = tl.load(keys + place, mask=mask, other=0)
     tl.atomic_max(keys + place, key, mask=mask & (key > known), sem="relaxed")
@@ -110,9 +99,7 @@ def begin(
     mask = element < elements
     key = tl.full([BLOCK], 0, tl.int32)
     if INCLUDE:
-        FRACTION: tl.constexpr = 52 if COUNT == 3 else 23
-        EXPONENT: tl.constexpr = 11 if COUNT == 3 else 8
-        _, _, key = take_apart(tl.load(out + element, mask=mask, other=0.0), FRACTION, EXPONENT)
+        _, _, key = take_apart(tl.load(out + element, mask=mask, other=0.0), COUNT)
     tl.store(keys + element, key, mask=mask)
     pointer = sums + element
     for _ in tl.static_range(COUNT):
@@ -310,15 +297,13 @@ def finish(
         third = tl.zeros_like(second)
     size: tl.constexpr = tl.int16 if FRACTION < 23 else (tl.int32 if FRACTION == 23 else tl.int64)
     if INCLUDE:
-        SOURCE: tl.constexpr = 52 if COUNT == 3 else 23
-        FIELD: tl.constexpr = 11 if COUNT == 3 else 8
         start = tl.load(out + element, mask=mask, other=0.0)
-        negative, significand, key = take_apart(start, SOURCE, FIELD)
-        first += cut(negative, significand, key, top, 0, width, guard, COUNT, (1 << FIELD) + 1)
-        second += cut(negative, significand, key, top, 1, width, guard, COUNT, (1 << FIELD) + 1)
+        negative, significand, key = take_apart(start, COUNT)
+        first += cut(negative, significand, key, top, 0, width, guard, COUNT)
+        second += cut(negative, significand, key, top, 1, width, guard, COUNT)
         if COUNT == 3:
-            third += cut(negative, significand, key, top, 2, width, guard, COUNT, (1 << FIELD) + 1)
-        mask &= key <= (1 << FIELD) + 1  # a NaN keeps its bits
+            third += cut(negative, significand, key, top, 2, width, guard, COUNT)
+        mask &= key <= (2049 if COUNT == 3 else 257)  # a NaN keeps its bits
     bits = round_sum(first, second, third, top, width, guard, COUNT, FRACTION, EXPONENT, INCLUDE)
     tl.store(out + element, bits.to(size).to(out.dtype.element_ty, bitcast=True), mask=mask)
 

@@ -53,6 +53,24 @@ def restore(ordered, GREATEST: tl.constexpr, INTEGER: tl.constexpr):
 
 
 @triton.jit
+def find_start(
+    rows,
+    chosen,
+    offsets,
+    exists,
+    INCLUDE: tl.constexpr,
+    GREATEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the integers of the outputs' own values, or one that is less than all."""
+    INTEGER: tl.constexpr = chosen.dtype.element_ty
+    start = tl.full([BLOCK], -1 << (INTEGER.primitive_bitwidth - 1), INTEGER)
+    if INCLUDE:
+        start = order(tl.load(rows + offsets, mask=exists, other=0.0), GREATEST, INTEGER)
+    return start
+
+
+@triton.jit
 def begin(
     rows,
     chosen,
@@ -62,14 +80,10 @@ def begin(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write the integers of the outputs' own values, or one that is less than all."""
+    """Write what ``find_start`` returns."""
     offsets, exists = find_block(elements, BLOCK, WIDE)
-    INTEGER: tl.constexpr = chosen.dtype.element_ty
-    if INCLUDE:
-        own = order(tl.load(rows + offsets, mask=exists, other=0.0), GREATEST, INTEGER)
-    else:
-        own = tl.full([BLOCK], -1 << (INTEGER.primitive_bitwidth - 1), INTEGER)
-    tl.store(chosen + offsets, own, mask=exists)
+    start = find_start(rows, chosen, offsets, exists, INCLUDE, GREATEST, BLOCK)
+    tl.store(chosen + offsets, start, mask=exists)
 
 
 @triton.jit
@@ -106,13 +120,9 @@ def finish(
 ):
     """Write the numbers of the outputs that differ from what ``begin`` wrote."""
     offsets, exists = find_block(elements, BLOCK, WIDE)
-    INTEGER: tl.constexpr = chosen.dtype.element_ty
     top = tl.load(chosen + offsets, mask=exists, other=0)
-    if INCLUDE:
-        kept = top == order(tl.load(rows + offsets, mask=exists, other=0.0), GREATEST, INTEGER)
-    else:
-        kept = top == tl.full([], -1 << (INTEGER.primitive_bitwidth - 1), INTEGER)
-    number = restore(top, GREATEST, INTEGER).to(rows.dtype.element_ty)
+    kept = top == find_start(rows, chosen, offsets, exists, INCLUDE, GREATEST, BLOCK)
+    number = restore(top, GREATEST, chosen.dtype.element_ty).to(rows.dtype.element_ty)
     tl.store(rows + offsets, number, mask=exists & ~kept)
 
 

@@ -2,8 +2,8 @@
 # ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 """Gradients of padding: each input reads its copies.
 
-They are added in the order of the torch ops of ``kernels/padding.py``: along the last dimension
-first; of a reflection the middle, the copies before it, the copies behind it.
+They are added as by the torch ops of ``kernels/padding.py``: along the last dimension first. Of a
+reflection, the middle and the copy before it come first, in any order, then the copy behind it.
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,7 @@ from patches.cases import GRADIENT_CASES, compute_gradient, make_inputs
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.primitives import gather_tables
-from lightning_d9m.patches.primitives.gather_tables import DeviceCache
-from lightning_d9m.patches.primitives.pooling_windows import WindowExtent
+from lightning_d9m.patches.primitives.gather_tables import DeviceCache, GatherTable
 
 CUDA = torch.device("cuda", 0)
 
@@ -15,9 +14,9 @@ CUDA = torch.device("cuda", 0)
 class Builds(list):
     """Builder of a table that remembers its calls."""
 
-    def __call__(self, size: int) -> WindowExtent:
+    def __call__(self, size: int) -> GatherTable:
         self.append(size)
-        return WindowExtent(torch.arange(size))
+        return GatherTable(torch.arange(size), torch.zeros(size))
 
     __hash__ = object.__hash__
 

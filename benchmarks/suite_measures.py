@@ -1,0 +1,142 @@
+"""What the rows of the suite share: settings, times, and outputs that are compared."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from competitor import Competitor
+from suite_client import Row
+from torch import Tensor
+
+from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.patches.catalog.catalog import find_op
+from lightning_d9m.patches.registration import patches_applied
+
+AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues work ahead of the device
+
+
+class Settings:
+    """What is measured, and how often.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        rounds: The number of timed calls.
+        calls: The number of compared calls.
+        only: A part of the names of the ops and models.
+    """
+
+    def __init__(self, device: str, rounds: str, calls: str, only: str) -> None:
+        self.device, self.rounds, self.calls, self.only = device, int(rounds), int(calls), only
+
+
+@contextmanager
+def deterministic(*, fill: bool = True) -> Iterator[None]:
+    """Turn torch's flag on, with or without the fill of uninitialized memory."""
+    settings = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(mode=True)
+    settings.fill_uninitialized_memory = fill
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(mode=False)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make the inputs of workloads in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def patched(settings: Settings, op: str | None = None, *, fill: bool = True) -> Iterator[None]:
+    """Run the body under the settings of a session, with an op that is patched on request too."""
+    include = [op] if op is not None and find_op(op).status == "offered" else []
+    with patches_applied(settings.device.upper(), include=include), deterministic(fill=fill):
+        yield
+
+
+def measure(call: Callable[[], object], settings: Settings) -> Row:
+    """Return medians in microseconds and the peak of new memory in MB, after calls that warm up.
+
+    For the device's time the device is kept busy first, so it does not wait for the host to launch
+    kernels; in a training step it does not wait either. The host's time ends at the last launch.
+    """
+    for _ in range(3 if settings.device == "cuda" else 1):
+        call()
+    if settings.device == "cpu":
+        times = [_time_host(call) for _ in range(settings.rounds)]
+        return {"device_us": statistics.median(times), "host_us": None, "peak_mb": None}
+    times, host = [], []
+    for _ in range(settings.rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)  # noqa: SLF001 - nothing public keeps a device busy
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    for _ in range(settings.rounds):
+        torch.cuda.synchronize()
+        host.append(_time_host(call))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return {
+        "device_us": statistics.median(times),
+        "host_us": statistics.median(host),
+        "peak_mb": peak,
+    }
+
+
+def _time_host(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def list_outputs(outputs: object) -> list[Tensor]:
+    """Return the outputs of a call, detached."""
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [part.detach() for part in parts if isinstance(part, Tensor)]
+
+
+def count_outputs(call: Callable[[], object], settings: Settings) -> int:
+    """Return the number of distinct outputs of a call while something competes."""
+    return len(collect_outputs(call, settings))
+
+
+def collect_outputs(call: Callable[[], object], settings: Settings) -> set[tuple[str, ...]]:
+    """Return the digests of the distinct outputs of a call while something competes."""
+    competitor = Competitor(settings.device)
+    seen = set()
+    for turn in range(settings.calls):
+        competitor.disturb(turn)
+        seen.add(tuple(digest_many(list_outputs(call()))))
+    return seen
+
+
+def differ(patched: Sequence[Tensor], original: Sequence[Tensor]) -> float:
+    """Return the greatest difference of floating-point outputs, over the greatest magnitude."""
+    worst = 0.0
+    for left, right in zip(patched, original, strict=True):
+        if right.is_floating_point() and right.numel():
+            scale = right.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+            worst = max(worst, float((left.double() - right.double()).abs().max() / scale))
+    return worst
+
+
+def describe(tensors: Sequence[Tensor]) -> list[str]:
+    """Return dtype, shape and strides of tensors."""
+    return [f"{t.dtype} {tuple(t.shape)} {t.stride()}" for t in tensors]
