@@ -99,6 +99,7 @@ class _Search:
 
     def __init__(self) -> None:
         self._left = _MOST_VISITED
+        self._known: dict[type, bool] = {}
 
     def run(self, start: Iterable[tuple[str, object, int, int]]) -> dict[str, Any]:
         """Return the generators by path; see ``_list_parts`` for what describes an object."""
@@ -110,7 +111,7 @@ class _Search:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, _KINDS):
+            if self._is_generator(type(value)):
                 found[path] = value
             elif depth < _DEPTH:
                 if isinstance(value, _CONTAINERS):
@@ -129,6 +130,13 @@ class _Search:
                 pending += parts
         return found
 
+    def _is_generator(self, kind: type) -> bool:
+        """Return whether instances are generators; torch.Generator answers slowly, in Python."""
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = issubclass(kind, _KINDS)
+        return known
+
     def _holds_data(self, value: Any, depth: int) -> bool:
         """Return whether a sample of a long list shows that its items hold no generators.
 
@@ -142,7 +150,7 @@ class _Search:
             of_type = samples.setdefault(type(item), [])
             if len(of_type) < _SAMPLED and type(item) not in _ATOMS:
                 of_type.append(item)
-        if any(issubclass(kind, _KINDS) for kind in samples):
+        if any(map(self._is_generator, samples)):
             return False
         start = [("", item, depth + 1, 1) for items in samples.values() for item in items]
         self._left -= len(start)

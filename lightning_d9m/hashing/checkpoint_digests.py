@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_value
-from lightning_d9m.hashing.nested_values import list_keyed_leaves
+from lightning_d9m.hashing.nested_values import PLAIN_TYPES, list_keyed_leaves
 from lightning_d9m.hashing.value_bytes import encode
 from lightning_d9m.text import quote
 
@@ -52,8 +53,8 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
     """
     digests, values = _digest(content, _VERSION)
     rows = sorted(_row(key, value) for key, (_, value) in digests.items())
-    table = torch.tensor(list(b"".join(rows)), dtype=torch.uint8).reshape(-1, 2 * _HALF)
-    return {"version": _VERSION, "tensors": table, "values": values}
+    table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
+    return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
 
 
 def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
@@ -85,17 +86,20 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
 
 def _digest(content: Mapping[str, Any], version: int) -> tuple[dict[str, tuple[str, str]], str]:
     """Return the path and digest of each tensor by its key, and the digest of all other values."""
-    tensors: dict[str, tuple[str, Tensor]] = {}
+    paths: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
     values: list[list[Any]] = []
     for path, keyed, leaf in list_keyed_leaves(content):
         key = path if version == 1 else keyed
-        if isinstance(leaf, Tensor):
-            tensors[key] = path, leaf
+        if type(leaf) in PLAIN_TYPES:
+            values.append([key, leaf])
+        elif isinstance(leaf, Tensor):
+            paths[key], tensors[key] = path, leaf
         elif not isinstance(leaf, Mapping | list | tuple) or leaf:  # empty ones do not count
             values.append([key, _plain(leaf)])
-    digests = digest_many([tensor.detach() for _, tensor in tensors.values()])
-    named = zip(tensors.items(), digests, strict=True)
-    return {key: (path, value) for (key, (path, _)), value in named}, digest_value(values)
+    digests = digest_many([tensor.detach() for tensor in tensors.values()])
+    named = zip(paths.items(), digests, strict=True)
+    return {key: (path, value) for (key, path), value in named}, digest_value(values)
 
 
 def _plain(leaf: Any) -> Any:

@@ -6,12 +6,17 @@ from typing import Any, TypeAlias
 # Returns the (key, entry) pairs of a container, given its depth; None for a leaf.
 Entries: TypeAlias = Callable[[Any, int], Iterable[tuple[object, Any]] | None]
 
+PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
+"""The exact types of most leaves. A subclass may be a member of an enumeration."""
+
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
 
 
 def container_entries(value: object, _depth: int) -> Iterable[tuple[object, Any]] | None:
     """Return the entries of a mapping, list or tuple; None for an empty one or any other value."""
+    if type(value) in PLAIN_TYPES:  # most values; asking an abstract class takes longer
+        return None
     if isinstance(value, Mapping):
         return value.items() if value else None
     return enumerate(value) if isinstance(value, list | tuple) and value else None
@@ -63,8 +68,8 @@ def list_keyed_leaves(value: object, path: str = "", key: str = "") -> list[tupl
 def _collect_keyed(
     value: Any, path: str, key: str, above: tuple[int, ...], out: list[tuple[str, str, Any]]
 ) -> None:
-    found = None if id(value) in above else container_entries(value, 0)
-    if found is None:
+    found = container_entries(value, 0)
+    if found is None or id(value) in above:
         out.append((path, key, value))
         return
     left, right = "{}" if isinstance(value, Mapping) else "[]"

@@ -43,13 +43,14 @@ def encode(value: object) -> list[Piece]:
 
 
 def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
-    scalar = _encode_scalar(value, where)
-    if scalar is not None:
-        out.append(scalar)
-        return
-    if isinstance(value, torch.Tensor):
-        out += (b"T", value)
-        return
+    if type(value) not in (dict, list, tuple):
+        scalar = _encode_scalar(value, where)
+        if scalar is not None:
+            out.append(scalar)
+            return
+        if isinstance(value, torch.Tensor):
+            out += (b"T", value)
+            return
     if id(value) in above:
         raise DigestError(
             f"{where} is {above[id(value)]} itself: a value that holds itself has no digest."
@@ -59,7 +60,7 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
     del above[id(value)]
 
 
-# Most values have exactly these types. A subclass may be a member of an enumeration.
+# Most values have exactly these types (PLAIN_TYPES). A subclass may be a member of an enumeration.
 _EXACT: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"B1" if value else b"B0",
@@ -106,6 +107,10 @@ def _encode_array(value: np.generic | np.ndarray, where: str) -> bytes:
 
 def _encode_container(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
     match value:
+        case tuple() if hasattr(value, "_fields"):
+            _encode_object(value, value._fields, out, where, above)
+        case list() | tuple():
+            _encode_items(value, out, where, above)
         case Mapping():
             out.append(b"D%x:" % len(value))
             entries = [(_encode_key(key, where), key, item) for key, item in value.items()]
@@ -115,12 +120,6 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
         case AbstractSet():
             out.append(b"U%x:" % len(value))
             out += sorted(_encode_key(item, where) for item in value)
-        case tuple() if hasattr(value, "_fields"):
-            _encode_object(value, value._fields, out, where, above)
-        case tuple() | list():
-            out.append((b"K%x:" if isinstance(value, tuple) else b"L%x:") % len(value))
-            for index, item in enumerate(value):
-                _encode(item, out, f"{where}[{index}]", above)
         case torch.Generator():
             out += (_tag(b"G", str(value.device).encode()), value.get_state())
         case functools.partial():
@@ -134,6 +133,17 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
             )
 
 
+def _encode_items(
+    value: list[Any] | tuple[Any, ...], out: list[Piece], where: str, above: dict[int, str]
+) -> None:
+    out.append((b"L%x:" if isinstance(value, list) else b"K%x:") % len(value))
+    for index, item in enumerate(value):
+        if (exact := _EXACT.get(type(item))) is not None:  # three times as fast
+            out.append(exact(item))
+        else:
+            _encode(item, out, f"{where}[{index}]", above)
+
+
 def _encode_object(
     value: object, names: Sequence[str], out: list[Piece], where: str, above: dict[int, str]
 ) -> None:
@@ -144,6 +154,8 @@ def _encode_object(
 
 
 def _encode_key(key: object, where: str) -> bytes:
+    if type(key) is str:
+        return _EXACT[str](key)
     where_key = f"a key of {where}"
     scalar = _encode_scalar(key, where_key)
     if scalar is not None:

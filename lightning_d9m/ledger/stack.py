@@ -215,8 +215,14 @@ def _capture_packages() -> Mapping[str, Scalar]:
     stack: dict[str, Scalar] = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            stack[f"package.{name}"] = metadata.version(name)
+            stack[f"package.{name}"] = _read_version(metadata.distribution(name))
     return stack
+
+
+def _read_version(distribution: metadata.Distribution) -> str:
+    """Return the version of a distribution without parsing its whole description, which is slow."""
+    found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", distribution.read_text("METADATA") or "")
+    return found[1] if found else distribution.version
 
 
 @cache
