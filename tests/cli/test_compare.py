@@ -9,13 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.cli.compare import add_arguments, run
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.format.records import Digests, End, Header, LoaderFacts, RunFacts
-from lightning_d9m.ledger.format.writer import LedgerWriter
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
 
@@ -23,31 +22,22 @@ NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in ra
 def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), **changes):
     """Write a run; from epoch ``drift`` on, all weights of the last rank are others."""
     folder = create_ledger_folder(parent)
+    changes = {"stack": {"device.driver": "560.35.03"}} | changes
     for rank in range(world_size):
-        fields = {"seed": 42, "stack": {"device.driver": "560.35.03"}, "settings": {}} | changes
-        header = Header(
-            rank=rank, world_size=world_size, fit=0, created="now", package="0.1.0", **fields
-        )
-        with LedgerWriter(rank_path(folder, rank)) as writer:
-            writer.write(header.as_record())
-            train = [LoaderFacts(1437, 64, 23)]
-            writer.write(RunFacts(model="m", parameters=12, train=train).as_record())
-            for epoch in range(-1, epochs):
-                differs = rank == world_size - 1 and drift is not None and epoch >= drift
-                weights = dict.fromkeys(NAMES, ("f" if differs else "0") * 32)
-                writer.write(
-                    Digests(
-                        moment="epoch" if epoch >= 0 else "initial",
-                        epoch=max(epoch, 0),
-                        step=23 * (epoch + 1),
-                        totals={},
-                        groups={"weights": weights},
-                        loss=(0.1 if differs else 0.2).hex(),
-                        scalars=dict(scalars) if epoch >= 0 else {},
-                    ).as_record()
+        records = [make_facts()]
+        for epoch in range(-1, epochs):
+            differs = rank == world_size - 1 and drift is not None and epoch >= drift
+            records.append(
+                make_weights(
+                    "epoch" if epoch >= 0 else "initial",
+                    max(epoch, 0),
+                    dict.fromkeys(NAMES, ("f" if differs else "0") * 32),
+                    step=23 * (epoch + 1),
+                    loss=(0.1 if differs else 0.2).hex(),
+                    scalars=dict(scalars) if epoch >= 0 else {},
                 )
-            if end:
-                writer.write(End(status="finished").as_record())
+            )
+        write_rank(folder, records, rank=rank, end=end, world_size=world_size, **changes)
     return folder
 
 
@@ -261,13 +251,8 @@ def test_why_a_run_is_not_continued_is_said_whole(tmp_path, capsys):
     """Also where the reason is a long path."""
     parent, child = write(tmp_path / ("p" * 90)), tmp_path / "fit-009"
     child.mkdir()
-    with LedgerWriter(rank_path(child, 0)) as writer:
-        for line in rank_path(parent, 0).read_text().splitlines()[:1]:
-            record = json.loads(line)
-            record.pop("check")
-            writer.write(record)
-        resume = {"parent": str(parent), "parent_check": "0" * 16, "epoch": 1, "step": 2}
-        writer.write({"kind": "resume", **resume, "batch": 0})
+    resume = {"parent": str(parent), "parent_check": "0" * 16, "epoch": 1, "step": 2, "batch": 0}
+    write_rank(child, [{"kind": "resume", **resume}], end=False)
     path = rank_path(parent, 0)
     path.write_bytes(path.read_bytes().replace(b"layers.3", b"layers.4", 1))
     text = " ".join(compare(capsys, write(tmp_path), child)[1].split())
@@ -352,18 +337,14 @@ def write_trace(parent, *, drift=lambda _: None, places=4, batches=3, world_size
     """Write a run with probes; from batch ``drift(rank)`` on, the last two places differ."""
     folder = create_ledger_folder(parent)
     names = [["output", f"encoder.layers.{number}", 0] for number in range(places)]
-    facts = {"world_size": world_size, "fit": 0, "seed": 0, "created": "", "package": "0"}
     for rank in range(world_size):
-        first = drift(rank)
-        with LedgerWriter(rank_path(folder, rank)) as writer:
-            writer.write(Header(rank=rank, **facts, settings={}, stack={}).as_record())
-            writer.write({"kind": "layout", "id": 0, "places": names})
-            for batch in range(batches):
-                differs = 2 if first is not None and batch >= first else 0
-                digests = "0" * 32 * (places - differs) + "f" * 32 * differs
-                record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
-                writer.write(record | {"digests": digests})
-            writer.write(End(status="finished").as_record())
+        first, records = drift(rank), [{"kind": "layout", "id": 0, "places": names}]
+        for batch in range(batches):
+            differs = 2 if first is not None and batch >= first else 0
+            digests = "0" * 32 * (places - differs) + "f" * 32 * differs
+            record = {"kind": "probes", "epoch": 0, "step": batch, "batch": batch, "layout": 0}
+            records.append(record | {"digests": digests})
+        write_rank(folder, records, rank=rank, world_size=world_size)
     return folder
 
 
@@ -400,22 +381,10 @@ def test_numbers_are_decimal_and_verbose_shows_their_bits_and_the_size_of_the_di
     """A loss that differs by one ulp, and weights with sketches."""
 
     def write_run(loss, sketch, digit):
-        folder = create_ledger_folder(tmp_path)
-        facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now"}
-        with LedgerWriter(rank_path(folder, 0)) as writer:
-            writer.write(Header(**facts, package="0", settings={}, stack={}).as_record())
-            digests = Digests(
-                moment="epoch",
-                epoch=0,
-                step=5,
-                totals={},
-                groups={"weights": {"head.weight": digit * 32}} if digit else {},
-                loss=loss.hex(),
-                sketches={"head.weight": struct.pack("<8d", *sketch).hex()} if digit else {},
-            )
-            writer.write(digests.as_record())
-            writer.write(End(status="finished").as_record())
-        return folder
+        weights = {"head.weight": digit * 32} if digit else {}
+        sketches = {"head.weight": struct.pack("<8d", *sketch).hex()} if digit else {}
+        record = make_weights("epoch", 0, weights, loss=loss.hex(), sketches=sketches)
+        return write_rank(create_ledger_folder(tmp_path), [record])
 
     losses = [write_run(loss, (), "") for loss in (0.1, math.nextafter(0.1, 1))]
     _, out = compare(capsys, *losses)

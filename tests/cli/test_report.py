@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from ledger_runs import make_facts, make_weights, write_rank
 
 from lightning_d9m.cli.report import add_arguments, run
 from lightning_d9m.comparison.ledgers import compare_ledgers
@@ -16,9 +17,7 @@ from lightning_d9m.comparison.timeline import MAX_STEPS, StepHistogram, Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.sketches import sketch_tensors
-from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 
 EVIL = [
     "<script>alert(1)</script>",
@@ -48,29 +47,19 @@ def write(
     **changes,
 ):
     """Write one rank of a run; from step ``drift`` on, ``growth`` more places differ each step."""
-    folder = folder or create_ledger_folder(parent)
-    fields = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now"}
-    fields |= {"stack": {"device.driver": stack}, "settings": {}, "package": "0.1.0"} | changes
     places = [["batch", "0", 0]] + [["output", name, 0] for name in names] + [["loss", "loss", 0]]
     places += [["gradient", f"{name}.weight", 0] for name in reversed(names)]
-    with LedgerWriter(rank_path(folder, fields["rank"])) as writer:
-        writer.write(Header(**fields).as_record())
-        writer.write(RunFacts(model="m", parameters=12, train=()).as_record())
-        writer.write({"kind": "layout", "id": 0, "places": places})
-        for step in range(steps):
-            other = 0 if drift is None or step < drift else (step - drift + 1) * growth
-            digests = ["0" * 32] * max(0, len(places) - other) + ["f" * 32] * other
-            record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
-            writer.write(record | {"digests": "".join(digests[: len(places)])})
-        weight = "0" if drift is None or drift >= steps else "f"
-        weights = {f"{name}.weight": weight * 32 for name in names}
-        digests = Digests(
-            moment="epoch", epoch=0, step=steps, totals={}, groups={"weights": weights}
-        )
-        writer.write(digests.as_record())
-        if end:
-            writer.write(End(status="finished").as_record())
-    return folder
+    records = [make_facts(), {"kind": "layout", "id": 0, "places": places}]
+    for step in range(steps):
+        other = 0 if drift is None or step < drift else (step - drift + 1) * growth
+        digests = ["0" * 32] * max(0, len(places) - other) + ["f" * 32] * other
+        record = {"kind": "probes", "epoch": 0, "step": step, "batch": step, "layout": 0}
+        records.append(record | {"digests": "".join(digests[: len(places)])})
+    weight = "0" if drift is None or drift >= steps else "f"
+    weights = {f"{name}.weight": weight * 32 for name in names}
+    records.append(make_weights("epoch", 0, weights, step=steps))
+    folder = folder or create_ledger_folder(parent)
+    return write_rank(folder, records, end=end, stack={"device.driver": stack}, **changes)
 
 
 def write_ranks(parent, *drifts):
@@ -83,41 +72,24 @@ def write_ranks(parent, *drifts):
 
 def write_epochs(parent, epochs=5, drift=None, names=MODULES, group="weights"):
     """Write a run without probes, as the callback does by default."""
-    folder = create_ledger_folder(parent)
-    facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now", "package": "0"}
-    with LedgerWriter(rank_path(folder, 0)) as writer:
-        writer.write(Header(**facts, settings={}, stack={}).as_record())
-        for epoch in range(epochs):
-            digit = "f" if drift is not None and epoch >= drift else "0"
-            tensors = dict.fromkeys((f"{name}.weight" for name in names[:-1]), digit * 32)
-            tensors[f"{names[-1]}.weight"] = "0" * 32
-            digests = Digests(
-                moment="epoch", epoch=epoch, step=9 * epoch + 9, totals={}, groups={group: tensors}
-            )
-            writer.write(digests.as_record())
-        writer.write(End(status="finished").as_record())
-    return folder
+    records = []
+    for epoch in range(epochs):
+        digit = "f" if drift is not None and epoch >= drift else "0"
+        tensors = dict.fromkeys((f"{name}.weight" for name in names[:-1]), digit * 32)
+        tensors[f"{names[-1]}.weight"] = "0" * 32
+        records.append(make_weights("epoch", epoch, tensors, group=group))
+    return write_rank(create_ledger_folder(parent), records)
 
 
 def write_weights(parent, changes, *, sketched=True):
     """Write a run of one weight for each entry of a table: its change after each epoch."""
-    folder = create_ledger_folder(parent)
-    facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "created": "now", "package": "0"}
-    with LedgerWriter(rank_path(folder, 0)) as writer:
-        writer.write(Header(**facts, settings={}, stack={}).as_record())
-        for epoch in range(3):
-            weights = {name: torch.ones(4) + by[epoch] for name, by in changes.items()}
-            digests = Digests(
-                moment="epoch",
-                epoch=epoch,
-                step=9 * epoch + 9,
-                totals={},
-                groups={"weights": {name: digest(own) for name, own in weights.items()}},
-                sketches=sketch_tensors(weights) if sketched else {},
-            )
-            writer.write(digests.as_record())
-        writer.write(End(status="finished").as_record())
-    return folder
+    records = []
+    for epoch in range(3):
+        weights = {name: torch.ones(4) + by[epoch] for name, by in changes.items()}
+        digests = {name: digest(own) for name, own in weights.items()}
+        sketches = sketch_tensors(weights) if sketched else {}
+        records.append(make_weights("epoch", epoch, digests, sketches=sketches))
+    return write_rank(create_ledger_folder(parent), records)
 
 
 def parse(*words):
@@ -247,18 +219,11 @@ def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
 
 def test_a_number_is_shown_in_both_notations(tmp_path):
     """A loss is shown as ``float.hex()`` and in decimal."""
-    one, other = write(tmp_path), write(tmp_path)
     ledgers = []
-    for folder, loss in ((one, 0.5), (other, 0.25)):
-        ledgers.append(create_ledger_folder(tmp_path))
-        with LedgerWriter(rank_path(ledgers[-1], 0)) as writer:
-            for line in rank_path(folder, 0).read_text().splitlines():
-                record = json.loads(line)
-                record.pop("check")
-                if record["kind"] == "digests":
-                    record["loss"] = loss.hex()
-                if record["kind"] != "frames":
-                    writer.write(record)
+    weights = dict.fromkeys(MODULES, "0" * 32)
+    for loss in (0.5, 0.25):
+        records = [make_weights("epoch", 0, weights, loss=loss.hex())]
+        ledgers.append(write_rank(create_ledger_folder(tmp_path), records))
     words = Page(report(tmp_path, *ledgers)).words
     assert "Reference: 0x1.0000000000000p-1 (0.5); this run: 0x1.0000000000000p-2 (0.25)." in words
 
@@ -298,23 +263,18 @@ def test_what_differs_goes_before_what_agrees(tmp_path, monkeypatch):
 
 def write_losses(parent, losses, *, digit="0", program=None, folder=None):
     """Write a run with one epoch for each loss, and a logged value that is half of it."""
+    records = []
+    for epoch, loss in enumerate(losses):
+        values = {
+            "loss": None if loss is None else loss.hex(),
+            "scalars": {} if loss is None else {"val_<b>": (loss / 2).hex()},
+            "totals": {"weights": digit * 32},
+        }
+        moments = ("epoch", "final")[: 2 if epoch == len(losses) - 1 else 1]
+        records += [make_weights(moment, epoch, {"a": digit * 32}, **values) for moment in moments]
+    created, stack = "2026-11-22T19:18:44.311245+00:00", {"torch.version": "2.13.0"}
     folder = folder or create_ledger_folder(parent)
-    facts = {"rank": 0, "world_size": 1, "fit": 0, "seed": 42, "package": "0.1.0"}
-    facts |= {"created": "2026-11-22T19:18:44.311245+00:00", "program": program or {}}
-    with LedgerWriter(rank_path(folder, 0)) as writer:
-        writer.write(Header(**facts, settings={}, stack={"torch.version": "2.13.0"}).as_record())
-        for epoch, loss in enumerate(losses):
-            values = {
-                "loss": None if loss is None else loss.hex(),
-                "scalars": {} if loss is None else {"val_<b>": (loss / 2).hex()},
-                "totals": {"weights": digit * 32},
-                "groups": {"weights": {"a": digit * 32}},
-            }
-            for moment in ("epoch", "final")[: 2 if epoch == len(losses) - 1 else 1]:
-                record = Digests(moment=moment, epoch=epoch, step=9 * epoch + 9, **values)
-                writer.write(record.as_record())
-        writer.write(End(status="finished").as_record())
-    return folder
+    return write_rank(folder, records, created=created, program=program or {}, stack=stack)
 
 
 def test_what_ran_and_the_logged_values_are_shown(tmp_path):

@@ -122,6 +122,24 @@ def list_batches(ledger, rank=0):
     return batches
 
 
+def write_rank(folder, records, *, rank=0, end=True, **header):
+    """Write one rank's file: a header, records, typed or not, and the end; return the folder."""
+    header = {"stack": {}, "settings": {}} | header
+    with LedgerWriter(rank_path(folder, rank)) as writer:
+        for record in (make_header(rank=rank, **header), *records, *[End(status="finished")] * end):
+            writer.write(record if isinstance(record, dict) else record.as_record())
+    return folder
+
+
+def make_weights(moment, epoch, weights, *, group="weights", **changes):
+    """Return digests of one group alone, by name."""
+    return Digests(
+        moment=moment,
+        epoch=epoch,
+        **({"step": 9 * epoch + 9, "totals": {}, "groups": {group: weights}} | changes),
+    )
+
+
 class Runs:
     """Writes runs below a folder."""
 
