@@ -6,7 +6,9 @@ against the code.
 
 import ast
 import inspect
+from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ This page is written from the code by `python docs/write_errors.py`.
 """
 
 
+@cache
 def read_messages() -> dict[str, list[tuple[str, str]]]:
     """Return (module, message) by the name of the exception, in order of the modules."""
     classes = {
@@ -61,9 +64,9 @@ class _Module:
 
     def calls(self) -> Iterator[tuple[ast.AST, Any]]:
         """Yield (the innermost function, call) of each call of a name or an attribute."""
-        pending: list[tuple[ast.AST, ast.AST]] = [(self._tree, self._tree)]
+        pending: deque[tuple[ast.AST, ast.AST]] = deque([(self._tree, self._tree)])
         while pending:
-            function, node = pending.pop(0)
+            function, node = pending.popleft()
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 yield function, node
             inner = node if isinstance(node, ast.FunctionDef) else function

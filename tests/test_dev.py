@@ -1,13 +1,13 @@
 """``dev.py`` runs before anything is installed, so it must need nothing but Python."""
 
 import ast
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import load_script
 
 SCRIPT = Path(__file__).parents[1] / "dev.py"
 
@@ -38,9 +38,7 @@ def test_an_unknown_command_is_misuse():
 @pytest.fixture
 def dev(tmp_path, monkeypatch):
     """Return ``dev.py`` as a module whose environment is elsewhere."""
-    spec = importlib.util.spec_from_file_location("dev_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("dev.py")
     environment = tmp_path / ".venv"
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "ENVIRONMENT", environment)

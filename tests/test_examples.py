@@ -1,12 +1,12 @@
 """The examples, and the nondeterminism that one of them has without the callback."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import lightning
 import pytest
 import torch
+from scripts import load_script
 
 from lightning_d9m import compare, digest
 from lightning_d9m.cli.main import main
@@ -17,28 +17,11 @@ from lightning_d9m.lint.scanner import scan_file, scanning_prepared
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def load(name):
-    """Import an example."""
-    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def graph(tmp_path, monkeypatch):
     """The module of examples/graph.py, run where it may leave files."""
     monkeypatch.chdir(tmp_path)
-    return load("graph")
-
-
-@pytest.fixture
-def two_threads():
-    """Compute with two threads, which is what makes the operation nondeterministic."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    return load_script(EXAMPLES / "graph.py")
 
 
 def weights(graph, monkeypatch, *, plain):
@@ -64,9 +47,7 @@ def test_runs_differ_without_the_callback_and_agree_with_it(graph, monkeypatch):
 
 def test_the_noise_of_the_noisy_digits_differs_and_the_scan_names_the_line():
     path = EXAMPLES / "noisy_digits.py"
-    spec = importlib.util.spec_from_file_location("noisy_digits", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(path)
     draws = []
     for _ in range(2):
         lightning.seed_everything(42)
@@ -81,7 +62,7 @@ def test_the_noise_of_the_noisy_digits_differs_and_the_scan_names_the_line():
 
 
 def test_a_plain_loop_repeats_and_resumes(tmp_path):
-    example = load("plain_torch")
+    example = load_script(EXAMPLES / "plain_torch.py")
     first, second, resumed = (tmp_path / name for name in ("first", "second", "resumed"))
     for folder in (first, second, resumed):
         folder.mkdir()

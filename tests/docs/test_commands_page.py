@@ -1,28 +1,19 @@
 """The page of commands is what the parsers say."""
 
-import importlib.util
-from pathlib import Path
+from scripts import load_script
 
 from lightning_d9m.cli.main import COMMANDS
 
-WRITER = Path(__file__).parents[2] / "docs" / "write_commands.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("write_commands", WRITER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+WRITER = load_script("docs/write_commands.py")
 
 
 def test_the_page_is_up_to_date(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    writer = load()
-    assert writer.PAGE.read_text() == writer.format_page(), "run: python docs/write_commands.py"
+    assert WRITER.PAGE.read_text() == WRITER.format_page(), "run: python docs/write_commands.py"
 
 
 def test_every_command_has_a_section_with_its_options():
-    page = load().PAGE.read_text()
+    page = WRITER.PAGE.read_text()
     for command in COMMANDS:
         assert f"## d9m {command}" in page
     assert "| `-n, --runs RUNS` |" in page
@@ -30,7 +21,7 @@ def test_every_command_has_a_section_with_its_options():
 
 
 def test_a_long_usage_is_broken_between_options():
-    page = load().PAGE.read_text()
+    page = WRITER.PAGE.read_text()
     usages = [block.partition("```")[0] for block in page.split("```text\n")[1:]]
     lines = [line for usage in usages for line in usage.splitlines()]
     assert len(lines) > len(usages)

@@ -12,8 +12,8 @@ import re
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import load_script
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.ledger.folder import read_ledger
@@ -516,13 +517,10 @@ def find_unnamed(messages, texts, cases):
     ]
 
 
+@cache
 def read_messages():
-    spec = spec_from_file_location("write_errors", TESTS.parent / "docs" / "write_errors.py")
-    writer = module_from_spec(spec)
-    spec.loader.exec_module(writer)
-    return list(
-        dict.fromkeys(entry for found in writer.read_messages().values() for entry in found)
-    )
+    found = load_script("docs/write_errors.py").read_messages()
+    return list(dict.fromkeys(entry for messages in found.values() for entry in messages))
 
 
 def test_every_message_is_named_in_a_test():

@@ -3,7 +3,6 @@
 A cell that fails ends the run; the cells assert what the text claims.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -12,22 +11,15 @@ from pathlib import Path
 
 import pytest
 from nbclient.exceptions import CellExecutionError
+from scripts import load_script
 
 from lightning_d9m.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
-
-def load(name):
-    """Import a script of docs/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-run_notebooks, notebook_pages = load("run_notebooks"), load("notebook_pages")
+run_notebooks = load_script("docs/run_notebooks.py")
+notebook_pages = load_script("docs/notebook_pages.py")
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,12 @@
 """Some mutations of a ledger; benchmarks/fuzz_ledger.py makes many more."""
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz_ledger.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = spec_from_file_location("fuzz_ledger", SCRIPT)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/fuzz_ledger.py")
 
 
 def test_mutations_are_refused_or_judged_right(script, tmp_path):

@@ -1,42 +1,25 @@
 """A loop is surveyed, killed at a point, and resumed, as ``d9m repeat --interrupt`` does it."""
 
-import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
+from interruptions import KilledError, interrupt
 from torch import nn
 from trainings import make_loader
 
 from lightning_d9m import Recorder, SettingError, compare, deterministic
 from lightning_d9m.cli.main import main
-from lightning_d9m.launch import interruption_points
-from lightning_d9m.loop import interruption
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_torch.py"
 
 
-class KilledError(BaseException):
-    """Ends the training in place of SIGKILL."""
-
-
 @pytest.fixture
-def train(monkeypatch, tmp_path):
+def train(begin_run, tmp_path):
     """Return a function that trains under variables, as in a process of its own."""
 
-    def kill(pid, number):
-        assert (pid, number) == (interruption.os.getpid(), signal.SIGKILL)
-        raise KilledError
-
-    monkeypatch.setattr(interruption.os, "kill", kill)
-    monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "points"))
-    (tmp_path / "points").mkdir()
-
     def run(*, interrupt="", resume="", first=None, loaders=1, accumulated=1):
-        monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
-        monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
-        monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
+        begin_run(interrupt, resume)
         with deterministic(seed=3, threads=1):
             model = nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.3), nn.Linear(16, 10))
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -59,20 +42,11 @@ def train(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("point", "step"), [("epoch:0", 6), ("batch:1:2", 8), ("batch:1:6", 12), ("batch:0:4+3", 4)]
-)
-def test_a_loop_killed_at_a_point_ends_at_the_same_bits(train, tmp_path, point, step):
-    straight = train(interrupt="survey")
-    shapes = json.loads((tmp_path / "points/survey").read_text())
-    assert [(shape["batches"], shape["unit"]) for shape in shapes] == [(6, "step")] * 3
-    with pytest.raises(KilledError):
-        train(interrupt=point)
-    assert (tmp_path / "points/killed").read_text() == point
-    resumed = train(resume=tmp_path / "points/interrupted.ckpt")
-    comparison = compare(straight.ledger, resumed.ledger)
-    assert comparison.verdict == "equal"
-    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [step]
+def test_a_loop_killed_at_a_point_ends_at_the_same_bits(train, tmp_path):
+    points = {"epoch:0": 6, "batch:1:2": 8, "batch:1:6": 12, "batch:0:4+3": 4}
+    shapes, breaks = interrupt(train, tmp_path, *points)
+    assert shapes == [(6, "step")] * 3
+    assert [entry.step for entry in breaks] == list(points.values())
 
 
 def test_a_checkpoint_that_lost_the_momentum_differs(train, tmp_path):
@@ -88,23 +62,13 @@ def test_a_checkpoint_that_lost_the_momentum_differs(train, tmp_path):
 
 
 def test_steps_are_counted_where_batches_are_accumulated(train, tmp_path):
-    straight = train(interrupt="survey", accumulated=2)
-    assert json.loads((tmp_path / "points/survey").read_text())[0]["batches"] == 3
-    with pytest.raises(KilledError):
-        train(interrupt="batch:1:2", accumulated=2)
-    resumed = train(resume=tmp_path / "points/interrupted.ckpt", accumulated=2)
-    comparison = compare(straight.ledger, resumed.ledger)
-    assert (comparison.verdict, comparison.ranks[0].actual_breaks[0].batch) == ("equal", 4)
+    shapes, breaks = interrupt(train, tmp_path, "batch:1:2", accumulated=2)
+    assert (shapes[0][0], breaks[0].batch) == (3, 4)
 
 
 def test_an_epoch_of_two_loaders_is_interrupted_at_its_end_only(train, tmp_path):
-    straight = train(interrupt="survey", loaders=2)
-    shapes = json.loads((tmp_path / "points/survey").read_text())
-    assert [shape["batches"] for shape in shapes] == [1, 1, 1]
-    with pytest.raises(KilledError):
-        train(interrupt="epoch:0", loaders=2)
-    resumed = train(resume=tmp_path / "points/interrupted.ckpt", loaders=2)
-    assert compare(straight.ledger, resumed.ledger).verdict == "equal"
+    shapes, _ = interrupt(train, tmp_path, "epoch:0", loaders=2)
+    assert [batches for batches, _ in shapes] == [1, 1, 1]
 
 
 def test_a_loop_that_begins_at_epoch_0_again_is_told(train, tmp_path):

@@ -1,11 +1,11 @@
 """Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from forking_python import TRAINING, shared_python
+from scripts import load_script
 from transformers import TrainerCallback
 
 from lightning_d9m import (
@@ -26,10 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 @pytest.fixture(scope="module")
 def example():
     """The module of the example."""
-    spec = importlib.util.spec_from_file_location("transformers_example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/transformers_trainer.py")
 
 
 class At(TrainerCallback):

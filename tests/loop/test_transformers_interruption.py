@@ -1,50 +1,26 @@
 """A Trainer is surveyed, killed at a point, and resumed, as ``d9m repeat --interrupt`` does it."""
 
-import importlib.util
-import json
-import signal
-from pathlib import Path
-
 import pytest
 import torch
+from interruptions import KilledError, interrupt
+from scripts import load_script
 from transformers import Trainer
 
 from lightning_d9m import SettingError, compare
-from lightning_d9m.launch import interruption_points
-from lightning_d9m.loop import interruption
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
-
-
-class KilledError(BaseException):
-    """Ends the training in place of SIGKILL."""
 
 
 @pytest.fixture(scope="module")
 def example():
     """The module of the example."""
-    spec = importlib.util.spec_from_file_location("transformers_example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/transformers_trainer.py")
 
 
 @pytest.fixture
-def train(example, monkeypatch, tmp_path):
+def train(example, begin_run, tmp_path):
     """Return a function that trains under variables, as in a process of its own."""
 
-    def kill(pid, number):
-        assert (pid, number) == (interruption.os.getpid(), signal.SIGKILL)
-        raise KilledError
-
-    monkeypatch.setattr(interruption.os, "kill", kill)
-    monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "points"))
-    (tmp_path / "points").mkdir()
-
     def run(*, interrupt="", resume="", **arguments):
-        monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
-        monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
-        monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
+        begin_run(interrupt, resume)
         given = {"num_train_epochs": 2, "save_strategy": "no", **arguments}
         return example.train(tmp_path / "runs", **given)
 
@@ -52,21 +28,12 @@ def train(example, monkeypatch, tmp_path):
 
 
 # 10 steps are an epoch.
-@pytest.mark.parametrize(
-    ("point", "step"), [("epoch:0", 10), ("batch:1:3", 13), ("batch:0:10", 10), ("batch:0:4+8", 4)]
-)
-def test_a_training_killed_at_a_point_ends_at_the_same_bits(train, tmp_path, point, step):
+def test_a_training_killed_at_a_point_ends_at_the_same_bits(train, tmp_path):
     original = Trainer.train
-    straight = train(interrupt="survey")
-    shapes = json.loads((tmp_path / "points/survey").read_text())
-    assert [(shape["batches"], shape["unit"]) for shape in shapes] == [(10, "step")] * 2
-    with pytest.raises(KilledError):
-        train(interrupt=point)
-    assert (tmp_path / "points/killed").read_text() == point
-    resumed = train(resume=tmp_path / "points/interrupted.ckpt")
-    comparison = compare(straight.ledger, resumed.ledger)
-    assert comparison.verdict == "equal"
-    assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [step]
+    points = {"epoch:0": 10, "batch:1:3": 13, "batch:0:10": 10, "batch:0:4+8": 4}
+    shapes, breaks = interrupt(train, tmp_path, *points)
+    assert shapes == [(10, "step")] * 2
+    assert [entry.step for entry in breaks] == list(points.values())
     assert Trainer.train is original
 
 

@@ -1,6 +1,5 @@
 """Loops of Fabric and Accelerate: wrappers of model, optimizer and loader are seen through."""
 
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
+from scripts import load_script
 from torch import nn
 from trainings import make_loader
 
@@ -36,14 +36,6 @@ def prepare_fabric(model, optimizer, loader):
 def prepare_accelerate(model, optimizer, loader):
     accelerator = Accelerator(cpu=True)
     return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
-
-
-def load(name):
-    """Import an example."""
-    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def train(folder, prepare, *, stop=None, state=None, noise=0.0, **settings):
@@ -92,7 +84,7 @@ def test_a_wrapped_loop_with_other_batches_differs(tmp_path, prepare):
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate_loop"])
 def test_the_example_repeats_and_resumes(tmp_path, name):
-    example = load(name)
+    example = load_script(EXAMPLES / f"{name}.py")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for folder in (straight, resumed):
         folder.mkdir()

@@ -223,17 +223,6 @@ def deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run with a number of threads, and back to what it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def equal_bits(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors are equal; a NaN equals a NaN."""
     return left.dtype == right.dtype and torch.allclose(left, right, 0, 0, equal_nan=True)

@@ -1,26 +1,18 @@
 """On a CUDA device: one input gives one output, whatever else the device does."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from patches.cases import deterministic_algorithms
+from scripts import load_script
 from torch import Tensor
 
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.patches.catalog.catalog import OPS, select_ops
 from lightning_d9m.patches.registration import patches_applied
 
-_HERE = Path(__file__).parents[2] / "benchmarks" / "patch_workloads.py"
-_SPEC = importlib.util.spec_from_file_location("patch_workloads", _HERE)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-workloads = importlib.util.module_from_spec(_SPEC)
-sys.modules["patch_workloads"] = workloads
-_SPEC.loader.exec_module(workloads)
+workloads = load_script("benchmarks/patch_workloads.py")
 
 CALLS = 1000
 OFFERED = [op.name for op in OPS if op.status == "offered"]

@@ -1,13 +1,13 @@
 """The segmentation example is bit-exact on a CPU, and what it is made of is what is patched."""
 
 import subprocess
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch
 from patches.cases import deterministic_algorithms
 from patches.construction import judged
+from scripts import load_script
 
 from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.registration import patches_applied
@@ -33,9 +33,7 @@ def test_two_runs_agree_bit_for_bit(tmp_path: Path, forking_python: str) -> None
 
 def test_it_trains_on_patched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the ops that torch refuses on CUDA goes through its replacement."""
-    spec = spec_from_file_location("segmentation_example", EXAMPLE)
-    example = module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_script(EXAMPLE)
     model = example.SegmentationNet()
     images, masks = example.make_scenes(2, seed=0)[:]
     ops = select_ops(torch.__version__)

@@ -1,7 +1,5 @@
 """Patched gradients: the original's values, layout, errors and derivatives."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as nnf
@@ -11,20 +9,16 @@ from patches.cases import (
     compute_gradient,
     deterministic_algorithms,
     make_inputs,
-    threads,
 )
 from torch import Tensor
 
+from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.patches.registration import patches_applied
 
 every_case = pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.label)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Let torch's CPU kernels add in order: several threads share work differently."""
-    with threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @every_case
@@ -131,7 +125,7 @@ def test_thread_count_does_not_matter(case: GradientCase) -> None:
     """The same bits on one thread and on four, forward off and backward under torch's flag."""
     image, gradient = make_inputs(case)
     alone = compute_gradient(case, image, gradient, patched=True)
-    with threads(4), deterministic_algorithms():
+    with threads_pinned(4), deterministic_algorithms():
         together = compute_gradient(case, image, gradient, patched=True)
     assert torch.equal(alone, together)
 

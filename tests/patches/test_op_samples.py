@@ -1,11 +1,10 @@
 """torch's own samples of the patched ops: the same outputs and gradients, or the same error."""
 
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
 import torch
-from patches.cases import deterministic_algorithms, threads
+from patches.cases import deterministic_algorithms
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
@@ -63,11 +62,7 @@ INFOS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Let torch's CPU kernels add in order: several threads share work differently."""
-    with threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(info: OpInfo, sample: SampleInput, *, forward_too: bool) -> list[Tensor] | str:

@@ -1,11 +1,9 @@
 """Patched ops other than the gradients of one input: the answers of the original."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import assert_alike, deterministic_algorithms, threads
+from patches.cases import assert_alike, deterministic_algorithms
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
@@ -14,11 +12,7 @@ from lightning_d9m.patches.registration import patches_applied
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Let torch's CPU kernels add in order: several threads share work differently."""
-    with threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

@@ -1,11 +1,11 @@
 """Ops that are no gradient of one input, under what torch does to functions: as unpatched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import answer, threads
+from patches.cases import answer
 from torch import Tensor
 
 from lightning_d9m.patches.catalog.catalog import OPS
@@ -57,18 +57,12 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 COUNTS = {"histc", "bincount"}  # they have no derivative
 every_case = pytest.mark.parametrize("call", CASES.values(), ids=CASES)
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),
     pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo detected:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Let torch's CPU kernels add in order: several threads share work differently."""
-    with threads(1):
-        yield
 
 
 def make_input() -> Tensor:

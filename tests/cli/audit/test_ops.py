@@ -29,14 +29,6 @@ def case_of(make, **changes):
     return Case(**({"op": "an_op", "parameters": {"size": 1}, "make": make} | changes))
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.alone
 def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
     """2,000,000 values into 50 bins: it varies by default, and in no other condition."""

@@ -1,11 +1,9 @@
 """Patched gradients of ``grid_sample`` and ``CTCLoss``: the answers of the original."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import assert_alike, threads
+from patches.cases import assert_alike
 from torch import Tensor
 
 from lightning_d9m.patches.registration import patches_applied
@@ -14,11 +12,7 @@ CORNERS_AND_MASK = (False, [True, True])
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Let torch's CPU kernels add in order: several threads share work differently."""
-    with threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 GRIDS = [

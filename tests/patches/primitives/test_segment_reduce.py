@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patches.cases import threads
 from torch import Tensor
 
+from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.patches.primitives import segment_reduce
 from lightning_d9m.patches.primitives.segment_reduce import (
     find_last,
@@ -109,7 +109,7 @@ def test_long_and_short_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_thread_count_does_not_matter() -> None:
     """Many elements on few outputs: the same bits on one thread and on four."""
     keys, values = torch.randint(0, 50, (20_000,)), torch.randn(20_000, 4)
-    with threads(1):
+    with threads_pinned(1):
         alone = sum_segments(keys, values, 50)
-    with threads(4):
+    with threads_pinned(4):
         assert torch.equal(sum_segments(keys, values, 50), alone)

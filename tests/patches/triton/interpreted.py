@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import torch
 from forking_python import shared_python
-from patches.cases import threads
 
+from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.patches.triton import launch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
@@ -80,7 +80,7 @@ def _run_checks(module: str) -> dict[str, str | None]:
         torch.manual_seed(0)
         begin = time.perf_counter()
         try:
-            with threads(1):
+            with threads_pinned(1):
                 check()
         except Exception:  # noqa: BLE001 - reported by the test of this name
             outcomes[name] = traceback.format_exc()

@@ -1,11 +1,11 @@
 """Kernels compiled for real devices: registers alone, in every variant."""
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scripts import load_script
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
@@ -30,14 +30,9 @@ def benchmark():
     """Load benchmarks/triton_kernels.py."""
     sys.path.insert(0, str(FOLDER))
     try:
-        spec = importlib.util.spec_from_file_location(
-            "triton_kernels", FOLDER / "triton_kernels.py"
-        )
-        module = sys.modules["triton_kernels"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        return load_script(FOLDER / "triton_kernels.py")
     finally:
         sys.path.remove(str(FOLDER))
-    return module
 
 
 @pytest.mark.parametrize("op", GATHERS)
