@@ -102,7 +102,7 @@ class _Search:
         self._known: dict[type, bool] = {}
 
     def run(self, start: Iterable[tuple[str, object, int, int]]) -> dict[str, Any]:
-        """Return the generators by path; see ``_list_parts`` for what describes an object."""
+        """Return the generators by path; see ``list_parts`` for what describes an object."""
         found: dict[str, Any] = {}
         seen: set[int] = set()
         pending = deque(start)
@@ -120,7 +120,7 @@ class _Search:
                         continue
                 parts = [
                     (f"{path}.{name}", part, depth + 1, items)
-                    for name, part in _list_parts(value, depth, items)
+                    for name, part in list_parts(value, depth, items)
                     if type(part) not in _ATOMS
                 ]
                 # Each owner's own attributes are visited, however many owners there are.
@@ -157,7 +157,7 @@ class _Search:
         return not self.run(start)
 
 
-def _list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any]]:
+def list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any]]:
     """Return the named parts of a value; nothing if it cannot hold a generator.
 
     Args:

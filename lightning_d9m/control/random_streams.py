@@ -19,8 +19,9 @@ class RandomStreams:
         number: Ordinal of the loader in its stage.
         epoch: The current epoch of this process.
         workers: The base seed that torch draws for the workers of the epoch's first iteration.
-        shared: The current epoch of the main process, int64 of shape (1,), in shared memory for
-            persistent workers; None without such workers.
+        shared: In shared memory for persistent workers, int64 of shape (2,): the current epoch of
+            the main process, and whether a worker's dataset has changed its numbers. None without
+            such workers.
     """
 
     seed: int
@@ -36,7 +37,7 @@ class RandomStreams:
         """Enter an epoch in the main process."""
         self.epoch = epoch
         if self.shared is not None:
-            self.shared.fill_(epoch)
+            self.shared[0] = epoch
 
     def at_epoch(self) -> "RandomStreams":
         """Return a copy that stays in the current epoch."""
@@ -46,8 +47,18 @@ class RandomStreams:
         """Enter the main process's epoch; return whether the epoch changed."""
         before = self.epoch
         if self.shared is not None:
-            self.epoch = int(self.shared)
+            self.epoch = int(self.shared[0])
         return self.epoch != before
+
+    def report_changed_numbers(self) -> None:
+        """Tell the main process that iterating changes numbers of the dataset."""
+        if self.shared is not None:
+            self.shared[1] = 1
+
+    @property
+    def has_changed_numbers(self) -> bool:
+        """Whether the dataset of a persistent worker has changed its numbers."""
+        return self.shared is not None and bool(self.shared[1])
 
     def derive(
         self, purpose: str, *, worker: int = 0, index: int | str = 0, shared: bool = False

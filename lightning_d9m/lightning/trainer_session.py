@@ -141,8 +141,12 @@ class TrainerSession:
             "train", epoch, batches=batches, cycled=cycled, samplers=samplers
         )
 
+    def restore_numbers(self, epoch: int) -> None:
+        """Restore the numbers of the training's datasets, after Lightning has fetched a batch."""
+        self._loaders.restore_numbers("train", epoch)
+
     def capture_samplers(self, *, within: bool) -> dict[str, Any]:
-        """Return the generator states of the user's samplers, for ``resume_loaders``."""
+        """Return the states of the user's samplers and datasets, for ``resume_loaders``."""
         return self._loaders.capture_samplers("train", within=within)
 
     def verify(self) -> None:

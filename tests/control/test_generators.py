@@ -137,9 +137,9 @@ class Sample:
 def test_of_a_long_list_of_objects_only_a_sample_is_searched(monkeypatch):
     """PyTorch Geometric keeps a dataset as a list of such objects: 10 ms and more a search."""
     lists = []
-    list_parts = generators._list_parts
+    list_parts = generators.list_parts
     monkeypatch.setattr(
-        generators, "_list_parts", lambda *words: [lists.append(words), list_parts(*words)][1]
+        generators, "list_parts", lambda *words: [lists.append(words), list_parts(*words)][1]
     )
     assert find_generators({"data": [Sample() for _ in range(1000)]}) == {}
     assert len(lists) < 50

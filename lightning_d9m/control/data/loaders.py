@@ -17,6 +17,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.control.data.dataset_numbers import (
+    Numbers,
+    find_changed,
+    read_numbers,
+    write_numbers,
+)
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_foreign, unwrap
 from lightning_d9m.control.data.samplers import (
     copy_loader,
@@ -39,6 +45,9 @@ from lightning_d9m.errors import SettingError
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
+
+NUMBERS = "dataset numbers"
+"""The key of the numbers of a loader's dataset, beside the states of its samplers' generators."""
 
 
 class LoaderControl:
@@ -71,6 +80,8 @@ class LoaderControl:
         self._controlled: list[_ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, _Consumed] = {}
+        # The numbers of each iterable dataset before it was first iterated.
+        self._first_numbers: list[tuple[weakref.ref[Any], Numbers]] = []
 
     def resume(self, fit: int) -> None:
         """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
@@ -97,7 +108,10 @@ class LoaderControl:
         self._consumed[stage] = _Consumed(epoch, batches, cycled, samplers or {})
 
     def capture_samplers(self, stage: str, *, within: bool) -> dict[str, Any]:
-        """Return the states of the generators that the user's samplers hold.
+        """Return what the order of batches depends on beside the random streams.
+
+        These are the states of the generators that the user's samplers hold, and the numbers that
+        an iterable dataset has changed.
 
         Args:
             stage: The stage of the loaders.
@@ -107,11 +121,12 @@ class LoaderControl:
         Returns:
             Plain values.
         """
-        return {
+        found = {
             str(control.number): control.at_start if within else control.capture_samplers()
             for control in self._controlled
-            if control.stage == stage and control.at_start
+            if control.stage == stage
         }
+        return {number: states for number, states in found.items() if states}
 
     def wrap_loader(self, loader: Any, stage: str) -> Any:
         """Give a loader its own random streams; return the loader to iterate.
@@ -158,6 +173,12 @@ class LoaderControl:
                 control.enter(sum(other.first_epoch == epoch for other in present), epoch)
             control.start_epoch(epoch, self._consumed.get(stage))
 
+    def restore_numbers(self, stage: str, epoch: int) -> None:
+        """Restore the numbers of datasets, which an iteration before the epoch may have changed."""
+        for control in self._controlled:
+            if control.stage == stage:
+                control.restore_numbers(epoch, self._consumed.get(stage))
+
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again."""
         for control in self._controlled:
@@ -198,9 +219,24 @@ class LoaderControl:
             self._replacements,
             per_sample=self._per_sample_rng,
             host_sets_epochs=self._host_sets_epochs,
+            numbers=self._find_first_numbers(loader.dataset),
         )
         self._controlled.append(control)
         return loader
+
+    def _find_first_numbers(self, dataset: Any) -> Numbers | None:
+        """Return the numbers of a dataset before it was iterated; None if they do not matter.
+
+        The batches of a dataset with indices are seeded one by one, and a dataset with a
+        ``state_dict`` says itself where it is.
+        """
+        if not isinstance(dataset, IterableDataset) or hasattr(dataset, "load_state_dict"):
+            return None
+        known = [numbers for owner, numbers in self._first_numbers if owner() is dataset]
+        if not known:
+            known = [read_numbers(dataset)]
+            self._first_numbers.append((weakref.ref(dataset), *known))
+        return known[0]
 
 
 @dataclass(frozen=True)
@@ -224,6 +260,7 @@ class _ControlledLoader:
         *,
         per_sample: bool,
         host_sets_epochs: bool,
+        numbers: Numbers | None,
     ) -> None:
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
         # would see that order again.
@@ -262,12 +299,22 @@ class _ControlledLoader:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
                 if iterable:
-                    stream.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
+                    stream.shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self.at_start: dict[str, Any] = {}
+        self._dataset = weakref.ref(loader.dataset) if numbers is not None else None
+        self._first_numbers = numbers or {}
+        self._has_numbers = False
         self._foreign = is_foreign(find_samplers(loader))
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         draws = not draws_nothing(loader)
-        self._requests = ResumableSampler(user_sampler, stream, foreign=self._foreign, draws=draws)
+        self._requests = ResumableSampler(
+            user_sampler,
+            stream,
+            foreign=self._foreign,
+            draws=draws,
+            # torch makes this iterator first, and then that of the dataset.
+            on_start=self._keep_numbers,
+        )
         batching = loader.batch_sampler is not None
         replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
         if not iterable:
@@ -295,8 +342,27 @@ class _ControlledLoader:
             iterator._shutdown_workers()  # noqa: SLF001 - the only way
 
     def capture_samplers(self) -> dict[str, Any]:
-        """Return the states of the generators that the user's samplers hold."""
-        return capture_generators(self._owners())
+        """Return the states of the samplers' generators, and the numbers of the dataset."""
+        return capture_generators(self._owners()) | self._capture_numbers()
+
+    def _capture_numbers(self) -> dict[str, Any]:
+        dataset = None if self._dataset is None else self._dataset()
+        if dataset is None:
+            return {}
+        changed = find_changed(self._first_numbers, read_numbers(dataset))
+        return {NUMBERS: changed} if changed else {}
+
+    def _keep_numbers(self) -> None:
+        self.at_start.pop(NUMBERS, None)
+        self.at_start |= self._capture_numbers()
+
+    def restore_numbers(self, epoch: int, consumed: "_Consumed | None") -> None:
+        """Restore the numbers that the dataset had where the run was interrupted."""
+        dataset = None if self._dataset is None else self._dataset()
+        if dataset is not None and consumed is not None and consumed.epoch == epoch:
+            states = consumed.samplers.get(str(self.number), {})
+            write_numbers(dataset, states.get(NUMBERS, {}))
+            self._has_numbers = True
 
     def _owners(self) -> dict[str, object]:
         loader = self.loader()
@@ -330,6 +396,8 @@ class _ControlledLoader:
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
             restore_generators(self._owners(), consumed.samplers.get(str(self.number), {}))
+            if not self._has_numbers:  # otherwise hooks may have set them since
+                self.restore_numbers(epoch, consumed)
         self._seed_samplers(loader, epoch)
         self.at_start = self.capture_samplers()
         # A loader of an iterable dataset restores its position itself, or cannot.

@@ -78,12 +78,21 @@ class ResumableSampler:
             the process. It then gets separate states of them, so that its order depends neither on
             the draws of training nor on how far workers prefetch.
         draws: False if making a batch draws no random numbers, so that it needs no seed.
+        on_start: Called when an iterator is made.
     """
 
-    def __init__(self, sampler: Any, stream: RandomStreams, *, foreign: bool, draws: bool) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        stream: RandomStreams,
+        *,
+        foreign: bool,
+        draws: bool,
+        on_start: Callable[[], object] = bool,
+    ) -> None:
         vars(self).update(
             _user_sampler=sampler, _stream=stream, _foreign=foreign, _draws=draws,
-            _round=0, _skip=0, _cycled=bool,
+            _on_start=on_start, _round=0, _skip=0, _cycled=bool,
         )  # fmt: skip
 
     @property  # type: ignore[misc]
@@ -111,6 +120,10 @@ class ResumableSampler:
         vars(self).update(_round=0, _skip=skip, _cycled=cycled)
 
     def __iter__(self) -> Iterator[SeededIndex | SeededMicroBatches]:
+        self._on_start()
+        return self._make_requests()
+
+    def _make_requests(self) -> Iterator[SeededIndex | SeededMicroBatches]:
         # A generator, because torch makes two iterators for new workers and uses only the second.
         while True:
             number = self._round
@@ -172,6 +185,18 @@ def find_epoch_problem(loader: Any) -> str | None:
     )
 
 
+def find_counting_problem(loader: Any) -> str | None:
+    """Return a sentence if persistent workers change numbers of their dataset, else None."""
+    stream = getattr(getattr(loader, "dataset", None), "_stream", None)
+    if not isinstance(stream, RandomStreams) or not stream.has_changed_numbers:
+        return None
+    return (
+        f"{loader.dataset.__class__.__name__} changes numbers among its attributes while it is "
+        "iterated (as a count of its epochs), which cannot be read from persistent workers. Use "
+        "persistent_workers=False, with which every epoch begins with the same numbers."
+    )
+
+
 def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
@@ -207,6 +232,12 @@ def _find_stream_problem(loader: Any) -> str | None:
         return (
             f"{name} makes its own batches in workers, whose generators cannot be "
             "saved. Set batch_size so that the loader makes them, or use num_workers=0."
+        )
+    if loader.num_workers > 0 and not _has_state(loader.dataset):
+        return (
+            f"{name} does not have state_dict() and load_state_dict(), so its workers read the "
+            "trained batches again to skip them, and then draw other random numbers. Give it "
+            "these methods, or use num_workers=0."
         )
     return None
 

@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as _collate
 
+from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_numbers
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import SeededIndex, SeededMicroBatches
 from lightning_d9m.control.random_streams import RandomStreams
@@ -174,7 +175,11 @@ class SeededDataset:
         if self._iterated and info is not None and self._stream.follow():
             seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
-        return iter(self._dataset)
+        if info is None or self._stream.shared is None:
+            return iter(self._dataset)
+        before = read_numbers(self._dataset)
+        report = self._stream.report_changed_numbers
+        return WatchedIterator(self._dataset, iter(self._dataset), before, report)
 
     def __getitem__(self, request: Any) -> Any:
         # A single sample: of a loader that does not batch, or of other code.

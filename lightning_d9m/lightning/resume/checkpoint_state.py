@@ -169,7 +169,7 @@ class CheckpointState:
             (trainer.strategy, "load_model_state_dict", load_unrounded),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
-            (fit, "on_advance_start", self._restore_and_start),
+            (fit, "on_advance_start", partial(self._restore_and_start, session)),
             (epoch_loop, "reset", self._reset_epoch),
             (epoch_loop, "on_run_start", partial(self._start_batches, session)),
             (val_loop, "setup_data", self._load_validation),
@@ -203,10 +203,14 @@ class CheckpointState:
         restore_latest(trainer, self._rank_state(trainer).callback_metrics)
         self._at_end = finish_pending_work(trainer, self._position(trainer), reset)
 
-    def _restore_and_start(self, trainer: "Trainer", start: Callable[[], None]) -> None:
+    def _restore_and_start(
+        self, session: TrainerSession, trainer: "Trainer", start: Callable[[], None]
+    ) -> None:
         # After `on_train_start`, where modules reset their metrics.
         if self._resumed is not None:
             run_state.restore_outside(trainer, self._rank_state(trainer))
+            if self._was_saved_between_epochs:
+                session.restore_numbers(self._position(trainer).epoch)
         start()
 
     def _reset_epoch(self, trainer: "Trainer", reset: Callable[[], None]) -> None:

@@ -7,7 +7,12 @@ finds the others.
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.control.data.resumable_sampler import find_position_problem, find_worker_problem
+from lightning_d9m.control.data.resumable_sampler import (
+    find_counting_problem,
+    find_epoch_problem,
+    find_position_problem,
+    find_worker_problem,
+)
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
@@ -41,9 +46,11 @@ def find_missing_state(
     found += _listed(_find_unfinished_epoch(trainer, position))
     within = position.phase != "epoch" and not is_at_end(trainer)
     for loader in lightning_private.list_loaders(fit):
-        found += _listed(
-            find_position_problem(loader) if within else find_unsaved_loader_state(loader)
-        )
+        problem = find_position_problem(loader) if within else find_unsaved_loader_state(loader)
+        found += _listed(problem or find_counting_problem(loader))
+        # Lightning loads the state of a loader in a fit of a number of steps.
+        if position.phase == "epoch" and trainer.max_steps < 0:
+            found += _listed(find_epoch_problem(loader))
     for loader in lightning_private.list_loaders(fit.epoch_loop.val_loop):
         found += _listed(find_unsaved_loader_state(loader))
     return found
@@ -167,15 +174,15 @@ def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
 
 
 def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
-    """Return why generators of loaders that are loaded again cannot be restored."""
+    """Return why state in the datasets of loaders that are loaded again cannot be restored."""
     named = ", ".join(paths)
     if not named:
         return []
     problem = (
         "The loaders are loaded again for the epoch that is resumed "
-        f"(reload_dataloaders_every_n_epochs), and their datasets keep generators: {named}. "
-        "Whether these continue or start again cannot be known. Keep them in the module or the "
-        "datamodule, or draw from the generators of Python, NumPy or torch."
+        "(reload_dataloaders_every_n_epochs), and their datasets keep generators, or numbers that "
+        f"change: {named}. Whether these continue or start again cannot be known. Keep them in the "
+        "module or the datamodule, or draw from the generators of Python, NumPy or torch."
     )
     return [problem]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_d9m.control.data.loaders import NUMBERS
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
     capture_generators,
@@ -103,7 +104,7 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
 
 
 def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:
-    """Return the generators of loaders that are loaded again for the epoch that is resumed.
+    """Return the generators and numbers of loaders that are loaded again for the resumed epoch.
 
     The dataset of the new loader may be a new object, whose generator starts again, or the same
     one, whose generator continues; a resumed run cannot tell.
@@ -117,6 +118,13 @@ def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) ->
     for stage, loaded in loaded_epochs.items():
         if every and loaded is not None and epoch - loaded >= every:
             found += [path for path in rank.generators if path.startswith(stage)]
+            if stage == "train.":
+                found += [
+                    f"train.{number}.{path}.{name}"
+                    for number, states in rank.samplers.items()
+                    for path, values in states.get(NUMBERS, {}).items()
+                    for name in values
+                ]
     return found
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from resuming import DrawingDigits, Fits, agree
 from torch.utils.data import DataLoader, IterableDataset
@@ -49,6 +49,57 @@ class StreamWithGenerator(DrawnStream):
         return image + 0.1 * self.rng.random(), label
 
 
+class Shuffle:
+    """A stage of a stream that counts its epochs, as WebDataset's ``detshuffle`` does."""
+
+    def __init__(self):
+        self.epoch = -1
+
+    def order(self):
+        self.epoch += 1
+        return np.random.default_rng(self.epoch).permutation(96)
+
+
+class CountingStream(DrawnStream):
+    """A stream of a list of stages."""
+
+    def __init__(self):
+        self.stages = [Shuffle()]
+        self.given = 0
+
+    def __iter__(self):
+        digits = NoisyDigits()
+        for index in self.stages[0].order():
+            self.given += 1
+            yield self.add_noise(*digits[int(index)])
+
+
+class SizedCountingStream(CountingStream):
+    """The same, and it says how many samples it has."""
+
+    def __len__(self):
+        return 96
+
+
+class SetStream(DrawnStream):
+    """A stream whose epoch a callback sets."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        digits = NoisyDigits()
+        order = np.random.default_rng(self.epoch).permutation(96)
+        return (self.add_noise(*digits[int(index)]) for index in order)
+
+
+class SetEpoch(Callback):
+    """Sets the epoch of the stream, as Hugging Face asks for."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.train_dataloader.dataset.epoch = trainer.current_epoch
+
+
 def make_stream(dataset=DrawnStream, **words):
     return DataLoader(dataset(), batch_size=16, **words)
 
@@ -83,6 +134,8 @@ LOADERS = {
     "one worker": partial(make_stream, num_workers=1),
     "a persistent worker": partial(make_stream, num_workers=1, persistent_workers=True),
     "a generator and a worker": partial(make_stream, StreamWithGenerator, num_workers=1),
+    "counting": partial(make_stream, CountingStream),
+    "counting in a worker": partial(make_stream, CountingStream, num_workers=1),
     "stateful": stateful,
     "stateful with a length": partial(stateful, SizedStream),
     "not torch's": Batches,
@@ -116,6 +169,34 @@ def test_resumes_a_run_of_a_number_of_steps_exactly(tmp_path, new_process, loade
     agree(straight, fits.resume(**run))
 
 
+def test_a_stream_that_counts_is_resumed_within_an_epoch(tmp_path, new_process):
+    """torchdata's loader reads and skips the batches that were trained."""
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": partial(stateful, SizedCountingStream)}
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"epoch": 2, "batch": 3})
+    agree(straight, fits.resume(**run))
+    with pytest.raises(InexactResumeError, match=r"SizedCountingStream does not have state_dict"):
+        fits.resume(loader=partial(stateful, SizedCountingStream, num_workers=1))
+
+
+def test_a_stream_whose_epoch_is_set_keeps_what_the_hook_sets(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    run = {"loader": partial(make_stream, SetStream), "callbacks": lambda: [SetEpoch()]}
+    straight = fits.fit(**run)
+    fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
+    agree(straight, fits.resume(**run))
+
+
+def test_numbers_that_persistent_workers_count_cannot_be_resumed(tmp_path, new_process):
+    fits = Fits(tmp_path, new_process)
+    words = {"num_workers": 1, "persistent_workers": True}
+    run = {"loader": partial(make_stream, CountingStream, **words)}
+    fits.interrupt(**run, at={"epoch": 0, "hook": "on_train_epoch_end"})
+    with pytest.raises(InexactResumeError, match="CountingStream changes numbers among its att"):
+        fits.resume(**run)
+
+
 def test_resumes_exactly_with_two_loaders(tmp_path, new_process):
     fits = Fits(tmp_path, new_process)
     run = {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)}
@@ -147,10 +228,17 @@ def test_resumes_exactly_where_loaders_are_reloaded(tmp_path, new_process, datas
     agree(straight, fits.resume(**run))
 
 
-@pytest.mark.parametrize("dataset", [DrawingDigits, StreamWithGenerator])
-def test_generators_of_reloaded_loaders_cannot_be_resumed(tmp_path, new_process, dataset):
+@pytest.mark.parametrize(
+    ("dataset", "state"),
+    [
+        (DrawingDigits, "rng"),
+        (StreamWithGenerator, "rng"),
+        (CountingStream, r"given, train\.0\.dataset\.stages\.0\.epoch"),
+    ],
+)
+def test_state_of_reloaded_datasets_cannot_be_resumed(tmp_path, new_process, dataset, state):
     fits = Fits(tmp_path, new_process)
     run = {"datamodule": partial(Reloaded, dataset), "reload_dataloaders_every_n_epochs": 1}
     fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    with pytest.raises(InexactResumeError, match=r"keep generators: train\.0\.dataset\.rng\. "):
+    with pytest.raises(InexactResumeError, match=rf"numbers that change: train\.0\.dataset\.{state}\. "):
         fits.resume(**run)

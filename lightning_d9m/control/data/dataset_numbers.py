@@ -1,0 +1,114 @@
+"""Numbers that an iterable dataset changes while it is iterated, such as a count of its epochs.
+
+WebDataset's ``detshuffle`` seeds its order by such a number. A resumed run starts with a new
+dataset, which has the first values.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from lightning_d9m.control.generators import list_parts
+
+Numbers = dict[str, dict[str, float]]
+"""Numbers by the name of the attribute, by the path of the object that has it."""
+
+_DEPTH = 4  # loader -> dataset -> list of stages -> stage
+_MOST_VISITED = 1000
+# Checkpoints hold integers of 64 bits.
+_LARGEST = 2**63
+
+
+def read_numbers(dataset: object) -> Numbers:
+    """Return the attributes that are numbers, of a dataset and of the objects in it."""
+    return {
+        path: {
+            name: value
+            for name, value in vars(owner).items()
+            if type(value) in (bool, float) or (type(value) is int and abs(value) < _LARGEST)
+        }
+        for path, owner in _find_owners(dataset).items()
+    }
+
+
+def find_changed(before: Numbers, now: Numbers) -> Numbers:
+    """Return the numbers that are not as they were, and not of another type."""
+    found: Numbers = {}
+    for path, numbers in now.items():
+        old = before.get(path, {})
+        for name, value in numbers.items():
+            if name in old and type(old[name]) is type(value) and old[name] != value:
+                found.setdefault(path, {})[name] = value
+    return found
+
+
+def write_numbers(dataset: object, numbers: Mapping[str, Mapping[str, float]]) -> None:
+    """Set attributes of a dataset and of the objects in it, where they exist."""
+    owners = _find_owners(dataset) if numbers else {}
+    for path, values in numbers.items():
+        attributes = vars(owners[path]) if path in owners else {}
+        attributes.update({name: new for name, new in values.items() if name in attributes})
+
+
+class WatchedIterator:
+    """An iterator over a dataset in a worker, which reports if iterating changes its numbers.
+
+    Args:
+        dataset: The dataset.
+        iterator: What its ``__iter__`` returned.
+        before: Its numbers before that.
+        report: Called when they have changed.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        iterator: Iterator[Any],
+        before: Numbers,
+        report: Callable[[], object],
+    ) -> None:
+        vars(self).update(_parts=(dataset, iterator, before, report), _checked=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parts[1], name)
+
+    def __iter__(self) -> "WatchedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next sample; compare the numbers after the first and after the last."""
+        try:
+            sample = next(self._parts[1])
+        except StopIteration:
+            self._compare()
+            raise
+        if not self._checked:
+            self._checked = True
+            self._compare()
+        return sample
+
+    def _compare(self) -> None:
+        dataset, _, before, report = self._parts
+        if find_changed(before, read_numbers(dataset)):
+            report()
+
+
+def _find_owners(dataset: object) -> dict[str, object]:
+    """Return a dataset and the objects in its attributes, lists and dicts, by path."""
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    pending = deque([("dataset", dataset, 0)])
+    while pending and len(seen) < _MOST_VISITED:
+        path, value, depth = pending.popleft()
+        if id(value) in seen or isinstance(value, nn.Module | ModuleType):
+            continue
+        seen.add(id(value))
+        parts = list_parts(value, depth, 1)
+        if parts and hasattr(value, "__dict__"):
+            found[path] = value
+        if depth < _DEPTH:
+            pending += [(f"{path}.{name}", part, depth + 1) for name, part in parts]
+    return found
