@@ -70,7 +70,8 @@ class WatchedIterator:
         before: Numbers,
         report: Callable[[], object],
     ) -> None:
-        vars(self).update(_parts=(dataset, iterator, before, report), _checked=False)
+        self._parts = dataset, iterator, before, report
+        self._checked = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parts[1], name)

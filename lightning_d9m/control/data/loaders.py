@@ -235,7 +235,7 @@ class LoaderControl:
         known = [numbers for owner, numbers in self._first_numbers if owner() is dataset]
         if not known:
             known = [read_numbers(dataset)]
-            self._first_numbers.append((weakref.ref(dataset), *known))
+            self._first_numbers.append((weakref.ref(dataset), known[0]))
         return known[0]
 
 

@@ -170,7 +170,7 @@ def test_resumes_a_run_of_a_number_of_steps_exactly(tmp_path, new_process, loade
 
 
 def test_a_stream_that_counts_is_resumed_within_an_epoch(tmp_path, new_process):
-    """torchdata's loader reads and skips the batches that were trained."""
+    """The loader of torchdata reads and skips the batches that were trained."""
     fits = Fits(tmp_path, new_process)
     run = {"loader": partial(stateful, SizedCountingStream)}
     straight = fits.fit(**run)
@@ -240,5 +240,7 @@ def test_state_of_reloaded_datasets_cannot_be_resumed(tmp_path, new_process, dat
     fits = Fits(tmp_path, new_process)
     run = {"datamodule": partial(Reloaded, dataset), "reload_dataloaders_every_n_epochs": 1}
     fits.interrupt(**run, at={"hook": "on_train_epoch_end"})
-    with pytest.raises(InexactResumeError, match=rf"numbers that change: train\.0\.dataset\.{state}\. "):
+    with pytest.raises(
+        InexactResumeError, match=rf"numbers that change: train\.0\.dataset\.{state}\. "
+    ):
         fits.resume(**run)
