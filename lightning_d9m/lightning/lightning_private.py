@@ -245,16 +245,6 @@ def set_logged_batch(trainer: "Trainer", batch: Any) -> None:
         results.batch_size = None
 
 
-def set_closure_output(closure: Any, output: Any) -> None:
-    """Replace the result of a closure that has run; ``on_train_batch_end`` gets it as outputs.
-
-    A closure that the user's ``optimizer_step`` has wrapped keeps its result.
-    """
-    result = getattr(closure, "_result", None)
-    if result is not None:
-        closure._result = type(result).from_training_step_output(output)
-
-
 def list_result_collections(trainer: "Trainer") -> list[Any]:
     """Return the collections of logged results of all loops."""
     fit: Any = trainer.fit_loop.epoch_loop

@@ -194,7 +194,8 @@ class SavedRank(_Stored):
         metrics: The states of metrics.
         callback_metrics: The metrics for callbacks and schedulers, by name.
         results: The results that the epoch has logged so far.
-        gradients: The gradients to which later micro-batches are added, by parameter.
+        gradients: The gradients to which later micro-batches are added, by parameter, with logical
+            ranks also by logical rank.
         train_reload_epoch: The epoch in which the training loaders were last loaded.
         validation_reload_epoch: The epoch in which the validation loaders were last loaded.
         samplers: The generator states of the user's samplers.
@@ -217,7 +218,7 @@ class SavedRank(_Stored):
     metrics: SavedMetrics = field(default_factory=SavedMetrics)
     callback_metrics: dict[str, Any] = field(default_factory=dict)
     results: list[SavedResult] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)
     train_reload_epoch: int | None = None
     validation_reload_epoch: int | None = None
     samplers: dict[str, Any] = field(default_factory=dict)
@@ -302,13 +303,19 @@ class SavedState(_Stored):
             return self.ranks[rank] if rank < len(self.ranks) else SavedRank()
         # Between steps all ranks are alike, but for what belongs to logical ranks.
         first = self.ranks[0]
-        states: dict[str, dict[int, Any]] = {}
-        for part in self.ranks:
-            for path, by_rank in part.metric_states.items():
-                states.setdefault(path, {}).update(by_rank)
         return replace(
             first,
             ledger=(self.ranks[rank] if rank < len(self.ranks) else first).ledger,
             logged=[sums for part in self.ranks for sums in part.logged],
-            metric_states=states,
+            gradients=_merge([part.gradients for part in self.ranks]),
+            metric_states=_merge([part.metric_states for part in self.ranks]),
         )
+
+
+def _merge(parts: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
+    """Join values by name and logical rank."""
+    merged: dict[str, dict[int, Any]] = {}
+    for part in parts:
+        for name, by_rank in part.items():
+            merged.setdefault(name, {}).update(by_rank)
+    return merged

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
+    from torch import Tensor
 
 
 class ProgressCounts(Protocol):
@@ -29,6 +30,12 @@ class LogicalState(Protocol):
 
     def restore_logged(self, parts: list[dict[str, Any]]) -> None:
         """Restore the sums of logged values that all processes captured."""
+
+    def capture_gradients(self) -> dict[str, dict[int, "Tensor"]]:
+        """Return the gradients of earlier batches by parameter and logical rank."""
+
+    def restore_gradients(self, gradients: dict[str, dict[int, "Tensor"]]) -> None:
+        """Restore the gradients of earlier batches, of those logical ranks that are here."""
 
 
 def get_logical_ranks(trainer: "Trainer") -> int | None:

@@ -189,7 +189,7 @@ def separate(gradients: Gradients) -> None:
     """
     storages: set[int] = set()
     for index, gradient in enumerate(gradients):
-        if gradient is not None:
+        if gradient is not None and gradient.layout is torch.strided:
             storage = gradient.untyped_storage().data_ptr()
             if storage in storages:
                 gradients[index] = gradient.clone()

@@ -364,20 +364,10 @@ def test_the_results_of_a_step_can_be_set(trainer):
             lightning_private.set_epoch_value(result, torch.tensor(3.0))
             return super().training_step(batch, batch_idx)
 
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            lightning_private.set_closure_output(optimizer_closure, {"loss": torch.tensor(4.0)})
-            # A function of the user has no result to replace.
-            lightning_private.set_closure_output(print, {"loss": torch.tensor(5.0)})
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            seen["outputs"] = outputs
-
     trainer.fit(LoggingModel())
     assert seen["size"] == 14
     assert trainer.callback_metrics["a_step"] == 2
     assert trainer.callback_metrics["a_epoch"] == 3
-    assert seen["outputs"] == {"loss": torch.tensor(4.0)}
     connector = lightning_private.get_logger_connector(trainer)
     assert callable(connector.on_batch_end)
     assert callable(connector.epoch_end_reached)

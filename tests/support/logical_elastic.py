@@ -20,7 +20,7 @@ class Killing(L.Callback):
     """Kills the agent of this worker, and the worker, as a machine that is switched off."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 1:
+        if trainer.current_epoch == 1 and batch_idx == 2:
             os.kill(int(os.environ["AGENT_PID"]), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -41,6 +41,7 @@ def main():
         "cnn",
         4,
         max_epochs=3,
+        accumulate_grad_batches=2,
         callbacks=callbacks,
         enable_checkpointing=True,
         resumed="last",

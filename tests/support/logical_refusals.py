@@ -12,7 +12,6 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
@@ -46,11 +45,10 @@ def fit(folder, model=None, loader=None, callbacks=None, options=None, ranks=4, 
     resumed = words.pop("resumed", None)
     trainer = L.Trainer(
         default_root_dir=folder,
-        max_epochs=1,
         devices=PROCESSES,
         strategy=strategy,
         callbacks=callbacks,
-        **QUIET | words,
+        **{"max_epochs": 1} | QUIET | words,
     )
     loader = DataLoader(DATA, batch_size=2) if loader is None else loader
     trainer.fit(model or BoringModel(), loader, ckpt_path=resumed)
@@ -184,12 +182,6 @@ COLLECTIVES = {
 # What an error says, and what the training gets that raises it.
 REFUSALS = {
     **{message: lambda call=call: call_in_step(call) for message, call in COLLECTIVES.items()},
-    "leave out that argument, and set logical_ranks to (12|6)": lambda: {
-        "accumulate_grad_batches": 3
-    },
-    "accumulate_grad_batches is 2 in this epoch.* set logical_ranks to (8|4)": lambda: {
-        "callbacks": [DeterminismCallback(), GradientAccumulationScheduler({0: 2})]
-    },
     "BoringModel has automatic_optimization=False": lambda: {
         "model": make_model(automatic_optimization=False)
     },
@@ -236,9 +228,6 @@ REFUSALS = {
     },
     "The sampler OwnSampler splits the samples among 2 processes": lambda: {
         "loader": DataLoader(DATA, sampler=OwnSampler(DATA, 2, 0))
-    },
-    "A batch comes from several loaders at once": lambda: {
-        "loader": {"a": DataLoader(DATA), "b": DataLoader(DATA)}
     },
     "have different numbers of batches of ShorterForTheLast": lambda: {
         "loader": DataLoader(DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False))

@@ -35,6 +35,8 @@ class Classifier(L.LightningModule):
         self.scores = MetricCollection([MeanMetric(), CatMetric()])
 
     def compute_loss(self, batch):
+        if isinstance(batch, dict):  # of several loaders
+            return sum(map(self.compute_loss, batch.values()))
         images, classes = batch
         return nn.functional.cross_entropy(self.net(images), classes)
 
@@ -134,6 +136,9 @@ def fit(folder, net, ranks, **words):
     loader = {"batch_size": BATCH_SIZE, "shuffle": True} | words.pop("loader", {})
     noisy = words.pop("noisy", True)
     size = words.pop("size", 6 * ranks + 4)
+    loaders = DataLoader(make_data(size, noisy=noisy), **loader)
+    if words.pop("several", False):  # the shorter loader starts again within an epoch
+        loaders = {"long": loaders, "short": DataLoader(make_data(2 * ranks), **loader)}
     callback = DeterminismCallback(
         seed=5, ledger_dir=folder / str(PROCESSES), threads=words.pop("threads", None)
     )
@@ -148,7 +153,7 @@ def fit(folder, net, ranks, **words):
     )
     trainer.fit(
         Classifier(make_net(net)),
-        DataLoader(make_data(size, noisy=noisy), **loader),
+        loaders,
         DataLoader(make_data(2 * ranks + 3, noisy=noisy), batch_size=2),
         ckpt_path=resumed,
     )
@@ -160,7 +165,8 @@ def fit_variants(folder):
     workers = {"num_workers": 1, "persistent_workers": True}
     fit(folder / "workers", "mlp", 4, loader=workers)
     fit(folder / "drop_last", "cnn", 5, loader={"drop_last": True})
-    fit(folder / "branches", "branches", 4)
+    fit(folder / "branches", "branches", 4, several=True)
+    fit(folder / "accumulated", "cnn", 4, accumulate_grad_batches=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
     fit(folder / "scaler", "plain", 4, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
 

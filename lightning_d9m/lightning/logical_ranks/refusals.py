@@ -70,13 +70,6 @@ def check_trainer(trainer: "Trainer", strategy: Any, *, session: object) -> None
         )
     if trainer.state.fn != "fit":
         return
-    if trainer.accumulate_grad_batches != 1:
-        count = trainer.accumulate_grad_batches
-        raise SettingError(
-            f"accumulate_grad_batches is {count}, and logical ranks accumulate gradients "
-            f"themselves: leave out that argument, and set logical_ranks to "
-            f"{strategy.logical_ranks * count} for the same number of samples per step."
-        )
     if not module.automatic_optimization:
         raise SettingError(
             f"{type(module).__name__} has automatic_optimization=False, and the steps of logical "

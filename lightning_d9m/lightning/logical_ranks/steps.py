@@ -1,15 +1,17 @@
 """The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import (
     BEFORE_BATCH_TRANSFER,
-    set_closure_output,
+    accumulates_gradients,
     set_logged_batch,
     skips_backward,
 )
@@ -17,8 +19,8 @@ from lightning_d9m.lightning.logical_ranks.attributes import ModuleAttributes
 from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -40,6 +42,7 @@ class LogicalSteps:
     Attributes:
         step_rank: The same, while code of the user runs.
         metrics: The states of metrics by logical rank.
+        kept: The gradients of earlier batches, to which later ones are added.
         logical_rank: The logical rank whose micro-batch is computed now, or None.
     """
 
@@ -66,6 +69,8 @@ class LogicalSteps:
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
         self._buffers = StepBuffers(self._module, block)
         self._attributes = ModuleAttributes(self._module)
+        self.kept = KeptGradients(self._module.named_parameters())
+        self._accumulates = False
         self._ran = False
         self._place = ("train", 0, 0)
         self._losses: list[Tensor] = []
@@ -75,7 +80,7 @@ class LogicalSteps:
     def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""
         self._loader = dataloader_idx
-        if isinstance(batch, MicroBatches):
+        if holds_micro_batches(batch):
             return batch
         return self._before_transfer(batch, dataloader_idx=dataloader_idx)
 
@@ -105,15 +110,6 @@ class LogicalSteps:
                 "logical ranks do not support: use an optimizer that runs its closure once, or "
                 "train without logical_ranks."
             )
-        count = trainer.accumulate_grad_batches
-        if count != 1 and not skips_backward(trainer):
-            ranks = get_logical_ranks(trainer) or 1
-            raise SettingError(
-                f"accumulate_grad_batches is {count} in this epoch, and logical ranks accumulate "
-                "gradients themselves: leave out GradientAccumulationScheduler, and set "
-                f"logical_ranks to {ranks * count} for the same number of "
-                "samples per step."
-            )
         self._ran = True
         self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
         for parameter in self._module.parameters():
@@ -123,6 +119,7 @@ class LogicalSteps:
         self._losses = []
         if skips_backward(trainer):
             return self._run_forward(step, batches, args)
+        self._accumulates = accumulates_gradients(trainer)
         *earlier, last = self._pair(batches)
         for rank, batch in earlier:
             output = self._run(step, rank, batch, args)
@@ -130,8 +127,11 @@ class LogicalSteps:
             self._losses.append(loss.detach())
             if rank == self._block.start:
                 self._output = _detach(output)
-            backward(loss)
-            self.sums.set_aside(rank)
+            backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
+            if self._accumulates:
+                self.kept.keep(rank)
+            else:
+                self.sums.set_aside(rank)
             self._buffers.put_back()
         output = self._run(step, *last, args)
         self._losses.append(_find_loss(output).detach())
@@ -152,19 +152,39 @@ class LogicalSteps:
         self._end_micro_batches()
         return outputs[0]
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward pass of a logical rank, which overlaps the sums before a step."""
+        assert self.logical_rank is not None, "its training step has run"
+        self.kept.put_back(self.logical_rank)
+        with nullcontext() if self._accumulates else self.sums.backward():
+            yield
+
     def finish_gradients(self) -> None:
-        """Sum the gradients of all logical ranks, after the backward pass of the last one here."""
-        self.sums.finish(self._block[-1])
+        """Sum the gradients of all logical ranks, after the backward pass of the last one here.
+
+        If later batches add to them, they are kept instead.
+        """
+        if self._accumulates:
+            self.kept.keep(self._block[-1])
+        else:
+            self.sums.finish(self._block[-1])
         self._end_micro_batches()
 
-    def finish_closure(self, closure: Any) -> None:
-        """Let ``on_train_batch_end`` get the output of the process's first logical rank.
+    def run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Run Lightning's optimization of a batch, and return what ``on_train_batch_end`` gets.
 
-        On process 0 this is logical rank 0, whatever the number of processes.
+        That is the output of the process's first logical rank: on process 0 of logical rank 0,
+        whatever the number of processes.
         """
-        if self._output is not None:
-            set_closure_output(closure, self._output)
-            self._output = None
+        found = run(*args)
+        if self._output is None:
+            return found
+        output, self._output = self._output, None
+        trainer = self._trainer
+        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
+        return result.asdict()
 
     def read_losses(self) -> list[float]:
         """Return the losses of the last training step, one for each logical rank."""
@@ -198,6 +218,7 @@ class LogicalSteps:
     def discard(self) -> None:
         """Forget the step after an exception."""
         self.logical_rank = None
+        self.kept.clear()
         if self._gradients is not None:
             self._gradients.discard()
 
@@ -213,12 +234,11 @@ class LogicalSteps:
         return self._gradients
 
     def _pair(self, batches: Any) -> Iterator[tuple[int, Any]]:
-        if not isinstance(batches, MicroBatches):  # a collection of them
-            raise SettingError(
-                "A batch comes from several loaders at once, and logical ranks take one: combine "
-                "the datasets in one loader, for example with torch's StackDataset."
-            )
-        return zip(self._block, batches, strict=False)  # predictions may end earlier
+        # A batch of several loaders is a collection of their micro-batches; a loader that has ended
+        # may give None.
+        parts = [part for part in tree_leaves(batches) if isinstance(part, MicroBatches)]
+        for place, rank in enumerate(self._block[: len(parts[0])]):  # predictions may end earlier
+            yield rank, tree_map(lambda part, place=place: _select(part, place), batches)
 
     def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
         self._leave()
@@ -281,6 +301,15 @@ class LogicalSteps:
             "logical ranks a process has. Change buffers in training only, where logical ranks "
             "start each step from the same ones, or keep the value in a metric."
         )
+
+
+def holds_micro_batches(batch: Any) -> bool:
+    """Return whether a batch of one or several loaders has a part for each logical rank."""
+    return any(isinstance(part, MicroBatches) for part in tree_leaves(batch))
+
+
+def _select(part: Any, place: int) -> Any:
+    return part[place] if isinstance(part, MicroBatches) else part
 
 
 def _find_loss(output: Any) -> Tensor:

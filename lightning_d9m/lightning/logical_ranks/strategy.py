@@ -1,14 +1,15 @@
 """The part of a strategy that trains with logical ranks, for any strategy of ours."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.threads import read_threads
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
@@ -17,7 +18,7 @@ from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
-from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
+from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
@@ -143,6 +144,8 @@ class LogicalRanksMixin(_Base):
             gradients=self.make_logical_gradients(blocks) if fitting else None,
         )
         self._patches.replace(module, BEFORE_BATCH_TRANSFER, self._steps.before_transfer)
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         steps = self._steps
         logged = self._logged = LoggedValues(
             trainer, self.block, lambda: steps.logical_rank, self.gather_values
@@ -179,7 +182,7 @@ class LogicalRanksMixin(_Base):
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch; micro-batches are moved later, each when it is seeded."""
-        if isinstance(batch, MicroBatches):
+        if holds_micro_batches(batch):
             return batch
         return super().batch_to_device(batch, *args, **kwargs)
 
@@ -214,19 +217,21 @@ class LogicalRanksMixin(_Base):
         module: Any = self.lightning_module
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
-        with self._steps.sums.backward():
+        with self._steps.backward():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
         return loss
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Run Lightning's step."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._steps is not None:
-            self._steps.finish_closure(closure)
-            self._finish_logged_step()
-        return result
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Enter Lightning's context for batches that are accumulated; logical ranks need none."""
+        with nullcontext() if self._steps is not None else super().block_backward_sync():
+            yield
+
+    def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        assert self._steps is not None, "it replaces a method during a run"
+        outputs = self._steps.run_batch(run, *args)
+        self._finish_logged_step()
+        return outputs
 
     # Evaluation
 
@@ -273,6 +278,15 @@ class LogicalRanksMixin(_Base):
         """Restore the sums of logged values that all processes captured."""
         if self._logged is not None:
             self._logged.restore(parts, here=self.is_global_zero)
+
+    def capture_gradients(self) -> dict[str, dict[int, Tensor]]:
+        """Return the gradients of earlier batches by parameter and logical rank."""
+        return {} if self._steps is None else self._steps.kept.capture()
+
+    def restore_gradients(self, gradients: dict[str, dict[int, Tensor]]) -> None:
+        """Restore the gradients of earlier batches, of those logical ranks that are here."""
+        if self._steps is not None:
+            self._steps.kept.restore(gradients, self.block)
 
     def reduce_loss(self) -> float | None:
         """Return the mean of the losses of the last step, over all logical ranks."""

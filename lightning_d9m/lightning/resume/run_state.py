@@ -1,11 +1,9 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from lightning_d9m.control.data.loaders import NUMBERS
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
@@ -206,6 +204,8 @@ def _capture_gradients(trainer: "Trainer") -> dict[str, Any]:
     """Return the gradients to which later micro-batches are added."""
     if not lightning_private.accumulates_gradients(trainer):
         return {}
+    if (logical := get_logical_state(trainer)) is not None:
+        return logical.capture_gradients()
     return {
         name: to_plain(parameter.grad)
         for name, parameter in trainer.lightning_module.named_parameters()
@@ -213,8 +213,11 @@ def _capture_gradients(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def _restore_gradients(trainer: "Trainer", gradients: Mapping[str, Tensor]) -> None:
+def _restore_gradients(trainer: "Trainer", gradients: dict[str, Any]) -> None:
     if not gradients:
+        return
+    if (logical := get_logical_state(trainer)) is not None:
+        logical.restore_gradients(gradients)
         return
     for name, parameter in trainer.lightning_module.named_parameters():
         kept = gradients.get(name)

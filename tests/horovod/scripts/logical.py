@@ -28,7 +28,8 @@ SIZE = int(os.environ["HOROVOD_SIZE"])
 def fit(folder, net, logical_ranks=RANKS, make=HorovodDeterministicStrategy, **options):
     """Train, and return the digest of the model and the logged values."""
     strategy = make(logical_ranks=logical_ranks, **options)
-    trainer = logical_trainings.fit(folder / net, net, RANKS, strategy=strategy)
+    words = {"accumulate_grad_batches": 2, "several": True} if net == "branches" else {}
+    trainer = logical_trainings.fit(folder / net, net, RANKS, strategy=strategy, **words)
     return {
         "digest": models.digest(trainer.lightning_module),
         "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},

@@ -10,7 +10,7 @@ from lightning_d9m.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
 COUNTS = (1, 2, 3, 4)
-VARIANTS = ("workers", "drop_last", "branches", "scaler")
+VARIANTS = ("workers", "drop_last", "branches", "accumulated", "scaler")
 MATRIX = [(net, ranks) for net in ("mlp", "cnn", "transformer") for ranks in (2, 4, 6, 8)]
 
 

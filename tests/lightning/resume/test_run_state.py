@@ -413,21 +413,27 @@ def logical(monkeypatch):
     """Return the words of a fit with two logical ranks in this process."""
     monkeypatch.setenv("LIGHTNING_D9M_LOGICAL_RANKS", "2")
     before = dict(os.environ)
-    yield {"model": make_logging_model, "strategy": "ddp_d9m", "devices": 1}
+    words = {"model": make_logging_model, "strategy": "ddp_d9m", "devices": 1}
+    yield words | {"accumulate_grad_batches": 2}
     for name in os.environ.keys() - before:  # Lightning's launcher sets the address of the group
         del os.environ[name]
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("piece", "empty", "scalar"), [("logged", [], "mean_loss"), ("metric_states", {}, "average")]
+    ("piece", "empty", "scalar"),
+    [
+        ("logged", [], "mean_loss"),
+        ("metric_states", {}, "average"),
+        ("gradients", {}, "mean_loss"),
+    ],
 )
-def test_what_logical_ranks_have_logged_matters_within_an_epoch(
+def test_what_logical_ranks_have_kept_matters_within_an_epoch(
     tmp_path, new_process, logical, piece, empty, scalar
 ):
     fits = Fits(tmp_path, new_process)
     straight = evidence(fits.fit(**logical))
-    fits.interrupt(**logical, at={"batch": 2})
+    fits.interrupt(**logical, at={"batch": 1})
     whole, lacking = without(fits, [piece], empty, **logical)
     assert whole == straight
     values = [found["epoch", 1]["scalars"][scalar] for found in (whole, lacking)]
@@ -435,8 +441,8 @@ def test_what_logical_ranks_have_logged_matters_within_an_epoch(
 
 
 ELSEWHERE = {
-    ("logged",): test_what_logical_ranks_have_logged_matters_within_an_epoch,
-    ("metric_states",): test_what_logical_ranks_have_logged_matters_within_an_epoch,
+    ("logged",): test_what_logical_ranks_have_kept_matters_within_an_epoch,
+    ("metric_states",): test_what_logical_ranks_have_kept_matters_within_an_epoch,
     ("train_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("validation_reload_epoch",): test_when_loaders_were_loaded_matters,
     ("pending", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
