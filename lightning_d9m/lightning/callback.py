@@ -338,7 +338,7 @@ class DeterminismCallback(_Callback):
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)
         self._session = TrainerSession(trainer, self._given.resolve(threads), stage)
-        self._checkpoint_state.attach(trainer, self._session)
+        self._checkpoint_state.attach(trainer, self._session, self._recorder)
         apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:
             _report_hash_seed()

@@ -30,7 +30,7 @@ OLD_MANIFEST_KEY = "seal"
 LOGICAL_RANKS = "logical_ranks"
 """The key of their number among the settings of a run."""
 
-LoopPhase = Literal["epoch", "batch", "validation", "within"]
+LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
 
 def find_state(checkpoint: Mapping[str, Any]) -> Any:
@@ -102,8 +102,9 @@ class LoopPosition(_Stored):
         epoch: The next epoch, or the current one.
         step: The global step.
         batch: The number of trained batches of the epoch.
-        phase: ``"epoch"`` between two epochs, ``"batch"`` between two batches, ``"validation"``
-            in an unfinished validation, ``"within"`` while a batch is trained.
+        phase: ``"epoch"`` between two epochs, ``"batch"`` between two batches, ``"cut"`` too, where
+            ``max_steps`` ended the fit, ``"validation"`` in an unfinished validation,
+            ``"within"`` while a batch is trained.
     """
 
     epoch: int

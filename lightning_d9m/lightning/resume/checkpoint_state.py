@@ -13,8 +13,6 @@ from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.ledger.format.records import Resume
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
-from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.ranks.gather import gather_values
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
@@ -25,19 +23,20 @@ from lightning_d9m.lightning.resume.exactness import (
     describe_unmatched_state,
     find_missing_state,
     find_problems,
-    find_unresumable_loaders,
     is_at_end,
-    saves_within_epochs,
+    is_cut_by_max_steps,
+    report_unresumable,
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
     draws_when_iterated,
     drop_consumed_states,
     find_position,
+    finish_last_batch,
     finish_pending_work,
     iterate_again,
     makes_iterator_again,
-    skip_remaining_batches,
+    reopen_epoch,
 )
 from lightning_d9m.lightning.resume.weights import load_unrounded
 from lightning_d9m.lightning.saved_state import (
@@ -82,6 +81,8 @@ class CheckpointState:
         self._loader_states: list[dict[str, Any]] = []
         self._epoch_length: EpochLength | None = None
         self._ended = None
+        # The state where `max_steps` ended the fit, before the end of the epoch.
+        self._cut: SavedState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(CheckpointState(self._on_inexact)) | {"_at_end": self._at_end}
@@ -101,8 +102,8 @@ class CheckpointState:
         """
         if session.stage != "fit":
             return
-        state = self._capture(trainer, session, recorder)
-        self._ended = _gather_ranks(trainer, state) if ended else state
+        state = self._cut or self._capture(trainer, session, recorder)
+        self._ended = run_state.gather_ranks(trainer, state) if ended else state
         self._ended_on_all_ranks = ended
 
     def save(
@@ -115,11 +116,12 @@ class CheckpointState:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
         if session is not None and session.stage == "fit":
             recorder.reduce_loss(trainer)
-            state = _gather_ranks(trainer, self._capture(trainer, session, recorder))
+            state = self._cut or self._capture(trainer, session, recorder)
+            state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
             if not self._ended_on_all_ranks:
-                state = _gather_ranks(trainer, state)
+                state = run_state.gather_ranks(trainer, state)
             add_manifests(trainer, once=True)  # no session is open that does so
         else:  # a Trainer that has not trained
             return
@@ -146,23 +148,29 @@ class CheckpointState:
         if problems:
             self._raise_or_warn(trainer, problems)
         self._resumed = state
+        if state.position.phase == "cut":
+            reopen_epoch(checkpoint)
         rank = self._rank_state(trainer)
         if state.fits(trainer.world_size, get_logical_ranks(trainer)):
             loaded = {"train": rank.train_reload_epoch, "validate": rank.validation_reload_epoch}
             session.resume_fit(state.fit, loaded)
         self._unvalidated = rank
 
-    def attach(self, trainer: "Trainer", session: TrainerSession) -> None:
+    def attach(
+        self, trainer: "Trainer", session: TrainerSession, recorder: TrainerRecorder
+    ) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._clear()
         if session.stage == "fit":
             session.resume(
-                self._loops_wrapped(trainer, session),
+                self._loops_wrapped(trainer, session, recorder),
                 lambda loader: self._resume_loader(trainer, session, loader),
             )
 
     @contextmanager
-    def _loops_wrapped(self, trainer: "Trainer", session: TrainerSession) -> Iterator[None]:
+    def _loops_wrapped(
+        self, trainer: "Trainer", session: TrainerSession, recorder: TrainerRecorder
+    ) -> Iterator[None]:
         fit = trainer.fit_loop
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
@@ -170,6 +178,7 @@ class CheckpointState:
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", partial(self._restore_and_start, session)),
+            (fit, "on_advance_end", partial(self._keep_and_end, session, recorder)),
             (epoch_loop, "reset", self._reset_epoch),
             (epoch_loop, "on_run_start", partial(self._start_batches, session)),
             (val_loop, "setup_data", self._load_validation),
@@ -213,6 +222,18 @@ class CheckpointState:
                 session.restore_numbers(self._position(trainer).epoch)
         start()
 
+    def _keep_and_end(
+        self,
+        session: TrainerSession,
+        recorder: TrainerRecorder,
+        trainer: "Trainer",
+        end: Callable[[], None],
+    ) -> None:
+        if is_cut_by_max_steps(trainer):
+            recorder.reduce_loss(trainer)
+            self._cut = self._capture(trainer, session, recorder)
+        end()
+
     def _reset_epoch(self, trainer: "Trainer", reset: Callable[[], None]) -> None:
         with catch_warnings():
             if self._resumed is not None and not self._reasons:
@@ -238,7 +259,7 @@ class CheckpointState:
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:
             self._at_end = False
-            skip_remaining_batches(trainer)
+            finish_last_batch(trainer)
         self._restore(trainer)
 
     def _load_validation(self, trainer: "Trainer", load: Callable[[], None]) -> None:
@@ -291,7 +312,7 @@ class CheckpointState:
     def begin(self, trainer: "Trainer", recorder: TrainerRecorder) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
         if self._resumed is None and not self._reasons:
-            self._report_unresumable(trainer)
+            report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
         position = self._position(trainer)
         rank = self._rank_state(trainer)
@@ -354,24 +375,6 @@ class CheckpointState:
             ranks=[rank],
         )
 
-    def _report_unresumable(self, trainer: "Trainer") -> None:
-        """Report which checkpoints of a fresh fit could not be resumed exactly."""
-        prospects = find_unresumable_loaders(trainer)
-        if not prospects:
-            return
-        listed = "\n".join(f"- {problem}" for problem in prospects)
-        text = f"Checkpoints of this run could not be resumed exactly:\n{listed}"
-        if self._on_inexact == "raise_early":
-            raise InexactResumeError(
-                f"{text}\nTo train anyway, leave on_inexact_resume at its default: then the error "
-                "is raised when such a checkpoint is loaded.",
-                reasons=prospects,
-            )
-        if saves_within_epochs(trainer):
-            rank_zero().rank_zero_info(
-                f"{text}\nThis is an error when such a checkpoint is loaded."
-            )
-
     def _raise_or_warn_on_all_ranks(self, trainer: "Trainer", rank: SavedRank) -> None:
         """Raise or warn on all ranks if one of them finds a problem."""
         problems = describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
@@ -393,10 +396,3 @@ class CheckpointState:
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:
             warn(text, stacklevel=2)
-
-
-def _gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
-    """Return a state with those of all ranks, on rank 0; every rank calls this."""
-    (own,) = state.ranks
-    gathered = gather_values(trainer, own.as_plain())
-    return replace(state, ranks=[SavedRank.from_plain(rank) for rank in gathered])

@@ -13,10 +13,12 @@ from lightning_d9m.control.data.resumable_sampler import (
     find_position_problem,
     find_worker_problem,
 )
+from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
-from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
+from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_callbacks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
+
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_d9m")
+_ACTS_AT_EPOCH_END = {
+    *("EarlyStopping", "LambdaCallback", "ModelPruning", "StochasticWeightAveraging"),
+    "WeightAveraging",
+}
 
 
 def find_missing_state(
@@ -56,22 +64,54 @@ def find_missing_state(
     return found
 
 
-def _find_unfinished_epoch(trainer: "Trainer", position: LoopPosition) -> str | None:
-    """Return why a fit that ended within an epoch cannot go on after it, or None."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    trained = progress.current.completed
-    by_steps = _reaches_max_steps(trainer, trainer.global_step)
-    cause = "max_steps" if by_steps else "trainer.should_stop"
+def is_cut_by_max_steps(trainer: "Trainer") -> bool:
+    """Return whether ``max_steps`` has ended the fit, and batches of the epoch are left."""
+    by_steps = _reaches_max_steps(trainer, trainer.global_step) and not trainer.should_stop
+    return by_steps and _has_batches_left(trainer)
+
+
+def _has_batches_left(trainer: "Trainer") -> bool:
     # A batch that `on_train_batch_start` has skipped, which ends the epoch in every run, is ready
     # and not completed.
-    finished = is_at_end(trainer) or not trained or progress.current.ready != trained
-    if position.phase != "epoch" or finished or not (by_steps or trainer.should_stop):
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return 0 < batches.completed == batches.ready and not is_at_end(trainer)
+
+
+def _find_unfinished_epoch(trainer: "Trainer", position: LoopPosition) -> str | None:
+    """Return why an epoch that the end of the fit cut short cannot go on, or None."""
+    trained = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    if position.phase == "cut":
+        hooks = ", ".join(_find_epoch_end_hooks(trainer))
+        if not hooks:
+            return None
+        epoch, cause = position.epoch, "max_steps"
+        then = f"{hooks} ran then, where a longer fit"
+    elif position.phase == "epoch" and trainer.should_stop and _has_batches_left(trainer):
+        epoch, cause = position.epoch - 1, "trainer.should_stop"
+        then = "Lightning begins the next epoch when it resumes; a longer fit"
+    else:
         return None
     return (
-        f"Its fit ended after {trained} batches of epoch {position.epoch - 1}, by {cause}, and "
-        "Lightning begins the next epoch when it resumes; a longer fit would train the rest. "
-        "Resume from a checkpoint within the epoch: ModelCheckpoint(every_n_train_steps=...)."
+        f"Its fit ended after {trained} batches of epoch {epoch}, by {cause}, and {then} would "
+        "train the rest. Resume from a checkpoint within the epoch: "
+        "ModelCheckpoint(every_n_train_steps=...)."
     )
+
+
+def _find_epoch_end_hooks(trainer: "Trainer") -> list[str]:
+    """Return the hooks that may change the training at the end of an epoch.
+
+    Lightning's own callbacks do not, but for those that ``_ACTS_AT_EPOCH_END`` names.
+    """
+    found = []
+    for owner in (trainer.lightning_module, *list_callbacks(trainer)):
+        kind = type(owner)
+        names = {base.__name__ for base in kind.__mro__}
+        hook = getattr(owner, "on_train_epoch_end", None)
+        foreign = getattr(hook, "__module__", "").partition(".")[0] not in _LIBRARIES
+        if not names.isdisjoint(_ACTS_AT_EPOCH_END) or (foreign and "Checkpoint" not in names):
+            found.append(f"{kind.__name__}.on_train_epoch_end")
+    return found
 
 
 def find_unsaved_loader_state(loader: Any) -> str | None:
@@ -79,7 +119,7 @@ def find_unsaved_loader_state(loader: Any) -> str | None:
     return find_worker_problem(loader) if getattr(loader, "persistent_workers", False) else None
 
 
-def find_unresumable_loaders(trainer: "Trainer") -> list[str]:
+def _find_unresumable_loaders(trainer: "Trainer") -> list[str]:
     """Return why checkpoints that a fit saves within an epoch could not be resumed exactly."""
     fit = trainer.fit_loop
     found = [
@@ -93,7 +133,32 @@ def find_unresumable_loaders(trainer: "Trainer") -> list[str]:
     return [problem for problem in found if problem is not None]
 
 
-def saves_within_epochs(trainer: "Trainer") -> bool:
+def report_unresumable(trainer: "Trainer", *, raises: bool) -> None:
+    """Report which checkpoints of a fresh fit could not be resumed exactly.
+
+    Args:
+        trainer: The Trainer.
+        raises: Whether such checkpoints are an error.
+
+    Raises:
+        InexactResumeError: If there are any.
+    """
+    prospects = _find_unresumable_loaders(trainer)
+    if not prospects:
+        return
+    listed = "\n".join(f"- {problem}" for problem in prospects)
+    text = f"Checkpoints of this run could not be resumed exactly:\n{listed}"
+    if raises:
+        raise InexactResumeError(
+            f"{text}\nTo train anyway, leave on_inexact_resume at its default: then the error "
+            "is raised when such a checkpoint is loaded.",
+            reasons=prospects,
+        )
+    if _saves_within_epochs(trainer):
+        rank_zero().rank_zero_info(f"{text}\nThis is an error when such a checkpoint is loaded.")
+
+
+def _saves_within_epochs(trainer: "Trainer") -> bool:
     """Return whether a callback is configured to save checkpoints within epochs."""
     return any(
         lightning_private.saves_between_batches(callback)

@@ -4,12 +4,13 @@ Lightning saves checkpoints in hooks after which work remains: the validation th
 the end of the epoch. A resumed fit of Lightning skips it; see ``finish_pending_work``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.resume.exactness import is_cut_by_max_steps
 from lightning_d9m.lightning.saved_state import LoopPhase, LoopPosition
 from lightning_d9m.lightning.trainer_attributes import ProgressCounts, get_epoch_counts
 
@@ -32,6 +33,8 @@ def find_position(trainer: "Trainer") -> LoopPosition:
         phase = "within"
     elif trainer.validating and not _validated(loop.epoch_loop.val_loop):
         phase = "validation"
+    elif is_cut_by_max_steps(trainer) and not trainer.validating:
+        phase = "cut"
     return LoopPosition(epochs.processed, step, batches.processed, phase)
 
 
@@ -51,16 +54,16 @@ def finish_pending_work(
         reset: The fit loop's ``reset``, in which Lightning reads the progress that it has loaded.
 
     Returns:
-        Whether nothing remains of the epoch but its end: then call ``skip_remaining_batches``
-        when the loop over its batches is about to start.
+        Whether nothing remains of the last batch: then call ``finish_last_batch`` when the loop
+        over the batches is about to start.
     """
     fit = trainer.fit_loop
     loop = fit.epoch_loop
     progress: Any = loop.batch_progress
-    at_end = False
+    at_end = position.phase == "cut"
     if position.phase == "epoch":
         _begin_epoch(fit)
-    elif position.phase != "within":
+    elif position.phase in ("batch", "validation"):
         saved_in_hook = progress.current.completed < progress.current.processed
         due = lightning_private.is_validation_due(trainer)
         if position.phase == "validation" or (saved_in_hook and due):
@@ -76,9 +79,22 @@ def finish_pending_work(
     return at_end
 
 
-def skip_remaining_batches(trainer: "Trainer") -> None:
-    """End the loop over an epoch's batches at once; called before it starts."""
+def finish_last_batch(trainer: "Trainer") -> None:
+    """Let the loop over an epoch's batches repeat nothing of the last one; called before it starts.
+
+    It ends at once if no batch is left.
+    """
     lightning_private.clear_restart(trainer.fit_loop.epoch_loop)
+
+
+def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
+    """Let a checkpoint of an epoch that ``max_steps`` cut short continue the epoch.
+
+    It was saved when Lightning had ended the epoch.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for part in (progress["total"], progress["current"]):
+        part["processed"] = part["completed"] = part["started"] - 1
 
 
 def draws_when_iterated(trainer: "Trainer") -> bool:

@@ -1,6 +1,6 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from lightning_d9m.control.generators import (
 )
 from lightning_d9m.control.seeding import RngState, restore_rng
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.ranks.gather import gather_values
 from lightning_d9m.lightning.resume import logged_results
 from lightning_d9m.lightning.resume.metric_state import (
     capture_metrics,
@@ -24,7 +25,7 @@ from lightning_d9m.lightning.resume.metric_state import (
     restore_metrics,
     to_plain,
 )
-from lightning_d9m.lightning.saved_state import LoopPhase, SavedMetrics, SavedRank
+from lightning_d9m.lightning.saved_state import LoopPhase, SavedMetrics, SavedRank, SavedState
 from lightning_d9m.lightning.trainer_attributes import (
     get_datamodule,
     get_epoch_counts,
@@ -90,6 +91,13 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
         logged=[] if logical is None else [logical.capture_logged()],
         metric_states=user.by_logical_rank,
     )
+
+
+def gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
+    """Return a state with those of all ranks, on rank 0; every rank calls this."""
+    (own,) = state.ranks
+    gathered = gather_values(trainer, own.as_plain())
+    return replace(state, ranks=[SavedRank.from_plain(rank) for rank in gathered])
 
 
 def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:

@@ -4,7 +4,8 @@ from functools import partial
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from resuming import DrawingDigits, Fits, agree, in_order, stream
 from torch.utils.data import DataLoader
 from trainings import QUIET, make_loader, make_model
@@ -107,7 +108,6 @@ class TestForetold:
 
 
 STEPS = {"max_epochs": -1, "max_steps": 15}
-CUT = {"max_steps": "ended after 2 batches of epoch 0, by max_steps", "should_stop": "by trainer"}
 
 
 class Stopping(Callback):
@@ -124,14 +124,63 @@ def skipping():
     return model
 
 
-@pytest.mark.parametrize("cause", CUT)
-def test_an_epoch_that_the_end_of_a_fit_cut_short_is_not_continued(fits, cause):
-    cut = {"max_steps": 2} if cause == "max_steps" else {"extra": [Stopping()]}
+def monitoring():
+    return [EarlyStopping("train_loss", patience=9)]
+
+
+def ending():
+    """Return a model that acts at the end of an epoch."""
+    return make_model(on_train_epoch_end=lambda self: self.layers[0].weight.data.zero_())
+
+
+CUT = {
+    "should_stop": ({"extra": [Stopping()]}, "by trainer.should_stop, and Lightning begins the"),
+    "a callback": ({"max_steps": 2, "callbacks": monitoring}, r"EarlyStopping.on_train_epoch_end"),
+    "the module": ({"max_steps": 2, "model": ending}, r"Net.on_train_epoch_end ran then, where a"),
+}
+
+
+@pytest.mark.parametrize(("cut", "reason"), CUT.values(), ids=CUT)
+def test_an_epoch_that_the_end_of_a_fit_cut_short_is_not_continued(fits, cut, reason):
     fits.fit(**STEPS | cut)
     assert fits.trainer.global_step == 2
     fits.trainer.save_checkpoint(fits.checkpoint)
-    with pytest.raises(InexactResumeError, match=CUT[cause]):
-        fits.resume(**STEPS)
+    with pytest.raises(InexactResumeError, match=f"ended after 2 batches of epoch 0, .*{reason}"):
+        fits.resume(**cut | STEPS)
+
+
+PLATEAU = {"interval": "step", "reduce_on_plateau": True, "monitor": "val_loss", "frequency": 2}
+
+
+def plateau(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+    return [optimizer], [PLATEAU | {"scheduler": scheduler}]
+
+
+LONGER = {
+    "as it is": ({}, 2),
+    "in a later epoch": ({}, 8),
+    "accumulation": ({"accumulate_grad_batches": 2}, 4),
+    "a validation at that step": (
+        {"val_check_interval": 2, "model": partial(make_model, configure_optimizers=plateau)},
+        4,
+    ),
+    "loaders that are reloaded": ({"reload_dataloaders_every_n_epochs": 1}, 8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+@pytest.mark.parametrize(("words", "steps"), LONGER.values(), ids=LONGER)
+def test_an_epoch_that_max_steps_cut_short_is_continued(fits, words, steps):
+    """The checkpoint is saved at the end of the fit, by the Trainer and by a callback."""
+    straight = fits.fit(**STEPS | words)
+    words = STEPS | words | {"enable_checkpointing": True}
+    words["callbacks"] = lambda: [ModelCheckpoint(fits.folder, "end")]
+    fits.fit(**words | {"max_steps": steps})
+    fits.trainer.save_checkpoint(fits.checkpoint)
+    agree(straight, fits.fit(**words, resume=fits.folder / "end.ckpt"))
+    agree(straight, fits.resume(**words))
 
 
 def test_a_fit_without_steps_left_loads_any_checkpoint(fits):
