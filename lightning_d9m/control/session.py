@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -255,3 +255,48 @@ def give_back_fit(number: int) -> None:
             session.fits -= session.fits - 1 == number
         else:
             _fits -= _fits - 1 == number
+
+
+@dataclass(frozen=True)
+class InheritedSession:
+    """Session and fits of a process, which those that it starts take over.
+
+    Attributes:
+        settings: The settings of the active session; None without one.
+        fits: Number of fits that began in it, or in the process.
+        seed_is_default: As that of the session.
+    """
+
+    settings: Settings | None
+    fits: int
+    seed_is_default: bool = False
+
+
+def capture_session() -> InheritedSession:
+    """Return what a process that is started now takes over."""
+    session = active_session()
+    if session is None:
+        return InheritedSession(None, _fits)
+    return InheritedSession(session.settings, session.fits, session.seed_is_default)
+
+
+@contextmanager
+def session_inherited(inherited: InheritedSession) -> Iterator[None]:
+    """Take over a session during the body, unless one is open here, and the number of fits."""
+    with ExitStack() as stack:
+        if active_session() is None and inherited.settings is not None:
+            session = stack.enter_context(Session(inherited.settings))
+            session.seed_is_default = inherited.seed_is_default
+        set_fits(inherited.fits)
+        yield
+
+
+def set_fits(number: int) -> None:
+    """Set the number of fits in the active session or else in the process."""
+    global _fits  # noqa: PLW0603 - as above
+    with _lock:
+        session = active_session()
+        if session is None:
+            _fits = number
+        else:
+            session.fits = number

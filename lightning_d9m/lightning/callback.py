@@ -4,7 +4,7 @@ Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower lay
 over 400 lines because Lightning calls all hooks on one class, and each repeats its signature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,15 @@ from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
+from lightning_d9m.lightning.launched_runs import launch_run
+from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import check_variable
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
+from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
@@ -42,9 +45,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 else:
     _Callback = combined_base("callbacks.Callback")
-
-for _package in import_packages():
-    register_strategies(_package)
 
 
 class DeterminismCallback(_Callback):
@@ -325,6 +325,26 @@ class DeterminismCallback(_Callback):
         self._recorder.end_evaluation(trainer, pl_module, "predict")
         self._open_session.end_evaluation("predict")
 
+    def begin_launch(self) -> None:
+        """Set the variables that processes must find when Lightning starts them."""
+        self._early_variables.set()
+
+    def end_launch(self) -> None:
+        """Restore the variables in the process that has started others."""
+        self._early_variables.restore()
+
+    def capture_summary(self) -> dict[str, Any]:
+        """Return what this process knows of its last fit, as plain values."""
+        summary = self._recorder.summary
+        ledger = None if summary.ledger is None else str(summary.ledger)
+        return {"ledger": ledger, "digest": summary.digest, "epochs": summary.epochs}
+
+    def restore_summary(self, summary: dict[str, Any]) -> None:
+        """Take over what another process has captured."""
+        ledger = summary["ledger"]
+        summary = {**summary, "ledger": None if ledger is None else Path(ledger)}
+        self._recorder.summary = FitSummary(**summary)
+
     @property
     def _open_session(self) -> TrainerSession:
         assert self._session is not None, "Lightning calls `setup` before any other hook"
@@ -385,6 +405,22 @@ class DeterminismCallback(_Callback):
             if session is not None:
                 session.close()
             self._early_variables.restore()
+
+
+def _launch(
+    trainer: "Trainer", run: Callable[..., object], start: Callable[[Callable[..., object]], Any]
+) -> object:
+    """Launch a run in new processes, which a callback of this package may serve."""
+    callbacks = [c for c in list_callbacks(trainer) if isinstance(c, DeterminismCallback)]
+    if not callbacks:
+        return start(run)
+    callbacks.sort(key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
+    return launch_run(trainer, run, start, callbacks)
+
+
+for _package in import_packages():
+    register_strategies(_package)
+    wrap_launches(_package, _launch)
 
 
 def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:

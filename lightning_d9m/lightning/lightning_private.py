@@ -9,6 +9,8 @@ supported one.
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +56,32 @@ def resume_next_fit(trainer: "Trainer", path: Path) -> None:
         original(path, **options)
 
     connector.resume_start = resume_start  # type: ignore[assignment] # it takes any arguments
+
+
+def wrap_launches(package: str, around: Callable[..., Any]) -> None:
+    """Call a function instead of each launch that forks or spawns processes.
+
+    Lightning calls no hook of a callback in the process that starts the others. A second call for a
+    package does nothing.
+
+    Args:
+        package: The Lightning package.
+        around: Called with the Trainer, the method of it that the processes call, and a function
+            that starts processes that call its argument instead.
+    """
+    launcher = import_module(f"{package}.strategies.launchers")._MultiProcessingLauncher
+    original = launcher.launch
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def launch(self: Any, run: Any, *args: Any, trainer: Any = None, **words: Any) -> Any:
+        def start(called: Any) -> Any:
+            return original(self, called, *args, trainer=trainer, **words)
+
+        return start(run) if trainer is None else around(trainer, run, start)
+
+    launcher.launch = launch
 
 
 def has_loaders(loop: Any) -> bool:

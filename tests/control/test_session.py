@@ -19,9 +19,12 @@ from lightning_d9m.control.environment import CUBLAS, INDUCTOR
 from lightning_d9m.control.session import (
     Session,
     active_session,
+    capture_session,
     deterministic,
     enable,
     next_fit,
+    session_inherited,
+    set_fits,
 )
 from lightning_d9m.control.torch_flags import capture_flags
 from lightning_d9m.patches.registration import patches_applied
@@ -246,6 +249,28 @@ def test_a_session_counts_its_own_fits(monkeypatch):
         with deterministic(seed=1):
             assert [next_fit(), next_fit()] == [0, 1]
     assert next_fit() == 5
+
+
+def test_a_new_process_takes_over_session_and_fits(monkeypatch):
+    monkeypatch.setattr(session, "_fits", 5)
+    outside = capture_session()
+    with deterministic(seed=1) as opened:
+        opened.seed_is_default = True
+        next_fit()
+        within = capture_session()
+        with session_inherited(outside):
+            assert active_session() is opened  # one that is open stays
+            assert next_fit() == 5
+    monkeypatch.setattr(session, "_fits", 0)
+    with session_inherited(within):
+        assert capture_session() == within
+        assert next_fit() == 1
+    assert active_session() is None
+    with session_inherited(outside):
+        assert active_session() is None
+        assert next_fit() == 5
+    set_fits(8)
+    assert next_fit() == 8
 
 
 @pytest.fixture

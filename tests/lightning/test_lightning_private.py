@@ -1,6 +1,7 @@
 """The private attributes of Lightning that this package uses, checked on the installed version."""
 
 import ast
+import importlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -70,6 +71,25 @@ def test_the_fit_that_is_set_up_resumes_from_the_checkpoint(trainer, tmp_path):
     for expected, actual in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(expected, actual)
     assert "resume_start" not in vars(resumed._checkpoint_connector)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_launches_of_a_trainer_are_wrapped_once(package, monkeypatch):
+    launchers = importlib.import_module(f"{package}.strategies.launchers")
+    launcher = launchers._MultiProcessingLauncher
+    monkeypatch.setattr(launcher, "launch", lambda self, run, *args, trainer=None: run(*args))
+    calls = []
+
+    def around(trainer, run, start):
+        calls.append(trainer)
+        return start(lambda number: run(number) * 10)
+
+    for _ in range(2):
+        lightning_private.wrap_launches(package, around)
+    launched = object.__new__(launcher)
+    assert launched.launch(abs, -3) == 3
+    assert launched.launch(abs, -3, trainer="trainer") == 30
+    assert calls == ["trainer"]
 
 
 def fit(model, tmp_path, ckpt_path=None, **options):

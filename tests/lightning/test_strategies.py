@@ -4,11 +4,14 @@ Each cell of docs/strategies.md names one of these tests.
 """
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from forking_python import shared_python
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from rank_processes import run_ranks
 
 from lightning_d9m import digest
@@ -52,7 +55,9 @@ SHARDED = [
 FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
 ON_FOUR = ["hsdp", "fsdp2 and tp", HYBRID]
-ALL = [*ON_ONE, *REPLICATED, *SHARDED, FLAT, *ON_FOUR]
+# Lightning starts two processes for each training.
+LAUNCHED = ["ddp_spawn", "ddp_fork"]
+ALL = [*ON_ONE, *REPLICATED, *SHARDED, FLAT, *ON_FOUR, *LAUNCHED]
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +84,21 @@ def four(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Train every cell of processes that Lightning starts once for all tests."""
+    folder = tmp_path_factory.mktemp("launched")
+    command = [shared_python(), SCRIPT, folder, *LAUNCHED]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return folder
+
+
 @pytest.fixture
 def cell(request):
     """Return the folder of a cell, and what each rank found."""
-    launch = "one" if request.param in ON_ONE else "four" if request.param in ON_FOUR else "two"
-    folder = request.getfixturevalue(launch) / request.param
+    launches = {"one": ON_ONE, "four": ON_FOUR, "launched": LAUNCHED}
+    found = [launch for launch, names in launches.items() if request.param in names]
+    folder = request.getfixturevalue(*found or ["two"]) / request.param
     files = sorted(folder.glob("found-*.json"))
     return folder, [json.loads(file.read_text()) for file in files]
 
@@ -116,7 +131,7 @@ def test_a_change_on_one_rank_differs_from_the_reference(cell):
     assert found[-1]["fault"]["count"] == "1"
 
 
-@pytest.mark.parametrize("cell", [*REPLICATED, "hsdp", HYBRID], indirect=True)
+@pytest.mark.parametrize("cell", [*REPLICATED, *LAUNCHED, "hsdp", HYBRID], indirect=True)
 def test_copies_that_differ_on_one_rank_raise_on_all(cell):
     _, found = cell
     for error in (entry["fault without reference"] for entry in found):
@@ -145,7 +160,7 @@ def test_probes_agree_in_two_runs(cell):
 @pytest.mark.parametrize("cell", ALL, indirect=True)
 def test_steps_run_twice_or_not_at_all(cell, request):
     _, found = cell
-    replicated = request.node.callspec.params["cell"] in ON_ONE + REPLICATED
+    replicated = request.node.callspec.params["cell"] in ON_ONE + REPLICATED + LAUNCHED
     for error in (entry["replayed"] for entry in found):
         if replicated:
             assert error is None
@@ -168,6 +183,27 @@ def test_hybrid_sharding_of_fsdp1_is_not_resumed(cell):
         assert error["type"] == "InexactResumeError"
         assert "with which the optimizer's state differs after it is loaded" in error["message"]
     assert find_hybrid_sharding(DDPStrategy()) is None
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_processes_that_lightning_starts_take_over_session_and_fits(launched, two, name):
+    """Seed and fits are those of the process that starts them, which gets the ledger back."""
+    found = [json.loads((launched / name / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    parts = ("first", "second", "next")
+    first, second, following = (ledger(launched / name, part) for part in parts)
+    assert compare_ledgers(first, ledger(two / "ddp")).equal
+    last = first.outcome(0).last
+    assert found[0]["left"] == [str(first.path), last.totals["weights"], []]
+    assert [run.header.fit for run in (first, second, following)] == [0, 0, 1]
+    assert following.outcome(0).last.totals["weights"] != last.totals["weights"]
+    failed = ledger(launched / name, "fault")
+    assert [failed.outcome(rank).end.status for rank in (0, 1)] == ["failed"] * 2
+
+
+def test_notebooks_fork():
+    assert StrategyRegistry["ddp_notebook"] == StrategyRegistry["ddp_fork"] | {
+        "strategy_name": "ddp_notebook"
+    }
 
 
 @pytest.mark.parametrize("name", SAME_BITS)

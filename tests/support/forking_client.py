@@ -13,13 +13,24 @@ import sys
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def _is_inherited(number):
+    """Return whether a file is open that this program has not opened itself."""
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # the list of them
+        return False
+
+
 def main():
     """Ask for a fork, and end as it ends."""
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(sys.argv[1])
     folder = os.getcwd()  # noqa: PTH109 - pathlib takes long to import
     request = {"argv": sys.argv[2:], "variables": dict(os.environ), "folder": folder}
-    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (0, 1, 2)))]
+    # The standard streams, and what the process has inherited besides: pipes of multiprocessing.
+    numbers = [n for n in map(int, os.listdir("/proc/self/fd")) if _is_inherited(n)]  # noqa: PTH208 - as above
+    request["files"] = numbers
+    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
     channel.sendmsg([b"f"], files)
     channel.sendall(json.dumps(request).encode() + b"\n")
     answers = channel.makefile()

@@ -4,7 +4,7 @@ An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time befor
 anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
 writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
 of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``,
-also after ``-W ACTION`` and ``-u``, which torchrun gives.
+also after ``-W ACTION``, ``-B`` and ``-u``, which torchrun and multiprocessing give.
 
 A fork has the arguments, variables, folder, pipes and signals of the process that stands for it
 (``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
@@ -18,8 +18,10 @@ these points; a test of one of them starts ``sys.executable``:
 
 import array
 import atexit
+import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -40,6 +42,8 @@ from pathlib import Path
 TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
 # What the ranks of Horovod import, too.
 HOROVOD = (*TRAINING, "horovod.torch")
+_MOST_FILES = 200  # that a process inherits
+_FREE = 500  # they have lower numbers
 _CLIENT = Path(__file__).with_name("forking_client.py")
 
 
@@ -128,12 +132,17 @@ def _guard(client):
 
 
 def _receive(client):
-    """Take the client's standard streams and folder; return its variables and arguments."""
-    _, [(_, _, data)], _, _ = client.recvmsg(1, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    """Take the client's open files and folder; return its variables and arguments."""
+    room = socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize)
+    _, [(_, _, data)], _, _ = client.recvmsg(1, room)
     request = json.loads(client.makefile().readline())
     files = array.array("i")
     files.frombytes(data)
-    for number, file in enumerate(files):
+    # First out of the way of the numbers that they have in the client.
+    kept = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FREE) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(request["files"], kept, strict=True):
         os.dup2(file, number)
         os.close(file)
     os.chdir(request["folder"])
@@ -150,6 +159,7 @@ def _become(variables, arguments, path):
     os.environ.clear()
     os.environ.update(variables)
     sys.executable = path
+    multiprocessing.set_executable(path)
     sys.orig_argv = [path, *arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=bool(variables.get("PYTHONUNBUFFERED")))
@@ -186,7 +196,7 @@ def _end(status):
 
 
 def _execute(arguments):
-    while arguments[0] in ("-W", "-u"):
+    while arguments[0] in ("-B", "-W", "-u"):
         option, *arguments = arguments
         if option == "-W":
             warnings._setoption(arguments.pop(0))
@@ -208,6 +218,7 @@ def _execute(arguments):
 
 if __name__ == "__main__":
     CLIENT = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
+    CLIENT = socket.socket(fileno=fcntl.fcntl(CLIENT.detach(), fcntl.F_DUPFD_CLOEXEC, _FREE))
     PROGRAM = _receive(CLIENT)
     _guard(CLIENT)
     CLIENT.close()

@@ -1,7 +1,8 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with a fault
-on one rank, with probes twice, interrupted and resumed.
+on one rank, with probes twice, interrupted and resumed. Of the cells in ``LAUNCHED`` this is the
+process that starts two ranks for each training.
 """
 
 import json
@@ -24,8 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from trainings import QUIET, make_loader
 
-from lightning_d9m import DeterminismCallback
+from lightning_d9m import DeterminismCallback, deterministic
 from lightning_d9m.control import session
+from lightning_d9m.errors import D9mError
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,7 +116,7 @@ class Net(L.LightningModule):
     def on_train_batch_end(self, *_):
         """Change one weight of one rank by one unit in the last place, after the last step."""
         last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if self.faulty == RANK and last and self.current_epoch == 1:
+        if self.faulty == self.global_rank and last and self.current_epoch == 1:
             weight = next(self.parameters()).detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
             weight.view(-1)[:1].view(INTEGERS[weight.element_size()])[0] += 1
@@ -151,6 +153,7 @@ class Cell:
     apply: Any = apply_plainly
     compile: Any = lambda model: model
     words: dict[str, Any] = field(default_factory=dict)
+    devices: int = WORLD
 
 
 def compile_layers(model):
@@ -197,13 +200,29 @@ CELLS = {
     "tp, full checkpoints": Cell(model_parallel(data=1, tensor=WORLD, full=True), "tp"),
     "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
 }
+LAUNCHED = ("ddp_spawn", "ddp_fork")
+CELLS |= {name: Cell(name.__str__, devices=2) for name in LAUNCHED}
 FLAT = "fsdp1, flat parameters"
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+
+
+class ErrorKeepingCallback(DeterminismCallback):
+    """Keeps the facts of an error of each rank, which the launcher's process does not get."""
+
+    def on_exception(self, trainer, pl_module, exception):
+        """Write them before the launcher ends the other rank."""
+        super().on_exception(trainer, pl_module, exception)
+        if isinstance(exception, D9mError):
+            folder = Path(self._recorder._make_folder.keywords["ledger_dir"])
+            folder.mkdir(exist_ok=True)
+            (folder / f"error-{trainer.global_rank}").write_text(json.dumps(describe(exception)))
+            trainer.strategy.barrier()
 
 
 def fit(folder, cell, name, *, faulty=None, resume_from=None, every=None, **words):
-    """Train as a run of its own would; return the Trainer."""
-    session._fits = 0
-    callbacks = [DeterminismCallback(seed=5, ledger_dir=folder / name, **words)]
+    """Train; return the callback."""
+    callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
+    callbacks = [callback]
     settings = dict(QUIET)
     if every is not None:
         settings["enable_checkpointing"] = True
@@ -226,38 +245,62 @@ def fit(folder, cell, name, *, faulty=None, resume_from=None, every=None, **word
     trainer = L.Trainer(
         max_epochs=2,
         strategy=kind.make_strategy(),
-        devices=WORLD,
+        devices=kind.devices,
         callbacks=callbacks,
         **settings,
         **kind.words,
     )
     trainer.fit(model, make_loader(), make_loader(shuffle=False), ckpt_path=resume_from)
-    return trainer
+    return callback
 
 
-def outcome(func):
-    """Return the facts of the error that a training raises; None without one."""
+def describe(error):
+    """Return the facts of an error."""
+    facts = {name: str(value) for name, value in vars(error).items()}
+    return {**facts, "type": type(error).__name__, "message": str(error)}
+
+
+def list_outcomes(folder, cell, name, **words):
+    """Train as a run of its own would.
+
+    Returns:
+        For each rank whose process this is, or that it started, the facts of the error that was
+        raised; None without one.
+    """
+    session._fits = 0
+    errors = [folder / name / f"error-{rank}" for rank in range(CELLS[cell].devices)]
     try:
-        func()
+        fit(folder, cell, name, **words)
     except Exception as error:  # noqa: BLE001 - the tests read what it says
-        facts = {name: str(value) for name, value in vars(error).items()}
-        return {**facts, "type": type(error).__name__, "message": str(error)}
-    return None
+        if cell not in LAUNCHED:
+            return [describe(error)]
+        found = [file.read_text() if file.exists() else "null" for file in errors]
+        return [json.loads(text) or describe(error) for text in found]
+    return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
 def run(folder, cell):
-    """Run a cell; return what was found."""
-    fit(folder, cell, "first")
+    """Run a cell; return what each rank found whose process this is, or that it started."""
+    session._fits = 0
+    first = fit(folder, cell, "first")
     reference = folder / "first" / "fit-000"
-    found = {}
+    found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
     def attempt(name, **words):
-        found[name] = outcome(lambda: fit(folder, cell, name, **words))
+        for entry, outcome in zip(found, list_outcomes(folder, cell, name, **words), strict=True):
+            entry[name] = outcome
 
-    attempt("second", reference=reference)
+    if cell in LAUNCHED:
+        variables = [name for name in VARIABLES if name in os.environ]
+        found[0]["left"] = [str(first.ledger), first.digest, variables]
+        with deterministic(seed=5):
+            attempt("second", reference=reference, seed=None)
+            fit(folder, cell, "next", seed=None)
+    else:
+        attempt("second", reference=reference)
     if cell != FLAT:
-        attempt("fault", faulty=WORLD - 1, reference=reference)
-        attempt("fault without reference", faulty=WORLD - 1)
+        attempt("fault", faulty=CELLS[cell].devices - 1, reference=reference)
+        attempt("fault without reference", faulty=CELLS[cell].devices - 1)
     attempt("probed", probes="all")
     attempt("probed again", probes="all")
     attempt("replayed", replay_every=2)
@@ -273,8 +316,8 @@ def main():
     warnings.filterwarnings("ignore")
     for cell in sys.argv[2:]:
         folder = Path(sys.argv[1]) / cell
-        found = run(folder, cell)
-        (folder / f"found-{RANK}.json").write_text(json.dumps(found))
+        for rank, found in enumerate(run(folder, cell), RANK):
+            (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

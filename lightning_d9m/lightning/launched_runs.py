@@ -1,0 +1,96 @@
+"""Runs in processes that Lightning forks or spawns, as under ``ddp_spawn`` and ``ddp_notebook``.
+
+Lightning calls no hook in the process that starts the others, and the others end with the run. So
+its launcher is wrapped: each process takes over the session and the number of fits of the process
+that started it, and that one gets what the run of rank 0 left in the callback.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_d9m.control.session import (
+    InheritedSession,
+    capture_session,
+    session_inherited,
+    set_fits,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class LaunchingCallback(Protocol):
+    """A callback of the Trainer whose run is launched."""
+
+    def begin_launch(self) -> None:
+        """Set what the new processes must find."""
+
+    def end_launch(self) -> None:
+        """Restore it."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run that has failed."""
+
+    def capture_summary(self) -> dict[str, Any]:
+        """Return what a run has left in the callback, as plain values."""
+
+    def restore_summary(self, summary: dict[str, Any]) -> None:
+        """Take over what a run in another process has left."""
+
+
+@dataclass(frozen=True)
+class LaunchedRun:
+    """A run that new processes call.
+
+    Attributes:
+        trainer: The Trainer.
+        run: The method of it that runs.
+        callback: The callback of the Trainer.
+        session: What the processes take over.
+    """
+
+    trainer: "Trainer"
+    run: Callable[..., object]
+    callback: LaunchingCallback
+    session: InheritedSession
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, dict[str, Any]]:
+        """Run; return the result, the number of fits, and what the run left in the callback."""
+        with session_inherited(self.session):
+            try:
+                result = self.run(*args, **kwargs)
+            except BaseException as error:
+                # Lightning calls `on_exception` only in the process that started this one.
+                self.callback.on_exception(self.trainer, self.trainer.lightning_module, error)
+                raise
+            return result, capture_session().fits, self.callback.capture_summary()
+
+
+def launch_run(
+    trainer: "Trainer",
+    run: Callable[..., object],
+    start: Callable[[Callable[..., object]], Any],
+    callbacks: Sequence[LaunchingCallback],
+) -> object:
+    """Start the processes of a run, and return its result.
+
+    Args:
+        trainer: The Trainer.
+        run: The method of it that runs.
+        start: Starts processes that call its argument; returns what it returned on rank 0.
+        callbacks: The callbacks of this package; the first one serves the run.
+    """
+    session = capture_session()
+    fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
+    with ExitStack() as stack:
+        for callback in callbacks:
+            stack.callback(callback.end_launch)
+        callbacks[0].begin_launch()
+        try:
+            result, fits, summary = start(LaunchedRun(trainer, run, callbacks[0], session))
+        finally:
+            set_fits(fits)
+    callbacks[0].restore_summary(summary)
+    return result
