@@ -255,24 +255,16 @@ class _Tally:
 
 
 def _at_place(rank: int, found: BatchComparison) -> Divergence:
-    first = found.differing[0]
-    alone = (*found.only_expected[:PLACES_KEPT], *found.only_actual[:PLACES_KEPT])
-    return Divergence(
+    return Divergence.at_places(
+        found.differing,
         rank=rank,
         moment="batch",
         epoch=found.epoch,
         step=found.step,
         batch=found.batch,
-        kind=first.kind,
-        name=first.name,
-        call=first.call,
-        position=first.position,
-        expected=str(first.expected),
-        actual=str(first.actual),
-        places=tuple(found.differing[:PLACES_KEPT]),
         count=found.count,
         compared=found.places,
-        one_sided=alone,
+        one_sided=(*found.only_expected[:PLACES_KEPT], *found.only_actual[:PLACES_KEPT]),
     )
 
 

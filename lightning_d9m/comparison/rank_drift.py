@@ -5,7 +5,7 @@ from dataclasses import replace
 from lightning_d9m.comparison.alignment import align_records
 from lightning_d9m.comparison.probe_diff import PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import list_entries
-from lightning_d9m.comparison.result import PLACES_KEPT, Divergence
+from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.probe_layouts import unpack_places
 from lightning_d9m.ledger.format.records import Digests, End, RankDrift
@@ -117,24 +117,17 @@ def _list_kinds(batch: Batch) -> set[str]:
 def _make_divergence(
     rank: int, record: Digests | Batch, places: list[PlaceDifference]
 ) -> Divergence:
-    first = places[0]
     if isinstance(record, Batch):
         moment, batch, compared = "batch", record.batch, record.size
     else:
-        moment, batch, compared = record.moment, None, len(record.groups.get(first.kind, ()))
-    return Divergence(
+        moment, batch, compared = record.moment, None, len(record.groups.get(places[0].kind, ()))
+    return Divergence.at_places(
+        places,
         rank=rank,
         moment=moment,
         epoch=record.epoch,
         step=record.step,
         batch=batch,
-        kind=first.kind,
-        name=first.name,
-        call=first.call,
-        position=first.position,
-        expected=str(first.expected),
-        actual=str(first.actual),
-        places=tuple(places[:PLACES_KEPT]),
         count=len(places),
         compared=max(compared, len(places)),
     )

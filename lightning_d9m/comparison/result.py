@@ -1,8 +1,9 @@
 """The result of the comparison of two ledgers: by rank, and as a verdict."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference
@@ -72,6 +73,21 @@ class Divergence:
     count: int
     compared: int
     one_sided: tuple[PlaceDifference, ...] = ()
+
+    @classmethod
+    def at_places(cls, places: Sequence[PlaceDifference], **facts: Any) -> "Divergence":
+        """Return the divergence at the first of the places; the facts are its other attributes."""
+        first = places[0]
+        return cls(
+            kind=first.kind,
+            name=first.name,
+            call=first.call,
+            position=first.position,
+            expected=str(first.expected),
+            actual=str(first.actual),
+            places=tuple(places[:PLACES_KEPT]),
+            **facts,
+        )
 
     @property
     def when(self) -> tuple[int, ...]:

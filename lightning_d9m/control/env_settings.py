@@ -136,7 +136,8 @@ def read_value(variable: str, text: str, annotation: Any) -> Any:
     >>> read_value("LIGHTNING_D9M_UNPATCHED_OPS", "put_, cumsum", Sequence[str])
     ('put_', 'cumsum')
     """
-    kinds = get_args(annotation) if _is_union(annotation) else (annotation,)
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = get_args(annotation) if is_union else (annotation,)
     # Last of all the text itself: every text is a valid str or Path.
     for kind in sorted(kinds, key=lambda kind: kind in (str, Path)):
         try:
@@ -146,10 +147,6 @@ def read_value(variable: str, text: str, annotation: Any) -> Any:
     described = [_describe_type(kind) for kind in kinds]
     allowed = " or ".join(text for text in described if text) or _NOT_BY_VARIABLE
     raise SettingError(f"The variable {variable} is {text!r}; allowed: {allowed}.")
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, UnionType)
 
 
 def _parse(text: str, kind: Any) -> Any:

@@ -137,7 +137,7 @@ def _read_state(
             continue
         if not isinstance(value, Tensor):
             groups[place[0]][place[1]] = _digest_state(value)
-        elif _is_lazy(value):
+        elif is_lazy(value):  # it has no shape before its module's first input
             groups[place[0]][place[1]] = digest_value(type(value))
         else:
             tensors[place] = value
@@ -214,11 +214,6 @@ class _DividedTensors:
         return True
 
 
-def _is_lazy(tensor: Tensor) -> bool:
-    """Return whether a parameter or buffer has no shape before its module's first input."""
-    return bool(is_lazy(tensor))
-
-
 def _digest_state(value: object) -> str:
     """Digest a value; of an object in it without defined bytes, digest the type."""
     try:
@@ -280,7 +275,7 @@ def describe_model(
     layouts = layouts or {}
 
     def shape(tensor: Tensor) -> tuple[int, ...] | None:
-        if _is_lazy(tensor):
+        if is_lazy(tensor):
             return None
         layout = layouts.get(id(tensor))
         return tuple(tensor.shape) if layout is None else layout.shape

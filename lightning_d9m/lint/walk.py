@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.lint.rules import Certainty
-from lightning_d9m.lint.scopes import SCOPES, Scope, resolve
+from lightning_d9m.lint.scopes import (
+    FUNCTIONS,
+    SCOPES,
+    Binding,
+    Function,
+    Scope,
+    read_last_name,
+    resolve,
+)
 
 _LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.Constant)
 _DECORATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -50,8 +58,54 @@ class NodeContext:
         """Return the innermost enclosing node of some kinds."""
         return next((node for node in reversed(self.parents) if isinstance(node, kinds)), None)
 
+    def find_area(self, target: ast.AST | None) -> tuple[ast.AST | None, str]:
+        """Return where an assigned name or attribute is followed, and its name.
+
+        Args:
+            target: ``name``, which is followed in its scope, or ``self.name``, in its class.
+
+        Returns:
+            None for any other expression.
+        """
+        if isinstance(target, ast.Name):
+            return self.scope.node, target.id
+        enclosing = self.scope.enclosing_class
+        if isinstance(target, ast.Attribute) and enclosing is not None:
+            return enclosing.node, target.attr
+        return None, ""
+
+    def find_function(self, node: ast.AST) -> Function | None:
+        """Return the definition of a function: a lambda, by name, or a method by ``self.name``."""
+        if isinstance(node, ast.Lambda):
+            return node
+        found: Sequence[Binding] = ()
+        enclosing = self.scope.enclosing_class
+        if isinstance(node, ast.Name):
+            found, _ = self.scope.find(node.id)
+        elif isinstance(node, ast.Attribute) and read_last_name(node.value) == "self" and enclosing:
+            found = enclosing.bindings.get(node.attr, ())
+        return next((entry.node for entry in found if isinstance(entry.node, FUNCTIONS)), None)
+
 
 Check: TypeAlias = Callable[[ast.AST, NodeContext], Iterator[ReportFinding]]
+
+
+def walk_whole(
+    area: ast.AST, skipped: ast.AST | None = None
+) -> Iterator[tuple[ast.AST, list[ast.AST]]]:
+    """Yield each node of an area with the nodes around it, the nearest last.
+
+    Args:
+        area: The outermost node.
+        skipped: A node of which no child is yielded.
+    """
+    stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
+    while stack:
+        node, parents = stack.pop()
+        yield node, parents
+        if node is not skipped:
+            inner = [*parents, node]
+            stack.extend((child, inner) for child in ast.iter_child_nodes(node))
 
 
 def walk(

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_d9m.audit.ops.verdict import judge_op
+from lightning_d9m.audit.ops.verdict import judge_op, varies
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.svg.charts import draw_dots
 
@@ -42,11 +42,6 @@ def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
             }
         )
     return {"settings": dict(settings), "ops": ops, "rows": list(rows)}
-
-
-def varies(entry: Mapping[str, Any]) -> bool:
-    """Return whether a case gave more than one output in a condition."""
-    return bool(entry["outcome"] == "ran" and entry["spread"]["distinct"] > 1)
 
 
 def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -22,13 +22,13 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return [f"Not measured: {'; '.join(reasons)}"]
     flagged = [row["conditions"]["deterministic"] for row in rows]
     raised = [row for row in rows if row["conditions"]["deterministic"]["outcome"] == "raised"]
-    varied = any(map(_varied, ran))
+    varied = any(map(varies, ran))
     findings = []
     if varied and not kinds:
         findings.append("Varies, and torch does not document it.")
     if kinds and not varied:
         findings.append("Documented as nondeterministic, and did not vary here.")
-    if any(map(_varied, flagged)):
+    if any(map(varies, flagged)):
         findings.append("Varies although deterministic algorithms are on, and does not raise.")
     if raised and "raises" not in kinds:
         findings.append("Raises, and torch does not document it.")
@@ -41,7 +41,8 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return findings or ["As documented."]
 
 
-def _varied(entry: Mapping[str, Any]) -> bool:
+def varies(entry: Mapping[str, Any]) -> bool:
+    """Return whether a case gave more than one output in a condition."""
     return bool(entry["outcome"] == "ran" and entry["spread"]["distinct"] > 1)
 
 

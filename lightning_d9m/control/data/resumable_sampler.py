@@ -163,11 +163,11 @@ class ResumableSampler:
 
 def find_position_problem(loader: Any) -> str | None:
     """Return a sentence if a loader cannot continue exactly within an epoch, else None."""
-    has_state = _has_state(loader)
+    is_stateful = has_state(loader)
     if not isinstance(loader, DataLoader):
-        return None if has_state else _no_position(loader)
+        return None if is_stateful else _no_position(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return _find_stream_problem(loader) if has_state else _no_position(loader.dataset)
+        return _find_stream_problem(loader) if is_stateful else _no_position(loader.dataset)
     return find_worker_problem(loader)
 
 
@@ -176,7 +176,7 @@ def find_epoch_problem(loader: Any) -> str | None:
 
     torchdata's loader does not: an epoch depends only on the dataset and on the generators.
     """
-    if not _has_state(loader) or not is_foreign([loader]):
+    if not has_state(loader) or not is_foreign([loader]):
         return None
     return (
         f"{loader.__class__.__name__} has a state_dict(), which Lightning does not load between "
@@ -197,7 +197,8 @@ def find_counting_problem(loader: Any) -> str | None:
     )
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: object) -> bool:
+    """Return whether an object has a state that it can load."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

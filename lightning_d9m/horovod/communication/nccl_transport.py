@@ -14,20 +14,13 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.communication.rank_store import connect_store
-from lightning_d9m.horovod.communication.transports import Pending, TorchTransport
+from lightning_d9m.horovod.communication.transports import Pending, TorchPending, TorchTransport
 
 _POLL_SECONDS = 0.001
 
 
-class StreamPending:
-    """A collective on a CUDA stream.
-
-    ``get_result`` does not wait for its end: it lets the current stream wait.
-    """
-
-    def __init__(self, work: Any, result: Tensor) -> None:
-        self._work = work
-        self._result = result
+class StreamPending(TorchPending):
+    """A collective on a CUDA stream."""
 
     def is_done_within(self, seconds: float) -> bool:
         """Poll and sleep: with a timeout, ``wait`` would end the group."""
@@ -37,11 +30,6 @@ class StreamPending:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
-
-    def get_result(self) -> Tensor:
-        """Let the current stream wait for the end, and return the result."""
-        self._work.wait()
-        return self._result
 
 
 class NcclTransport(TorchTransport):

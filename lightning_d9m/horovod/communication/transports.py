@@ -128,12 +128,20 @@ class HorovodTransport:
         """Do nothing: Horovod runs until the process ends."""
 
 
-class _TorchPending:
+class TorchPending:
+    """A collective of a process group of torch.
+
+    Args:
+        work: The collective.
+        result: The tensor that it fills.
+    """
+
     def __init__(self, work: Any, result: Tensor) -> None:
         self._work = work
         self._result = result
 
     def is_done_within(self, seconds: float) -> bool:
+        """Return whether it has ended, after waiting so long."""
         try:
             # A timeout of zero would wait indefinitely.
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
@@ -142,6 +150,7 @@ class _TorchPending:
         return True
 
     def get_result(self) -> Tensor:
+        """Wait for the end, on CUDA by the current stream alone, and return the result."""
         self._work.wait()
         return self._result
 
@@ -187,22 +196,22 @@ class TorchTransport:
 
     def sum(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        return _TorchPending(self._tensors.allreduce(tensor, distributed.ReduceOp.SUM), tensor)
+        return TorchPending(self._tensors.allreduce(tensor, distributed.ReduceOp.SUM), tensor)
 
     def minimize(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
         work = self._control.allreduce(tensor, distributed.ReduceOp.MIN, timeout=_UNBOUNDED)
-        return _TorchPending(work, tensor)
+        return TorchPending(work, tensor)
 
     def gather(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
         gathered = tensor.new_empty(self._size * len(tensor))
         work = self._control.allgather(list(gathered.chunk(self._size)), tensor)
-        return _TorchPending(work, gathered)
+        return TorchPending(work, gathered)
 
     def broadcast(self, tensor: Tensor, name: str) -> Pending:
         """See `Transport`."""
-        return _TorchPending(self._tensors.broadcast(tensor, 0), tensor)
+        return TorchPending(self._tensors.broadcast(tensor, 0), tensor)
 
     def close(self) -> None:
         """Close the connections."""

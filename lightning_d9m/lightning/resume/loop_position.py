@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_d9m.control.data.resumable_sampler import has_state
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.resume.exactness import is_cut_by_max_steps
 from lightning_d9m.lightning.saved_state import LoopPhase, LoopPosition
@@ -118,18 +119,14 @@ def drop_consumed_states(trainer: "Trainer") -> None:
     loader would skip as many batches of the next epoch.
     """
     loaders = lightning_private.list_loaders(trainer.fit_loop)
-    stateful = [loader for loader in loaders if _is_stateful(loader)]
+    stateful = [loader for loader in loaders if has_state(loader)]
     states = lightning_private.list_pending_loader_states(trainer)
     if len(states) == len(stateful):  # otherwise Lightning raises an error
         kept = [
-            {} if isinstance(loader, DataLoader) and not _is_stateful(loader.dataset) else state
+            {} if isinstance(loader, DataLoader) and not has_state(loader.dataset) else state
             for loader, state in zip(stateful, states, strict=True)
         ]
         lightning_private.set_pending_loader_states(trainer, kept)
-
-
-def _is_stateful(value: object) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def makes_iterator_again(trainer: "Trainer") -> bool:

@@ -5,14 +5,11 @@ import re
 from collections.abc import Iterator
 
 from lightning_d9m.lint.checks.order_use import is_choice, is_list_order_used, is_order_used
-from lightning_d9m.lint.checks.seeds import list_parts
+from lightning_d9m.lint.checks.seeds import CLOCK, list_parts
 from lightning_d9m.lint.scopes import Scope, resolve
 from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
-_CLOCK = re.compile(
-    r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
-    r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
-)
+_CLOCK = re.compile(CLOCK)
 _FILE_TIMES = {"getmtime", "getctime", "getatime"}
 _STAT_TIMES = {f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")}
 _RATES = {"lr", "learning_rate"}

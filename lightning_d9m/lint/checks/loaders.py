@@ -18,7 +18,7 @@ def check_worker_seed(node: ast.AST, context: NodeContext) -> Iterator[ReportFin
     for word in node.keywords:
         if word.arg != "worker_init_fn":
             continue
-        function = _find_function(word.value, context)
+        function = context.find_function(word.value)
         if function is None:
             continue
         inner = Scope(function, context.scope, context.scope.package)
@@ -80,17 +80,6 @@ def _is_dataset(scope: Scope) -> bool:
     assert isinstance(scope.node, ast.ClassDef)
     names = [getattr(base, "attr", getattr(base, "id", "")) for base in scope.node.bases]
     return any(name.endswith("Dataset") for name in names)
-
-
-def _find_function(node: ast.AST, context: NodeContext) -> ast.FunctionDef | ast.Lambda | None:
-    if isinstance(node, ast.Lambda):
-        return node
-    if isinstance(node, ast.Name):
-        found, _ = context.scope.find(node.id)
-        for binding in found:
-            if isinstance(binding.node, (ast.FunctionDef, ast.Lambda)):
-                return binding.node
-    return None
 
 
 def _seeds_alike(call: ast.Call, scope: Scope) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.values import Arguments, read_constant
-from lightning_d9m.lint.walk import NodeContext, ReportFinding
+from lightning_d9m.lint.walk import NodeContext, ReportFinding, walk_whole
 
 _MAKERS = {"torch.empty", "torch.empty_like", "torch.empty_strided", "torch.Tensor"}
 _SHAPED_TYPES = {f"torch.{kind}Tensor" for kind in ("Float", "Double", "Half", "Int", "Long")}
@@ -83,9 +83,7 @@ def _is_partly_written(area: ast.AST, name: str, context: NodeContext) -> Certai
     """
     parts: list[ast.AST] = []
     certainty: Certainty | None = None
-    stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
-    while stack:
-        node, parents = stack.pop()
+    for node, parents in walk_whole(area):
         if isinstance(node, ast.Name) and node.id == name:
             parent = parents[-1]
             if isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store):
@@ -102,8 +100,6 @@ def _is_partly_written(area: ast.AST, name: str, context: NodeContext) -> Certai
                 certainty = certainty or "depends"
             elif not (isinstance(parent, ast.Attribute) and parent.attr in _SHAPE_ONLY):
                 return None
-        inner = [*parents, node]
-        stack.extend((child, inner) for child in ast.iter_child_nodes(node))
     return certainty if len(parts) == 1 and _leaves_rest(parts[0]) else None
 
 
@@ -139,18 +135,14 @@ def _read_integer(node: ast.AST | None) -> int:
 def _is_only_read(area: ast.AST, name: str) -> bool:
     """Return whether a local tensor is used in arithmetic and never written."""
     read = False
-    stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
-    while stack:
-        node, parents = stack.pop()
+    for node, parents in walk_whole(area):
         if isinstance(node, ast.Name) and node.id == name:
             if isinstance(node.ctx, ast.Store):
-                if not isinstance(parents[-1], ast.Assign) or read is None:
+                if not isinstance(parents[-1], ast.Assign):
                     return False
             elif isinstance(parents[-1], _ARITHMETIC) or _reads(parents[-1], parents):
                 read = True
             elif not (isinstance(parents[-1], ast.Attribute) and parents[-1].attr in _SHAPE_ONLY):
                 # Passed on, indexed or filled in place: it may be written.
                 return False
-        inner = [*parents, node]
-        stack.extend((child, inner) for child in ast.iter_child_nodes(node))
     return read

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Sequence
 
 from lightning_d9m.lint.scopes import FUNCTIONS, read_last_name
-from lightning_d9m.lint.walk import NodeContext
+from lightning_d9m.lint.walk import NodeContext, walk_whole
 
 _FREE = {
     "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
@@ -42,22 +42,13 @@ def is_list_order_used(target: ast.AST, context: NodeContext) -> bool:
         target: ``name`` or ``self.name``.
         context: The context of the call that sorts the list.
     """
-    area, key = _find_area(target, context)
+    area, key = context.find_area(target)
     return area is not None and any(
         not isinstance(parents[-1], ast.Attribute)
         and not is_choice(parents[-1])
         and (isinstance(parents[-1], ast.Assign) or _is_used(use, parents, context, numbered=False))
-        for parents, use in _find_uses(area, key, context.parents[-1])
+        for use, parents in _find_uses(area, key, context.parents[-1])
     )
-
-
-def _find_area(target: ast.AST, context: NodeContext) -> tuple[ast.AST | None, str]:
-    """Return where a name or attribute is followed, and its name; None if it is not followed."""
-    if isinstance(target, ast.Name):
-        return context.scope.node, target.id
-    if isinstance(target, ast.Attribute) and context.scope.enclosing_class:
-        return context.scope.enclosing_class.node, target.attr
-    return None, ""
 
 
 def is_choice(node: ast.AST) -> bool:
@@ -128,12 +119,12 @@ def _is_test(node: ast.AST, around: Sequence[ast.AST]) -> bool:
 def _is_name_used(statement: ast.Assign | ast.AnnAssign, context: NodeContext) -> bool:
     """Follow an assigned name through its scope, or an attribute through its class."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-    area, key = _find_area(target, context)
+    area, key = context.find_area(target)
     if area is None:
         return True
     # A module-level name without uses may be imported elsewhere.
     used, uses = False, 0
-    for parents, use in _find_uses(area, key, statement):
+    for use, parents in _find_uses(area, key, statement):
         parent = parents[-1]
         uses += 1
         if isinstance(parent, ast.Attribute):
@@ -164,16 +155,11 @@ def _is_key(node: ast.AST, key: str) -> bool:
 
 def _find_uses(
     area: ast.AST, key: str, skipped: ast.AST
-) -> Iterable[tuple[list[ast.AST], ast.AST]]:
-    stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
-    while stack:
-        node, parents = stack.pop()
+) -> Iterable[tuple[ast.AST, list[ast.AST]]]:
+    for node, parents in walk_whole(area, skipped):
         loaded = isinstance(getattr(node, "ctx", None), ast.Load)
         if loaded and _is_key(node, key) and parents:
-            yield parents, node
-        if node is not skipped:
-            inner = [*parents, node]
-            stack.extend((child, inner) for child in ast.iter_child_nodes(node))
+            yield node, parents
 
 
 def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool) -> bool:

@@ -36,10 +36,13 @@ _GLOBAL_SEEDS = {
 _FROM_SYSTEM_WHEN_EMPTY = {"random.seed", "numpy.random.seed"}
 _ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
 _SYSTEM_DRAWS = ("random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits")
-_ENTROPY = re.compile(
+CLOCK = (
     r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
     r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
-    r"|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
+)
+"""Pattern of the functions that read a clock."""
+_ENTROPY = re.compile(
+    rf"{CLOCK}|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
     r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
 )
 _NUMBERED = re.compile(r"(^|_)(rank|worker|worker_id|workerid|process_index|process_id|proc_id)$")
@@ -196,13 +199,7 @@ def _check_generator(node: ast.Call, context: NodeContext) -> Iterator[ReportFin
 def _find_area(context: NodeContext) -> tuple[ast.AST | None, str]:
     """Return the scope or class in which the new object has a name, and the name."""
     parent = context.parents[-1]
-    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
-    if isinstance(target, ast.Name):
-        return context.scope.node, target.id
-    enclosing = context.scope.enclosing_class
-    if isinstance(target, ast.Attribute) and enclosing is not None:
-        return enclosing.node, target.attr
-    return None, ""
+    return context.find_area(parent.targets[0] if isinstance(parent, ast.Assign) else None)
 
 
 def _is_seeded_later(area: ast.AST | None, key: str) -> bool:

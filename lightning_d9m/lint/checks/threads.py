@@ -4,13 +4,12 @@ import ast
 from collections.abc import Iterator
 from itertools import pairwise
 
-from lightning_d9m.lint.scopes import read_last_name
+from lightning_d9m.lint.scopes import Function, read_last_name
 from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
 _TARGETS = {"threading.Thread": "target", "threading.Timer": "function"}
 _PARAMETERS = {"parameters", "named_parameters"}
 _HARMLESS = {"requires_grad_", "share_memory_"}
-_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def check_thread(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
@@ -21,27 +20,12 @@ def check_thread(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]
         return
     named = [word.value for word in node.keywords if word.arg == keyword]
     for target in (*named, *node.args[1:2]):
-        function = _find_function(target, context)
+        function = context.find_function(target)
         if function is not None and _writes_parameters(function) and not _is_joined(context):
             yield ReportFinding("D9M307", node, "depends")
 
 
-def _find_function(target: ast.AST, context: NodeContext) -> _Function | None:
-    if isinstance(target, ast.Lambda):
-        return target
-    if isinstance(target, ast.Name):
-        for binding in context.scope.find(target.id)[0]:
-            if isinstance(binding.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                return binding.node
-    enclosing = context.scope.enclosing_class
-    if isinstance(target, ast.Attribute) and read_last_name(target.value) == "self" and enclosing:
-        for binding in enclosing.bindings.get(target.attr, []):
-            if isinstance(binding.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                return binding.node
-    return None
-
-
-def _writes_parameters(function: _Function) -> bool:
+def _writes_parameters(function: Function) -> bool:
     names: set[str] = set()
     for part in ast.walk(function):
         if isinstance(part, (ast.For, ast.comprehension)):
