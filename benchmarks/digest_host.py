@@ -20,9 +20,9 @@ from unittest import mock
 
 import torch
 
-from lightning_d9m.hashing import address_cache, pending
+from lightning_d9m.hashing import address_cache, digest_queue
+from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import NamedTensors
-from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.xxh3 import cuda as xxh3_cuda
 from lightning_d9m.probes.trace import Trace
 
@@ -155,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(1)
     launcher = Launcher()
     with (
-        mock.patch.object(pending, "_load_kernel", always(xxh3_cuda)),
+        mock.patch.object(digest_queue, "_load_kernel", always(xxh3_cuda)),
         mock.patch.object(address_cache, "_load_kernel", always(xxh3_cuda)),
         mock.patch.object(address_cache, "_locate", locate_there),
         mock.patch.object(torch.cuda, "current_stream", always(STREAM)),

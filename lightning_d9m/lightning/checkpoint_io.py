@@ -11,7 +11,7 @@ import torch
 
 from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
-from lightning_d9m.hashing.checkpoint_digests import Damage, check_manifest, make_manifest
+from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
 from lightning_d9m.lightning.saved_state import (
     MANIFEST_KEY,
     OLD_MANIFEST_KEY,

@@ -35,7 +35,7 @@ from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.recorder import Policy
+from lightning_d9m.recording.ledger_recorder import Policy
 from lightning_d9m.recording.replicated_state import find_replicated_state
 from lightning_d9m.recording.run_recorder import RunRecorder, make_header
 

@@ -14,8 +14,8 @@ import torch
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import NamedTensors
-from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.ledger.format.fields import DIGEST_BYTES, Json, ProbeKey
 from lightning_d9m.ledger.format.probe_frames import MAX_BLOCK, MAX_LAYOUTS

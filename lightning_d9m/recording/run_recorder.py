@@ -19,7 +19,7 @@ from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.recorder import Policy, Recorder
+from lightning_d9m.recording.ledger_recorder import LedgerRecorder, Policy
 from lightning_d9m.recording.replicated_state import ReplicatedState
 from lightning_d9m.recording.whole_state import complete_snapshot
 from lightning_d9m.version import __version__
@@ -42,7 +42,7 @@ class RunRecorder:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._recorder: Recorder | None = None
+        self._recorder: LedgerRecorder | None = None
         self._model: torch.nn.Module | None = None
         self._tensors: ModelTensors | None = None
         self.ranks = Ranks(0)
@@ -114,7 +114,7 @@ class RunRecorder:
         self.ranks = ranks
         header, facts, replicated = ranks.raise_on_all(describe)
         self.folder = make_folder()
-        self._recorder = Recorder(
+        self._recorder = LedgerRecorder(
             self.folder, header, policy=policy or self._policy, ranks=ranks, replicated=replicated
         )
         self._model = model if wrapped is None else wrapped

@@ -8,7 +8,7 @@ import torch
 from resuming import Fits
 
 from lightning_d9m.cli.main import main
-from lightning_d9m.hashing.checkpoint_digests import make_manifest
+from lightning_d9m.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import ModelTensors, NamedTensors
-from lightning_d9m.hashing.pending import DigestQueue
 
 
 def digest_standing(standing):

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.hashing import address_cache, pending
+from lightning_d9m.hashing import address_cache, digest_queue
 from lightning_d9m.hashing.address_cache import digest_located
 from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import NamedTensors
-from lightning_d9m.hashing.pending import DigestQueue
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 from lightning_d9m.probes.trace import Trace
 
@@ -126,7 +126,7 @@ device = Device()
 def simulated(monkeypatch):
     """Let the queue launch on the simulated device."""
     device.__init__()
-    for module in (pending, address_cache):
+    for module in (digest_queue, address_cache):
         monkeypatch.setattr(module, "_load_kernel", lambda _: device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
     monkeypatch.setattr(torch.cuda, "stream", device.on)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.hashing.checkpoint_digests import make_manifest
+from lightning_d9m.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.lightning.checkpoint_io import check_checkpoint, find_manifest
 from lightning_d9m.lightning.saved_state import (
     FORMAT,

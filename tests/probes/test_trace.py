@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
 from lightning_d9m.probes.monitor import monitor, monitors_heard
 from lightning_d9m.probes.trace import RECORD_PLACES, ProbeCollector, ProbePoint

@@ -9,7 +9,7 @@ from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.ledger.format.records import End, RunFacts
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.recorder import Policy
+from lightning_d9m.recording.ledger_recorder import Policy
 from lightning_d9m.recording.run_recorder import RunRecorder, make_header
 
 

@@ -234,7 +234,7 @@ def _find_stream_problem(loader: Any) -> str | None:
             f"{name} makes its own batches in workers, whose generators cannot be "
             "saved. Set batch_size so that the loader makes them, or use num_workers=0."
         )
-    if loader.num_workers > 0 and not _has_state(loader.dataset):
+    if loader.num_workers > 0 and not has_state(loader.dataset):
         return (
             f"{name} does not have state_dict() and load_state_dict(), so its workers read the "
             "trained batches again to skip them, and then draw other random numbers. Give it "

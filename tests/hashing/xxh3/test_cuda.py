@@ -8,7 +8,7 @@ import torch
 
 from lightning_d9m.hashing import digest as digest_module
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.pending import DigestQueue
+from lightning_d9m.hashing.digest_queue import DigestQueue
 
 pytestmark = [
     pytest.mark.cuda,

@@ -52,7 +52,7 @@ class Policy:
             read_ledger(self.reference)
 
 
-class Recorder:
+class LedgerRecorder:
     """Writes one rank's part of a ledger and checks it as it is written.
 
     An error on one rank is raised on all ranks, so that none waits for another.

@@ -10,7 +10,7 @@ from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDiffere
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.recorder import Policy, Recorder
+from lightning_d9m.recording.ledger_recorder import LedgerRecorder, Policy
 from lightning_d9m.recording.replicated_state import ReplicatedState
 
 RANKS = 3
@@ -51,7 +51,7 @@ def run(folder, act, **policy):
     threads = Threads()
 
     def one(rank):
-        recorder = Recorder(
+        recorder = LedgerRecorder(
             folder,
             header(rank),
             policy=Policy(**policy),
@@ -180,7 +180,7 @@ def test_any_error_on_one_rank_is_raised_on_all():
 def alone(folder, act, *, stack="2", **policy):
     """Record as the only rank."""
     folder.mkdir()
-    recorder = Recorder(
+    recorder = LedgerRecorder(
         folder, header(0, world_size=1, stack={"torch": stack}), policy=Policy(**policy)
     )
     try:
@@ -215,11 +215,11 @@ def test_a_run_cannot_be_its_own_reference(tmp_path):
 
 
 def test_whether_anything_is_compared(tmp_path):
-    recorder = Recorder(tmp_path, header(0), policy=Policy())
+    recorder = LedgerRecorder(tmp_path, header(0), policy=Policy())
     assert not recorder.compares
     several = Ranks(0, list)
     replicated = ReplicatedState(weights=["a"])
-    assert Recorder(
+    assert LedgerRecorder(
         tmp_path, header(0), policy=Policy(), ranks=several, replicated=replicated
     ).compares
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.hashing.checkpoint_digests import check_manifest, make_manifest
+from lightning_d9m.hashing.checkpoint_manifest import check_manifest, make_manifest
 
 
 def content():
