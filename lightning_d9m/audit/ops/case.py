@@ -1,7 +1,7 @@
 """A case: one op on one shape, with its inputs and the documentation lines about it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -54,31 +54,31 @@ class Inputs:
         return lambda: torch.autograd.grad(output, leaves, given, retain_graph=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One op on one shape.
 
     Attributes:
         op: The op: its name in the catalog if the entry covers this op only.
-        entry: The name of a catalog entry that covers several ops; else empty.
         parameters: The shape; unique among the op's cases.
         make: Builds the inputs and returns the measured call. It runs within the condition, because
             some ops select their kernel in the forward pass.
         documented: The lines of torch's documentation about it: the name, and words that only this
             line of that name contains.
+        entry: The name of a catalog entry that covers several ops; else empty.
         quick: Whether ``--quick`` runs it.
         dtypes: Names of the dtypes that it is defined for.
         devices: The types of device that have it; empty for all.
     """
 
     op: str
-    entry: str = ""
     parameters: Mapping[str, Scalar]
     make: Callable[[Inputs], Call]
     documented: tuple[tuple[str, str], ...] = ()
-    quick: bool = False
+    entry: str = ""
+    quick: bool = True
     dtypes: tuple[str, ...] = FLOATS
-    devices: tuple[str, ...] = field(default=())
+    devices: tuple[str, ...] = ()
 
     def key(self, dtype: str) -> str:
         """Return the unique name of the case in one dtype."""

@@ -12,6 +12,9 @@ from lightning_d9m.audit.ops.case import FLOATS, Call, Case, Inputs, NotHereErro
 from lightning_d9m.audit.ops.cases_scattering import list_scattering_cases
 from lightning_d9m.audit.ops.cases_spatial import list_spatial_cases
 
+# For ops that torch does not have in half precision.
+_WIDE = FLOATS[:2]
+
 
 @cache
 def list_cases() -> tuple[Case, ...]:
@@ -20,106 +23,36 @@ def list_cases() -> tuple[Case, ...]:
 
 
 def _list_other_cases() -> Iterator[Case]:
-    for name, call in (("median", "median"), ("nanmedian", "nanmedian"), ("topk", "topk")):
-        yield Case(
-            op=name,
-            parameters={"rows": 256, "columns": 1024, "distinct": 5},
-            make=_ranked(call),
-            documented=(("torch.median", ""),) if name == "median" else (),
-            quick=True,
-        )
-    yield Case(
-        op="kthvalue",
-        parameters={"rows": 256, "columns": 1024, "distinct": 5},
-        make=_ranked("kthvalue"),
-        documented=(("torch.kthvalue", ""),),
-        quick=True,
-    )
+    ranked = {"rows": 256, "columns": 1024, "distinct": 5}
+    for name in ("median", "nanmedian", "topk", "kthvalue"):
+        listed = ((f"torch.{name}", ""),) if name in {"median", "kthvalue"} else ()
+        yield Case(name, ranked, _ranked(name), listed)
     for length in (10_000, 1_000_000):
-        yield Case(
-            op="cumsum",
-            parameters={"length": length},
-            make=_on_one(torch.cumsum, length, 0),
-            documented=(("torch.cumsum", ""),),
-            quick=length < 1_000_000,  # noqa: PLR2004 - the smaller one
-        )
-        yield Case(
-            op="sum", parameters={"length": length}, make=_on_one(torch.sum, length), quick=True
-        )
-    yield Case(op="mm", parameters={"side": 256}, make=_multiply, quick=True)
-    yield Case(
-        op="bmm_sparse",
-        parameters={"side": 128, "entries": 4096},
-        make=_multiply_sparse,
-        documented=(("torch.bmm", "sparse"),),
-        quick=True,
-        dtypes=FLOATS[:2],
-    )
-    yield Case(
-        op="lstsq",
-        parameters={"rows": 100, "columns": 64},
-        make=_least_squares,
-        quick=True,
-        dtypes=FLOATS[:2],
-    )
-    yield Case(
-        op="cdist_backward",
-        parameters={"rows": 256, "norm": 1},
-        make=_distances,
-        quick=True,
-        dtypes=FLOATS[:2],
-    )
-    yield Case(op="batch_norm_backward", parameters={"side": 32}, make=_batch_norm, quick=True)
-    yield Case(op="layer_norm_backward", parameters={"rows": 4096}, make=_layer_norm, quick=True)
-    for dims in (1, 2):
-        yield Case(
-            op="nll_loss2d" if dims == 2 else "nll_loss",  # noqa: PLR2004 - dimensions
-            parameters={"side": 64, "classes": 21},
-            make=_nll(dims),
-            documented=(("torch.nn.NLLLoss", ""),),
-            quick=True,
-        )
-    yield Case(
-        op="ctc_loss_backward",
-        parameters={"steps": 100, "labels": 64},
-        make=_ctc(torch.int64),
-        documented=(("torch.nn.CTCLoss", ""),),
-        quick=True,
-        dtypes=FLOATS[:2],
-    )
-    yield Case(
-        op="ctc_loss_cudnn",
-        parameters={"steps": 100, "labels": 64},
-        make=_ctc(torch.int32),
-        documented=(("torch.nn.CTCLoss", ""),),
-        quick=True,
-        dtypes=FLOATS[:1],
-        devices=("cuda",),
-    )
-    yield Case(op="rnn_cudnn", parameters={"steps": 32, "hidden": 64}, make=_lstm, quick=True)
-    for length in (64, 512):
-        yield Case(
-            op="scaled_dot_product_attention_backward",
-            parameters={"length": length, "heads": 4},
-            make=_attend(length),
-            quick=length == 64,  # noqa: PLR2004 - the smaller one
-        )
-    yield Case(
-        op="flash_attn_package_backward",
-        parameters={"length": 512},
-        make=_flash,
-        quick=True,
-        dtypes=("float16",),
-        devices=("cuda",),
-    )
-    yield Case(
-        op="resize_quantized",
-        parameters={"values": 1_000},
-        make=_resize,
-        documented=(("torch.Tensor.resize_", "quantized"),),
-        quick=True,
-        dtypes=FLOATS[:1],
-    )
+        shape, quick = {"length": length}, length < 1_000_000  # noqa: PLR2004 - the smaller one
+        summed = _on_one(torch.cumsum, length, 0)
+        yield Case("cumsum", shape, summed, (("torch.cumsum", ""),), quick=quick)
+        yield Case("sum", shape, _on_one(torch.sum, length))
+    yield Case("mm", {"side": 256}, _multiply)
+    shape, listed = {"side": 128, "entries": 4096}, (("torch.bmm", "sparse"),)
+    yield Case("bmm_sparse", shape, _multiply_sparse, listed, dtypes=_WIDE)
+    yield Case("lstsq", {"rows": 100, "columns": 64}, _least_squares, dtypes=_WIDE)
+    yield Case("cdist_backward", {"rows": 256, "norm": 1}, _distances, dtypes=_WIDE)
+    yield Case("batch_norm_backward", {"side": 32}, _batch_norm)
+    yield Case("layer_norm_backward", {"rows": 4096}, _layer_norm)
+    for dims, op in ((1, "nll_loss"), (2, "nll_loss2d")):
+        yield Case(op, {"side": 64, "classes": 21}, _nll(dims), (("torch.nn.NLLLoss", ""),))
+    shape, listed = {"steps": 100, "labels": 64}, (("torch.nn.CTCLoss", ""),)
+    yield Case("ctc_loss_backward", shape, _ctc(torch.int64), listed, dtypes=_WIDE)
+    cudnn = _ctc(torch.int32)
+    yield Case("ctc_loss_cudnn", shape, cudnn, listed, dtypes=FLOATS[:1], devices=("cuda",))
+    yield Case("rnn_cudnn", {"steps": 32, "hidden": 64}, _lstm)
+    for length, quick in ((64, True), (512, False)):
+        shape = {"length": length, "heads": 4}
+        yield Case("scaled_dot_product_attention_backward", shape, _attend(length), quick=quick)
+    shape, half = {"length": 512}, ("float16",)
+    yield Case("flash_attn_package_backward", shape, _flash, dtypes=half, devices=("cuda",))
+    listed = (("torch.Tensor.resize_", "quantized"),)
+    yield Case("resize_quantized", {"values": 1_000}, _resize, listed, dtypes=FLOATS[:1])
 
 
 def _on_one(function: Callable[..., Tensor], length: int, *more: int) -> Callable[[Inputs], Call]:

@@ -88,13 +88,9 @@ def _rows() -> Iterator[Case]:
             index = inputs.whole(rows, rows)
             return lambda: target.index_add(0, index, given)
 
-        yield Case(
-            op="index_add",
-            parameters={"side": side, "ratio": ratio},
-            make=make,
-            documented=(("torch.index_add", ""),),
-            quick=(side, ratio) == (1000, 0.5),
-        )
+        quick = side == 1000  # noqa: PLR2004 - the largest
+        shape, listed = {"side": side, "ratio": ratio}, (("torch.index_add", ""),)
+        yield Case("index_add", shape, make, listed, quick=quick)
 
 
 def _embed(inputs: Inputs) -> Call:
@@ -213,47 +209,17 @@ def list_scattering_cases() -> Iterator[Case]:
     # Its gradient is `put_` with accumulate; the documentation of the flag does not mention it.
     yield from _read("take_backward", (), lambda source, index: source.take(index))
     rows = {"rows": 8192, "table": 1000, "features": 64}
-    listed = (("torch.nn.Embedding", ""),)
-    yield Case(
-        op="embedding_dense_backward", parameters=rows, make=_embed, documented=listed, quick=True
-    )
-    yield Case(op="embedding_max_norm", parameters=rows, make=_embed_scaled, quick=True)
-    for mode in ("sum", "mean", "max"):
-        yield Case(
-            op=f"embedding_bag_{mode}_backward",
-            parameters=rows,
-            make=_bag(mode),
-            documented=(("torch.nn.EmbeddingBag", "max" if mode == "max" else "MPS"),),
-            quick=True,
-        )
-    yield Case(
-        op="repeat_interleave_backward",
-        parameters={"values": 1_000, "times": 100},
-        make=_repeat,
-        documented=(("torch.repeat_interleave", ""),),
-        quick=True,
-    )
-    yield Case(
-        op="sparse_coalesce",
-        parameters={"values": 100_000, "places": 10_000},
-        make=_coalesce,
-        quick=True,
-        dtypes=FLOATS[:2],
-    )
-    for values, places in ((100_000, 1_000), (2_000_000, 50)):
-        shape = {"values": values, "places": places}
-        yield Case(
-            op="bincount",
-            parameters=shape,
-            make=_count(values, places),
-            documented=(("torch.bincount", "weights"),),
-            quick=places == 1_000,  # noqa: PLR2004 - the smaller one
-        )
-        yield Case(
-            op="histc",
-            parameters=shape,
-            make=_histogram(values, places),
-            documented=(("torch.histc", ""),),
-            quick=places == 1_000,  # noqa: PLR2004 - the smaller one
-            dtypes=FLOATS[:2],
-        )
+    yield Case("embedding_dense_backward", rows, _embed, (("torch.nn.Embedding", ""),))
+    yield Case("embedding_max_norm", rows, _embed_scaled)
+    for mode, words in (("sum", "MPS"), ("mean", "MPS"), ("max", "max")):
+        listed = (("torch.nn.EmbeddingBag", words),)
+        yield Case(f"embedding_bag_{mode}_backward", rows, _bag(mode), listed)
+    shape, listed = {"values": 1_000, "times": 100}, (("torch.repeat_interleave", ""),)
+    yield Case("repeat_interleave_backward", shape, _repeat, listed)
+    wide = FLOATS[:2]
+    yield Case("sparse_coalesce", {"values": 100_000, "places": 10_000}, _coalesce, dtypes=wide)
+    for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
+        shape, listed = {"values": values, "places": places}, (("torch.bincount", "weights"),)
+        yield Case("bincount", shape, _count(values, places), listed, quick=quick)
+        histogram, listed = _histogram(values, places), (("torch.histc", ""),)
+        yield Case("histc", shape, histogram, listed, quick=quick, dtypes=wide)
