@@ -106,6 +106,31 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, di
     }
 
 
+def list_checks(weights: list[torch.nn.Parameter]) -> dict[str, Callable[[], None]]:
+    """Return what a check of a table that is kept has to read, alone, and in torch's own loops."""
+    addresses, places = list(map(torch.Tensor.data_ptr, weights)), list(range(len(weights)))
+    with torch.no_grad():  # as where it is used
+        guards = address_cache._guard(weights)  # noqa: SLF001 - a part of what is measured
+
+    def read_addresses() -> None:
+        list(map(torch.Tensor.data_ptr, weights))
+
+    def compare_addresses() -> None:
+        torch._C._tensors_data_ptrs_at_indices_equal(weights, addresses, places)  # noqa: SLF001
+
+    def check_forms() -> None:
+        with torch.no_grad():
+            assert guards.check(*weights)
+
+    # The comparison in C++ is in CUDA builds only, for CUDA graphs.
+    in_cpp = hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal")  # noqa: SLF001
+    return {
+        "weights: calls of data_ptr alone": read_addresses,
+        **({"weights: addresses compared in C++ alone": compare_addresses} if in_cpp else {}),
+        "weights: sizes, strides and dtypes compared in C++ alone": check_forms,
+    }
+
+
 def list_methods(count: int) -> dict[str, Callable[[], None]]:
     """Return the ways to take the digests of ``count`` tensors, up to the last launch."""
     weights = [torch.nn.Parameter(torch.rand(100, 10)) for _ in range(count)]
@@ -133,11 +158,8 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
         for tensor in tensors:
             queue.add([tensor, *empty])  # more than one span: a table, and a copy to the device
 
-    def read_addresses() -> None:
-        list(map(torch.Tensor.data_ptr, weights))
-
     return {
-        "weights: calls of data_ptr alone": read_addresses,
+        **list_checks(weights),
         "weights: with the table that is kept": take_state(standing),
         "weights: located in each step": take_state(named),
         "values: one launch each": take_each,
