@@ -25,13 +25,19 @@ class Worker:
         self.greeting: Row = {}
 
     def ask(self, task: str, seconds: float) -> Row:
-        """Return the answer, or ``{"error": ...}``; then the next call starts a new process."""
+        """Return the answer, or ``{"error": ...}``; then the next call starts a new process.
+
+        If no answer came in time, ``"is_late"`` is there as well.
+        """
         try:
             process = self._start()
             process.stdin.write(f"{task}\n")
             process.stdin.flush()
             answer = self._read(process, seconds)
-        except (OSError, ValueError, TimeoutError) as error:
+        except TimeoutError as error:
+            self.close()
+            return {"error": str(error), "is_late": True}
+        except (OSError, ValueError) as error:
             self.close()
             return {"error": str(error) or type(error).__name__}
         if answer.get("fatal"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from suite_client import Journal, Row
 
-GOAL_MEAN, GOAL_WORST, GOAL_MODEL, GOAL_SHARE = 1.2, 3.0, 1.05, 0.8
+GOAL_MEAN, GOAL_WORST, GOAL_MODEL, GOAL_SHARE = 1.5, 3.0, 1.05, 0.8
 COLUMNS = ("original", "torch_deterministic", "patched", "patched_fill_off")
 MODEL_COLUMNS = ("plain", "fill_on", "fill_off", "offered")
 

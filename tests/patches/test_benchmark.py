@@ -25,6 +25,7 @@ for line in sys.stdin:
     word, _, task = line.strip().partition(" ")
     if word == "list" and task == "speed":
         say({"tasks": ["good", "refused", "ended", "unreadable", "lost", "again"]})
+    elif word == "list" and task == "smoke": say({"tasks": ["silent"]})
     elif word == "list": say({"tasks": []} if task != "models" else {"error": "no list"})
     elif task == "refused": say({"error": "ValueError: no"})
     elif task == "lost": say({"error": "RuntimeError: CUDA error", "fatal": True})
@@ -94,7 +95,10 @@ def test_silence_ends_the_worker_and_not_the_run(modules):
     """The process is replaced."""
     worker = modules[0].Worker([sys.executable, "-c", FAKE])
     assert worker.ask("speed good", LONG)["ratio"] == 1.5
-    assert worker.ask("speed silent", 0.01) == {"error": "no answer within 0.01 seconds"}
+    assert worker.ask("speed silent", 0.01) == {
+        "error": "no answer within 0.01 seconds",
+        "is_late": True,
+    }
     assert worker.ask("speed good", LONG)["ratio"] == 1.5
     worker.close()
 
@@ -112,6 +116,21 @@ def test_a_second_call_continues_the_first(suite, monkeypatch):
     before = len(second.journal.rows)
     assert suite().run(["speed", "facts"]) == 1
     assert len(second.journal.rows) == before
+
+
+def test_a_row_that_the_end_of_a_call_cuts_short_is_measured_again(suite, modules, monkeypatch):
+    """And fails only if it takes longer than a row may."""
+    monkeypatch.setattr(modules[2], "NO_TIME", 0.0)
+    first = suite()
+    monkeypatch.setattr(first, "left", lambda: 0.05)
+    assert first.run(["smoke"]) == 3
+    assert [row["task"] for row in first.journal.of_part("smoke")] == ["part"]
+    second = suite()
+    second._task_seconds = 0.05
+    assert second.run(["smoke"]) == 1
+    rows = {row["task"]: row for row in second.journal.of_part("smoke")}
+    assert rows["silent"]["error"] == "no answer within 0.05 seconds"
+    assert rows["part"]["state"] == "1 of 1 rows failed"
 
 
 def test_a_line_that_was_cut_loses_no_other(modules, tmp_path):
@@ -295,6 +314,17 @@ def test_every_file_that_the_suite_runs_is_there(modules):
     marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}
     built = {path for path in marked if f"{MARK}_build" in path.read_text()}
     assert {str(path.relative_to(FOLDER.parent)) for path in marked - built} <= files
+
+
+def test_the_tests_for_a_device_are_collected(modules, tmp_path, forking_python, monkeypatch):
+    """Without the project's settings, as on a CUDA machine."""
+    monkeypatch.setattr(sys, "executable", forking_python)
+    words = modules[2].list_commands(tmp_path, dry=True, limit=60)["tests"].words
+    path = tmp_path / "tests.log"
+    with path.open("wb") as log:
+        arguments = ([*words, "--collect-only"], log, LONG, tmp_path / "rows.jsonl")
+        assert modules[2].run_limited(*arguments) == 0, path.read_text()
+    assert path.read_text().count("<Module ") == len(modules[2].CUDA_TESTS)
 
 
 @pytest.mark.cuda_build

@@ -44,6 +44,7 @@ def avg_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     sizes = self.shape[-dims:]
     if (
         not _can_divide(grad_output, self, dims)
+        or not self.shape[-dims - 1]
         or divisor_override == 0
         or any(2 * window.padding > window.size or window.stride < 1 for window in windows)
         or list(grad_output.shape[-dims:])
@@ -125,7 +126,7 @@ def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
         and grad_output.dim() == self.dim()
         and grad_output.dtype == self.dtype
         and self.is_floating_point()
-        and min(*self.shape[-dims - 1 :], *grad_output.shape[-dims:]) > 0
+        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
     )
 
 

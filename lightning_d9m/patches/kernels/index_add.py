@@ -79,7 +79,7 @@ def _plan_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) ->
         return None
     try:
         indexes = torch.broadcast_tensors(*given)
-        rows = values.expand(*indexes[0].shape, *rest)
+        rows = values.expand((*indexes[0].shape, *rest))
     except RuntimeError:
         return None
     if not rows.numel():

@@ -47,7 +47,7 @@ def index_reduce(
     axis = dim % dims if -dims <= dim < dims else -1
     if not _can_reduce(self, axis, index, source, reduce):
         raise_as_original(bound)
-    if not source.numel() or not self.numel():
+    if not source.numel():
         return Update(lambda _: None)
     keys = index.reshape(-1)
     count = self.shape[axis] if self.dim() else 1

@@ -35,6 +35,7 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     sizes = self.shape[-dims:]
     if (
         not _can_choose(grad_output, self, indices, dims)
+        or not self.shape[-dims - 1]
         or any(min(w.size, w.stride, w.dilation) < 1 or 2 * w.padding > w.size for w in windows)
         or list(grad_output.shape[-dims:])
         != [count_outputs(*side, ceil_mode=ceil_mode) for side in zip(sizes, windows, strict=True)]
@@ -121,5 +122,5 @@ def _can_choose(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -
         and indices.dtype == torch.int64
         and grad_output.dtype == self.dtype
         and self.is_floating_point()
-        and min(*self.shape[-dims - 1 :], *grad_output.shape[-dims:]) > 0
+        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
     )

@@ -1,0 +1,167 @@
+"""Edge cases of the patched ops: torch's own answer, by torch ops and by Triton's interpreter.
+
+    export TRITON_INTERPRET=1 PYTHONPATH=.:tests
+    python benchmarks/check_edge_cases.py -o benchmarks/results/edge-cases.json
+
+Each case runs on the CPU with torch's own kernel and with the replacement, which must give the same
+values, dtype, shape and strides, or the same error. Where a Triton kernel exists, the interpreter
+runs it too, and it must give what the torch ops give. The result has the number of cases for each
+op and kind of edge. Documented differences (half and bfloat16 are added in float32) are compared
+with sums in float64.
+"""
+
+import argparse
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from edge_cases import EdgeCase, list_cases
+from patches.cases import answer
+from torch import Tensor
+
+from lightning_d9m.errors import D9mError
+from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.patches.triton import launch
+
+OFFERED = [op.name for op in OPS if op.status == "offered"]
+ROUNDINGS = 64  # more than the terms of any output
+
+
+def run(case: EdgeCase) -> object:
+    """Return the results, or the class and words of the error."""
+    try:
+        return answer(case.call)
+    except (D9mError, UserWarning) as error:  # a kernel that fails on the CPU at once is withdrawn
+        launch._withdrawn.clear()  # noqa: SLF001
+        return type(error), str(error)
+
+
+def find_difference(case: EdgeCase) -> str | None:
+    """Return how the replacement's answer differs from what is expected."""
+    own = answer(case.call)
+    with patches_applied("CPU", include=OFFERED):
+        actual = run(case)
+    if case.on_cpu_only and actual[0] is D9mError:
+        return None
+    if isinstance(own[0], type) or isinstance(actual[0], type):
+        return None if actual == own else f"{actual} in place of {own}"
+    expected = own if case.reference is None else answer(case.reference)
+    for left, right, same in zip(actual, expected, own, strict=True):
+        if (left.shape, left.dtype) != (same.shape, same.dtype):
+            return f"{left.dtype} {tuple(left.shape)} in place of {same.dtype} {tuple(same.shape)}"
+        if case.strides and left.stride() != same.stride():
+            return f"strides {left.stride()} in place of {same.stride()}"
+        pair = left, right
+        if case.op.endswith("antialiased"):  # an infinity times a weight of 0 or of 1e-9
+            pair = tuple(torch.where(part.isfinite(), part, torch.nan) for part in pair)
+        if not is_close(*pair, 1 if case.reference else ROUNDINGS):
+            return f"{left.flatten()[:6]} in place of {right.flatten()[:6]}"
+    return None
+
+
+def is_close(left: Tensor, right: Tensor, roundings: float) -> bool:
+    """Return whether values are equal but for roundings of the greatest finite magnitude."""
+    if not (left.is_floating_point() or left.is_complex()):
+        return torch.equal(left, right)
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    if left.dtype.itemsize == 2:
+        eps, left, right = torch.finfo(left.dtype).eps, left.float(), right.float()
+    else:
+        eps = torch.finfo(left.dtype).eps
+    magnitudes = right.nan_to_num(0, 0, 0).abs()
+    bound = roundings * eps * float(magnitudes.max()) if magnitudes.numel() else 0.0
+    return torch.allclose(left, right, rtol=eps, atol=bound, equal_nan=True)
+
+
+@contextmanager
+def kernels_counted() -> Iterator[list[str]]:
+    """Let the interpreter run Triton kernels on the CPU, and list those that run."""
+    used: list[str] = []
+    resolve = launch.resolve_name
+
+    def note(path: str) -> object:
+        used.append(path.rpartition(".")[2])
+        return resolve(path)
+
+    launch.resolve_name = note
+    launch._device_types.add("cpu")  # noqa: SLF001 - kernels run on CUDA only
+    try:
+        yield used
+    finally:
+        launch._device_types.discard("cpu")  # noqa: SLF001
+        launch.resolve_name = resolve
+
+
+def find_kernel_difference(case: EdgeCase) -> tuple[list[str], str | None]:
+    """Return the kernels of a case, and how their answer differs from that of the torch ops."""
+    with patches_applied("CPU", include=OFFERED):
+        expected = run(case)
+        with kernels_counted() as used:
+            actual = run(case)
+    if not used:
+        return used, None
+    if isinstance(expected[0], type) or isinstance(actual[0], type):
+        same = expected[0] is actual[0] or (
+            isinstance(expected[0], type) and isinstance(actual[0], type)
+        )
+        return used, None if same else f"kernel: {actual} in place of {expected}"
+    for left, right in zip(actual, expected, strict=True):
+        if (left.shape, left.dtype, left.stride()) != (right.shape, right.dtype, right.stride()):
+            return used, "kernel: another shape, dtype or layout"
+        if not is_close(left, right, 4):
+            return used, f"kernel: {left.flatten()[:6]} in place of {right.flatten()[:6]}"
+    return used, None
+
+
+def main() -> None:
+    """Write the number of cases for each op and edge, and every difference."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", default="", help="a part of the op's name")
+    parser.add_argument("--no-kernels", action="store_true", help="only the torch ops")
+    words = parser.parse_args()
+    if not words.no_kernels and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("set TRITON_INTERPRET=1, or pass --no-kernels")
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", message="The Triton kernel")  # none may be withdrawn
+    np.seterr(all="ignore")  # the interpreter computes masked elements, too
+    torch.set_num_threads(1)
+    by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
+    differences = []
+    cases = [case for case in list_cases() if words.only in case.op]
+    for case in cases:
+        by_op[case.op] += 1
+        by_edge[case.edge] += 1
+        refused += isinstance(answer(case.call)[0], type)
+        found = [find_difference(case)]
+        if not words.no_kernels:
+            used, difference = find_kernel_difference(case)
+            kernels.update(set(used))
+            found.append(difference)
+        for difference in filter(None, found):
+            differences.append({"op": case.op, "edge": case.edge, "difference": difference})
+            print(json.dumps(differences[-1]), flush=True)
+    record = {
+        "torch": torch.__version__,
+        "cases": len(cases),
+        "refused_alike": refused,
+        "cases_by_edge": dict(sorted(by_edge.items())),
+        "cases_by_op": dict(sorted(by_op.items())),
+        "cases_by_kernel": dict(sorted(kernels.items())),
+        "differences": differences,
+    }
+    print(json.dumps({key: record[key] for key in ("cases", "refused_alike")}), len(differences))
+    if words.output:
+        words.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
