@@ -45,7 +45,7 @@ def test_our_own_hooks_leave_out_what_the_configuration_leaves_out():
 
 def test_contributing_is_short_and_names_the_one_command():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert len(text.splitlines()) < 90
+    assert len(text.splitlines()) < 110
     assert "python3 dev.py test" in text
 
 
