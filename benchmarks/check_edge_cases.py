@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.patches.triton import grid_sample, launch
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]
 ROUNDINGS = 64  # more than the terms of any output
@@ -134,10 +134,14 @@ def main() -> None:
     warnings.filterwarnings("error", message="The Triton kernel")  # none may be withdrawn
     np.seterr(all="ignore")  # the interpreter computes masked elements, too
     torch.set_num_threads(1)
+    launch._BLOCK = launch._SMALL_BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with
+    grid_sample._BLOCK = 512  # noqa: SLF001 - the number of programs
     by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]
-    for case in cases:
+    for number, case in enumerate(cases):
+        if number % 100 == 0:
+            print(f"{number} of {len(cases)}", flush=True)
         by_op[case.op] += 1
         by_edge[case.edge] += 1
         refused += isinstance(answer(case.call)[0], type)

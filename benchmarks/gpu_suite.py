@@ -364,7 +364,7 @@ def main() -> None:
     )
     commands = list_commands(folder, dry=words.dry_run, limit=words.seconds)
     about = {"rounds": rounds, "calls": calls}
-    task_seconds = 300.0 if words.dry_run else 90.0
+    task_seconds = words.seconds if words.dry_run else 90.0
     suite = Suite(
         *(folder, worker, commands), seconds=words.seconds, task_seconds=task_seconds, about=about
     )

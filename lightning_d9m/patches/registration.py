@@ -131,7 +131,7 @@ class Kernel:
         call: Torch's kernel of this overload.
         schema: The overload's schema.
         offered: Whether torch has a deterministic version to fall back to.
-        check: Whether the first results are compared with the CPU's.
+        check: Whether the first results on each device are compared with the CPU's.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Kernel:
         alias = schema.arguments[0].alias_info
         self._in_place = alias is not None and alias.is_write
         self._offered = offered
-        self._unchecked, self._disagrees = check, False
-        self._attempts = 0
+        self._check, self._disagrees = check, False
+        self._attempts: dict[torch.device, int] = {}
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
@@ -163,15 +163,17 @@ class Kernel:
             raise_as_original(original, *args, **kwargs)
         if overlaps or self._disagrees:
             return original(*args, **kwargs)
+        device = args[0].device
+        unchecked = self._check and self._attempts.get(device, 0) < _MOST_ATTEMPTS
         with kernels_noted() as used:
             returned = self._replacement(original, *args, **kwargs)
             if isinstance(returned, Update):
                 if any(_shares_memory(target, args[1:]) for target in targets):
                     raise_as_original(original, *args, **kwargs)
-                returned = self._write(returned, args[0])
+                returned = self._write(returned, args[0], keep=unchecked)
         if original.was_called:
             return returned  # it has written into the targets, or in place
-        if self._unchecked and not self._agrees(args, kwargs, returned, used):
+        if unchecked and not self._agrees(device, args, kwargs, returned, used):
             again = partial(self, keyset, **outputs) if used else original
             return again(*args, **kwargs)
         return self._store(returned, targets, partial(original, *args, **kwargs))
@@ -186,13 +188,15 @@ class Kernel:
             _fill(original, target, result)
         return tuple(targets) if isinstance(returned, tuple) else targets[0]
 
-    def _write(self, update: Update, target: Tensor) -> Tensor:
-        if not self._in_place or self._unchecked:
+    def _write(self, update: Update, target: Tensor, *, keep: bool) -> Tensor:
+        if not self._in_place or keep:
             target = target.clone(memory_format=torch.contiguous_format)
         update.write(target)
         return target
 
-    def _agrees(self, args: Any, kwargs: Any, returned: Any, used: list[str]) -> bool:
+    def _agrees(
+        self, device: torch.device, args: Any, kwargs: Any, returned: Any, used: list[str]
+    ) -> bool:
         """Compare the first results on a device with those on the CPU.
 
         If Triton kernels were used and the results disagree, these are withdrawn: the next
@@ -206,8 +210,8 @@ class Kernel:
                 withdraw(path, f"{self._name} gave a different result with it than on the CPU")
             return False
         self._disagrees = agrees is False
-        self._attempts += 1
-        self._unchecked = agrees is None and self._attempts < _MOST_ATTEMPTS
+        tried = self._attempts.get(device, 0) + 1
+        self._attempts[device] = tried if agrees is None else _MOST_ATTEMPTS
         if self._disagrees:
             warnings.warn(
                 f"The deterministic replacement of {self._name} gave a different result on this "

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from lightning_d9m.patches import registration
 from lightning_d9m.patches.kernels import index_reduce, order_statistics
 from lightning_d9m.patches.primitives.segment_reduce import Update
 from lightning_d9m.patches.reference_check import agrees_with_cpu
@@ -112,6 +113,21 @@ def test_what_the_cpu_leaves_to_torch_is_compared_later() -> None:
     assert torch.equal(kernel(KEYS, torch.zeros(2)), one)
     with pytest.warns(UserWarning, match="different result"):
         kernel(KEYS, torch.zeros(2))
+
+
+def test_each_device_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that is right on one may be wrong on another."""
+    seen = []
+
+    def agree(_replacement: object, args: tuple[torch.Tensor], *_rest: object) -> bool:
+        seen.append(args[0].device.type)
+        return True
+
+    monkeypatch.setattr(registration, "agrees_with_cpu", agree)
+    kernel = make_kernel(Scripted(torch.ones(2)), RELU)
+    for device in ("cpu", "meta", "cpu", "meta"):
+        kernel(KEYS, torch.zeros(2, device=device))
+    assert seen == ["cpu", "meta"]
 
 
 def test_integers_have_to_be_equal() -> None:
