@@ -159,7 +159,8 @@ def _become(variables, arguments, path):
     os.environ.clear()
     os.environ.update(variables)
     sys.executable = path
-    multiprocessing.set_executable(path)
+    if "horovod.runner.launch" not in arguments:  # its processes begin a session; a fork has one
+        multiprocessing.set_executable(path)
     sys.orig_argv = [path, *arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=bool(variables.get("PYTHONUNBUFFERED")))
