@@ -145,8 +145,11 @@ class _Search:
         """
         if not _MOST_UNSAMPLED < len(value) <= _MOST_ITEMS:
             return False
+        held = value.values() if isinstance(value, dict) else value
+        if not _may_hold(held):
+            return True
         samples: dict[type, list[Any]] = {}
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in held:
             of_type = samples.setdefault(type(item), [])
             if len(of_type) < _SAMPLED and type(item) not in _ATOMS:
                 of_type.append(item)

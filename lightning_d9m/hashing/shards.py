@@ -7,6 +7,7 @@ From these parts of all ranks follows the digest that the whole tensor has (docs
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -109,6 +110,12 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
     return make_shard(tensor.shape, tensor.to_local(), first, ranks)
 
 
+@lru_cache(maxsize=1024)
+def is_kind_of(kind: type, name: str) -> bool:
+    """Return whether a class has a base with a name, whose package may not be imported."""
+    return any(base.__name__ == name for base in kind.__mro__)
+
+
 def reshard(model: nn.Module) -> None:
     """Let the modules of FSDP2 hold their shards.
 
@@ -116,7 +123,7 @@ def reshard(model: nn.Module) -> None:
     whole parameters, other objects than those of the optimizer, in the dtype of the computation.
     """
     for module in model.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if is_kind_of(type(module), "FSDPModule"):
             module.reshard()  # type: ignore[operator]
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
+
+# Without layouts, no part of a divided tensor; a parameter without a shape has another class.
+_ORDINARY = frozenset({Tensor, nn.Parameter})
 
 # Made once: `json.dumps` makes one in each call.
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -133,6 +136,9 @@ def _read_state(
     groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
     divided = _DividedTensors(layouts, names)
     for place, owner, value in _list_state(parameters, buffers, optimizers, names):
+        if not layouts and type(value) in _ORDINARY:
+            tensors[place] = cast("Tensor", value)
+            continue
         if divided.take(place, owner, value):
             continue
         if not isinstance(value, Tensor):

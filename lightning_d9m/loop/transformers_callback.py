@@ -257,8 +257,8 @@ def _check_interruption(
         )
     if chosen is not None and state.global_step == 0:
         raise SettingError(
-            f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0: its class has "
-            "a method train of its own. Let it call super().train(resume_from_checkpoint)."
+            f"The variable {RESUME} is '{chosen}', and the Trainer begins at step 0, because its "
+            "class overrides train(). Call super().train(resume_from_checkpoint) there."
         )
 
 
