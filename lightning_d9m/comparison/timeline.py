@@ -5,6 +5,7 @@ too many. Records and modules that differ are kept before those that agree; the 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_d9m.comparison.probe_diff import BatchComparison
@@ -20,10 +21,13 @@ MAX_STEPS = 512
 MAX_MARKS = 256
 MAX_MOMENTS = 400
 MAX_MODULES = 1_500
+MAX_LAYOUTS = 1_500
 MAX_EPOCHS = 10_000
 MAX_VALUES = 512
 MAX_SERIES = 24
 _MODULE_STEPS = 64
+# Sets of modules that are recorded together.
+_MAX_SETS = 64
 _OF_MODULES = frozenset({"input", "output", "grad_output"})
 _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
@@ -166,13 +170,15 @@ class Timeline:
     distances: DistanceSeries = field(default_factory=DistanceSeries)
     differing: dict[str, Module] = field(default_factory=dict)
     agreeing: dict[str, None] = field(default_factory=dict)
+    _recorded: dict[frozenset[str], StepHistogram] = field(default_factory=dict)
+    # The steps of batches with the same layouts, by the hash of these.
+    _layouts: dict[int, StepHistogram] = field(default_factory=dict)
     # Records that differ and records that agree, each with its number in reading order.
     _moments: tuple[list[tuple[int, TimelinePoint]], list[tuple[int, TimelinePoint]]] = field(
         default_factory=lambda: ([], [])
     )
     _counted: int = 0
     _overflow: bool = False
-    _seen: set[int] = field(default_factory=set)
     _rank: int | None = None  # whose values are kept
 
     @property
@@ -192,6 +198,10 @@ class Timeline:
         """Modules by path, at most ``MAX_MODULES``; those that differ take precedence."""
         free = max(0, MAX_MODULES - len(self.differing))
         return self.differing | {path: Module() for path in list(self.agreeing)[:free]}
+
+    def find_recorded(self, path: str) -> tuple[StepHistogram, ...]:
+        """Return the steps at which digests of a module were compared."""
+        return tuple(steps for paths, steps in self._recorded.items() if path in paths)
 
     @property
     def modules_left_out(self) -> bool:
@@ -225,12 +235,7 @@ class Timeline:
         if alone:
             self._mark(rank, batch.step, 0, 0, batch.size)
             return
-        for token in batch.layouts:
-            key = hash(token)
-            if key not in self._seen and len(self._seen) < MAX_MODULES:
-                self._seen.add(key)
-                for kind, name, _ in unpack_places(token):
-                    self._agrees(module_of(kind, name))
+        self._note_layouts(batch)
         if found is None:
             self.places.add(batch.step, batch.size, 0)
             self._mark(rank, batch.step, batch.size, 0, 0)
@@ -243,6 +248,22 @@ class Timeline:
             where = (batch.epoch, batch.step, batch.batch, place.position, what)
             self._differs(module_of(place.kind, place.name), where)
 
+    def _note_layouts(self, batch: Batch) -> None:
+        key = hash(tuple(batch.layouts))
+        if key not in self._layouts and len(self._layouts) < MAX_LAYOUTS:
+            places = (place for token in batch.layouts for place in unpack_places(token))
+            self._layouts[key] = self._note_modules(module_of(*place[:2]) for place in places)
+        if key in self._layouts:
+            self._layouts[key].add(batch.step, 1, 0)
+
+    def _note_modules(self, paths: Iterable[str]) -> StepHistogram:
+        """Return the steps at which these modules are recorded."""
+        known = frozenset(path for path in dict.fromkeys(paths) if self._agrees(path))
+        found = self._recorded.get(known, StepHistogram(_MODULE_STEPS))
+        if len(self._recorded) < _MAX_SETS:
+            self._recorded[known] = found
+        return found
+
     def _take_digests(self, rank: int, one: Item | None, other: Item | None) -> None:
         if not isinstance(one, Digests) or not isinstance(other, Digests):
             item = one or other
@@ -251,9 +272,8 @@ class Timeline:
                 self._add_moment(TimelinePoint(rank, describe_record(item), status))
                 self._mark(rank, item.step, 0, 0, 1)
             return
-        for group, names in other.groups.items():
-            for name in names:
-                self._agrees(module_of(group, name))
+        named = ((group, name) for group, names in other.groups.items() for name in names)
+        self._note_modules(module_of(*entry) for entry in named).add(other.step, 1, 0)
         entries = () if one is other else tuple(list_entries(one, other))
         groups = Counter(entry.kind for entry in entries)
         sizes = {group: len(names) for group, names in other.groups.items()}
@@ -285,13 +305,15 @@ class Timeline:
             kept.append((self._counted, moment))
         self._counted += 1
 
-    def _agrees(self, path: str) -> None:
+    def _agrees(self, path: str) -> bool:
+        """Keep a module unless there are too many; return whether it is kept."""
         if path in self.differing or path in self.agreeing:
-            return
+            return True
         if len(self.agreeing) < MAX_MODULES:
             self.agreeing[path] = None
-        else:
-            self._overflow = True
+            return True
+        self._overflow = True
+        return False
 
     def _differs(self, path: str, where: tuple[int, int, int, int, str]) -> None:
         module = self.differing.get(path)

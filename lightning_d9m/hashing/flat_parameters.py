@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_d9m.hashing.shards import Shard, is_kind_of, make_shard
+from lightning_d9m.hashing.shards import Shard, has_base, make_shard
 
 
 class FlatLayout(NamedTuple):
@@ -50,7 +50,7 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
     return {
         key: layout
         for module in model.modules()
-        if is_kind_of(type(module), "FullyShardedDataParallel")
+        if has_base(module, "FullyShardedDataParallel")
         for key, layout in _list_layouts(getattr(module, "_handle", None))
     }
 

@@ -5,11 +5,11 @@ and keeps the bytes of the chunks that it shares with other ranks: fewer than 12
 From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +110,17 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
     return make_shard(tensor.shape, tensor.to_local(), first, ranks)
 
 
+def has_base(value: object, name: str) -> bool:
+    """Return whether the class of a value, or a base of it, has a name.
+
+    The package that defines the base need not be imported.
+    """
+    return name in _list_bases(cast("Hashable", type(value)))
+
+
 @lru_cache(maxsize=1024)
-def is_kind_of(kind: type, name: str) -> bool:
-    """Return whether a class has a base with a name, whose package may not be imported."""
-    return any(base.__name__ == name for base in kind.__mro__)
+def _list_bases(kind: Any) -> frozenset[str]:
+    return frozenset(base.__name__ for base in kind.__mro__)
 
 
 def reshard(model: nn.Module) -> None:
@@ -123,7 +130,7 @@ def reshard(model: nn.Module) -> None:
     whole parameters, other objects than those of the optimizer, in the dtype of the computation.
     """
     for module in model.modules():
-        if is_kind_of(type(module), "FSDPModule"):
+        if has_base(module, "FSDPModule"):
             module.reshard()  # type: ignore[operator]
 
 

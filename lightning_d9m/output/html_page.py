@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.comparison.record_diff import name_call
-from lightning_d9m.comparison.timeline import Module, Timeline, module_of
+from lightning_d9m.comparison.timeline import Module, StepHistogram, Timeline, module_of
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.format.records import Header
@@ -30,7 +30,8 @@ from lightning_d9m.output.comparison_text import (
 )
 from lightning_d9m.output.distance_table import make_distance_table
 from lightning_d9m.output.run_table import RunRow
-from lightning_d9m.output.svg.timeline import draw_growth, draw_strip, draw_timeline
+from lightning_d9m.output.svg.heat_map import HeatMap, HeatMapRow
+from lightning_d9m.output.svg.timeline import draw_growth, draw_timeline
 from lightning_d9m.output.svg.values import Points, draw_gaps, draw_key, draw_values
 from lightning_d9m.text import describe_value, pluralize, quote
 from lightning_d9m.version import __version__
@@ -120,7 +121,7 @@ def render_page(
         one_ledger=is_one_ledger(comparison),
         basis=basis,
         places=list(_list_places(found)),
-        tree=list(_list_modules(timeline, comparison)),
+        modules=_make_module_map(timeline, comparison),
         marks=draw_timeline(shown, timeline.epochs) if shown else "",
         growth=dict(_draw_growths(timeline)),
         values=list(_draw_values(timeline, repeated)),
@@ -278,7 +279,7 @@ class _Node:
     path: str
     module: Module | None
     is_first: bool
-    strip: str = ""
+    row: HeatMapRow
 
     @property
     def depth(self) -> int:
@@ -295,6 +296,43 @@ class _Node:
             return "differs first"
         return "differs" if self.module is not None and self.module.first is not None else "same"
 
+    @property
+    def first(self) -> tuple[str, str, int, int] | None:
+        """(kind, name within the module, epoch, step) of the first difference."""
+        if self.module is None or self.module.first is None:
+            return None
+        epoch, step, _, _, what = self.module.first
+        kind, _, name = what.partition(" ")
+        within = name.removeprefix(self.path).lstrip(".:") if self.path else name
+        return kind, within, epoch, step
+
+
+@dataclass(frozen=True)
+class _ModuleMap:
+    """The tree of modules beside its heat map.
+
+    Attributes:
+        rows: (module, its cells) in the order of the tree.
+        axis: The steps of the columns.
+        shades: (number of the shade, fewest, most differing digests).
+    """
+
+    rows: Sequence[tuple[_Node, str]]
+    axis: str = ""
+    shades: Sequence[tuple[int, int, int]] = ()
+
+
+def _make_module_map(timeline: Timeline, comparison: Comparison) -> _ModuleMap | None:
+    nodes = list(_list_modules(timeline, comparison))
+    if not nodes:
+        return None
+    heat = HeatMap([node.row for node in nodes])
+    return _ModuleMap(
+        [(node, heat.draw_row(node.row)) for node in nodes],
+        heat.draw_axis(timeline.epochs),
+        heat.shades,
+    )
+
 
 def _list_modules(timeline: Timeline, comparison: Comparison) -> Iterator[_Node]:
     """Yield the tree of modules with all parents, layer 10 after layer 9."""
@@ -310,10 +348,8 @@ def _list_modules(timeline: Timeline, comparison: Comparison) -> Iterator[_Node]
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
-    seen = [step for histogram in timeline.ranks.values() for step in histogram.ordered()]
-    low, high = min((s.first for s in seen), default=0), max((s.last for s in seen), default=1)
     for path in sorted(paths, key=order):
         module = modules.get(path)
-        differs = module is not None and module.differing
-        strip = draw_strip(module.steps, low, high) if module is not None and differs else ""
-        yield _Node(path, module, [path] == first, strip)
+        differing = StepHistogram() if module is None else module.steps
+        row = HeatMapRow(differing, timeline.find_recorded(path))
+        yield _Node(path, module, [path] == first, row)

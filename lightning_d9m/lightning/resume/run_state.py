@@ -15,6 +15,7 @@ from lightning_d9m.control.generators import (
     restore_generators,
 )
 from lightning_d9m.control.seeding import RngState, restore_rng
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.ranks.gather import gather_values
 from lightning_d9m.lightning.resume import logged_results
@@ -240,7 +241,7 @@ def _start_averaging(trainer: "Trainer") -> None:
     """
     callback: Any
     for callback in list_callbacks(trainer):
-        if not any(base.__name__ == _AVERAGING for base in type(callback).__mro__):
+        if not has_base(callback, _AVERAGING):
             continue
         if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

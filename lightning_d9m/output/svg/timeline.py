@@ -1,5 +1,6 @@
 """Drawings of the page that ``d9m report`` writes; they hold numbers and no names of a ledger."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -9,8 +10,8 @@ from lightning_d9m.output.svg.elements import Scale, element, line, round_up, te
 _WIDTH, _HEIGHT = 720, 200
 LEFT, RIGHT = 84, 708
 _BOTTOM, _TOP = 172, 14
-_ROW, _MIN_MARK, _STRIP = 20, 4, 240
-_MAX_LABELS, _HALF_LABEL, _MAX_DOTS = 8, 32, 200
+_ROW, _MIN_MARK = 20, 4
+_MAX_LABELS, _LABEL, _HALF_LABEL, _MAX_DOTS = 8, 56, 32, 200
 _INSETS = {"equal": 5, "alone": 3, "different": 0}  # the last is drawn on top of the others
 
 
@@ -19,11 +20,12 @@ def _scale_steps(steps: Sequence[TimelineStep]) -> Scale:
     return Scale(low, max(high, low + 1), LEFT, RIGHT)
 
 
-def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
+def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int, last: int | None = None) -> str:
     """Draw the axis of steps, with its first and last step and as many epochs as fit.
 
-    The name of an epoch stands below its steps, between the ticks where it begins and ends: a
-    record at the end of epoch 2 is at the tick between epochs 2 and 3.
+    The last step is the end of the scale unless it is given. The name of an epoch stands below its
+    steps, between the ticks where it begins and ends: a record at the end of epoch 2 is at the tick
+    between epochs 2 and 3.
     """
     starts = sorted((step, epoch) for epoch, step in epochs.items())
     ends = [step for step, _ in starts[1:]] + [scale.high]
@@ -32,17 +34,22 @@ def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int) -> str:
         for (start, epoch), end in zip(starts, ends, strict=False)
         if start < scale.high and end > scale.low
     ]
-    parts = [line(LEFT, base, RIGHT, base, class_="axis")]
+    left, right = scale.start, scale.end
+    before = -math.inf
+    parts = [line(left, base, right, base, class_="axis")]
     for number, (start, end, epoch) in enumerate(shown[:: -(-len(shown) // _MAX_LABELS) or 1]):
-        x = max(scale.at((start + end) / 2), LEFT + _HALF_LABEL)
+        x = max(scale.at((start + end) / 2), left + _HALF_LABEL)
         parts += [
             line(scale.at(at), base, scale.at(at), base + 6, class_="axis") for at in (start, end)
         ]
-        label, x = f"epoch {epoch:,}", min(x, RIGHT - _HALF_LABEL)
+        label, x = f"epoch {epoch:,}", min(x, right - _HALF_LABEL)
+        if x - before < _LABEL:
+            continue
+        before = x
         # A narrow page shows every second one.
         parts.append(text(x, base + 19, label, "middle", class_="odd" if number % 2 else "even"))
-    parts.append(text(LEFT, base + 39, f"step {scale.low:,}"))
-    parts.append(text(RIGHT, base + 39, f"{scale.high:,}", "end"))
+    parts.append(text(left, base + 39, f"step {scale.low:,}"))
+    parts.append(text(right, base + 39, f"{scale.high if last is None else last:,}", "end"))
     return "".join(parts)
 
 
@@ -66,33 +73,6 @@ def draw_timeline(ranks: Mapping[int, StepHistogram], epochs: Mapping[int, int])
     base = len(lines) * _ROW + 8
     parts.append(draw_axis(scale, epochs, base))
     return frame("Timeline: the records of each rank by step", base + 45, parts)
-
-
-def draw_strip(differing: StepHistogram, low: int, high: int) -> str:
-    """Draw the steps at which a module differs in one line; the darker, the more differs.
-
-    Args:
-        differing: The number of differences by step.
-        low: The first step of the line.
-        high: The last step.
-    """
-    scale = Scale(low, max(high, low + 1), 0, _STRIP)
-    steps = differing.ordered()
-    most = max((step.differing for step in steps), default=1)
-    cells = [
-        element(
-            "rect",
-            element("title", f"step {step.first:,}: {step.differing:,} differ"),
-            class_="different",
-            x=min(scale.at(step.first), _STRIP - 3),
-            y=0,
-            width=max(3, scale.at(step.last + 1) - scale.at(step.first)),
-            height=_ROW // 2,
-            opacity=0.25 + 0.75 * step.differing / most,
-        )
-        for step in steps
-    ]
-    return element("svg", *cells, viewBox=f"0 0 {_STRIP} {_ROW // 2}", class_="strip")
 
 
 def _status(step: TimelineStep) -> str:
