@@ -6,6 +6,7 @@ The list is short on purpose: it names what is hardly ever right.
 
 import ast
 import io
+import json
 import re
 import tokenize
 from itertools import pairwise
@@ -20,6 +21,7 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     ROOT / "examples/README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
+    *sorted((ROOT / "docs/notebooks").glob("*.ipynb")),
 ]
 _CODE = re.compile(
     r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[^\n]*$|<!--.*?-->", re.DOTALL | re.MULTILINE
@@ -88,6 +90,15 @@ def test_the_package_is_written_in_plain_english(path):
     assert not found, "\n" + "\n".join(f"{path}:{n}: {what!r}: {how}" for n, what, how in found)
 
 
+def read_page(path):
+    """Return the Markdown of a page; of a notebook, that of its cells of text."""
+    text = path.read_text()
+    if path.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
 def read_paragraphs(text):
     """Yield (line, text, False) of each paragraph of a Markdown page, without code blocks."""
     prose = _CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
@@ -97,8 +108,15 @@ def read_paragraphs(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_pages_are_written_in_plain_english(page):
-    found = find_problems(read_paragraphs(page.read_text()))
+    found = find_problems(read_paragraphs(read_page(page)))
     assert not found, "\n" + "\n".join(f"{page}:{n}: {what!r}: {how}" for n, what, how in found)
+
+
+def test_prose_is_found_in_the_text_of_a_notebook(tmp_path):
+    cells = [("code", ["built = 'anew'"]), ("markdown", ["# Title\n", "It is built anew."])]
+    path = tmp_path / "page.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": t, "source": s} for t, s in cells]}))
+    assert [what for _, what, _ in find_problems(read_paragraphs(read_page(path)))] == ["anew"]
 
 
 def test_prose_is_found_between_code_blocks_of_a_page():

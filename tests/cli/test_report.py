@@ -335,7 +335,7 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path):
     assert "run 1, the reference run 2 run 3" in words
     assert "Different: 1 of 3 runs differs from run 1. Run 3: " in words
     assert f"verdict 1 42 {'0' * 32} 0.5 reference" in words
-    assert f"differs 3 42 {'1' * 32} 0.25 differs" in words
+    assert f"equal 3 42 {'1' * 32} 0.25 differs" in words
     assert "run 3, step 18: 0.25" in words
     assert "all runs: the wide line" in words
     assert "run-003/fit-000" in words
