@@ -66,8 +66,9 @@ def _list_layouts(handle: Any) -> Iterator[tuple[int, FlatLayout]]:
     if handle.uses_sharded_strategy:
         ranks = distributed.get_process_group_ranks(handle.process_group)
     contiguous = getattr(flat, "_contiguities", [True] * len(parameters))
-    # Between forward and backward pass the parameters are whole: the shard is in the flat one.
-    shard = flat._local_shard.detach()  # noqa: SLF001 - torch has no other name for it
+    # Between forward and backward pass the parameters are whole, and the flat one keeps the shard.
+    # Before the first forward pass it is the shard.
+    shard = getattr(flat, "_local_shard", flat).detach()
     for parameter, part, shape, ordered in zip(
         parameters,
         flat._shard_param_infos,  # noqa: SLF001 - as above

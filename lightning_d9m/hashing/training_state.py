@@ -308,14 +308,12 @@ def replicated_names(
     """Return the names of the parameters that must have equal digests on all ranks.
 
     A sharded parameter counts if its digest is that of the whole parameter: DTensors and those with
-    a layout. A flat parameter of FSDP1 and a partition of DeepSpeed's ZeRO-3 differ from rank to
-    rank by design.
+    a layout. A flat parameter of FSDP1 differs from rank to rank by design.
     """
     return sorted(
         plain_name(name)
         for name, parameter in model.named_parameters()
-        if id(parameter) in (layouts or {})
-        or not (hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param"))
+        if id(parameter) in (layouts or {}) or not hasattr(parameter, "_is_flat_param")
     )
 
 

@@ -31,7 +31,7 @@ from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.saved_state import KEY
-from lightning_d9m.lightning.strategies import register_strategies
+from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.probes.settings import make_settings
@@ -352,6 +352,7 @@ class DeterminismCallback(_Callback):
 
     def _open(self, trainer: "Trainer", stage: str) -> None:
         self._validate_trainer(trainer)
+        check_strategy(trainer.strategy)
         if stage == "fit":
             check_variable(trainer.strategy)
         self._early_variables.set()

@@ -5,6 +5,8 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
+from lightning_d9m.errors import SettingError
+
 _STRATEGIES = {
     "ddp_d9m": (
         "lightning_d9m.lightning.logical_ranks.ddp:DDPDeterministicStrategy",
@@ -17,21 +19,39 @@ _STRATEGIES = {
 }
 
 
-# Each rank holds a part of every parameter, and the parameters do not say which.
-_SHARD_EVERY_PARAMETER = ("DeepSpeedStrategy",)
-# Each rank holds parts of parameters, and saves its own files. FSDP's flat parameters and the
-# DTensors of ModelParallelStrategy say which part a rank holds.
-_SHARDED = (*_SHARD_EVERY_PARAMETER, "FSDPStrategy", "ModelParallelStrategy")
+# Each rank holds parts of parameters, which say what part it is, and saves its own files.
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+# Those whose weights, optimizer states and checkpoints the tests record, and their subclasses.
+_RECORDED = (*_SHARDED, "SingleDeviceStrategy", "DDPStrategy", "HorovodBaseStrategy")
+_XLA = "the generators of XLA devices are neither seeded nor restored"
+_REFUSED = {
+    "DeepSpeedStrategy": "it keeps the states of optimizers, and with ZeRO stage 3 the weights, in "
+    "partitions that the parameters do not show",
+    "SingleDeviceXLAStrategy": _XLA,
+    "XLAStrategy": _XLA,
+}
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse a strategy of whose runs a ledger would not show every difference.
+
+    Raises:
+        SettingError: With the reason.
+    """
+    names = [base.__name__ for base in type(strategy).__mro__]
+    refused = [_REFUSED[name] for name in names if name in _REFUSED]
+    if refused or not _is_any_of(strategy, _RECORDED):
+        reason = (refused or ["it derives from no strategy whose runs were recorded in tests"])[0]
+        raise SettingError(
+            f"The strategy of the Trainer is {type(strategy).__name__}, and its ledger would "
+            f"not show every difference: {reason}. Use one device, or a strategy of DDP, FSDP, "
+            "ModelParallelStrategy or Horovod; or remove the DeterminismCallback."
+        )
 
 
 def is_sharded(strategy: object) -> bool:
     """Return whether a strategy divides the model among the ranks."""
     return _is_any_of(strategy, _SHARDED)
-
-
-def shards_every_parameter(strategy: object) -> bool:
-    """Return whether no parameter is the same on two ranks under a strategy."""
-    return _is_any_of(strategy, _SHARD_EVERY_PARAMETER)
 
 
 def find_hybrid_sharding(strategy: object) -> str | None:

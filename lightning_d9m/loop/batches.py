@@ -4,16 +4,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_d9m.control.data.loaders import LoaderControl
 from lightning_d9m.control.seeding import derive_seed, seed_all
 from lightning_d9m.control.settings import Settings
+from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.lightning_private import find_fabric_loader, set_fabric_epoch
 
 _STAGE = "train"
 # They iterate, move and divide batches in ways of their own.
 _WRAPPING = ("accelerate", "lightning", "lightning_fabric")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "_FabricModule")
 
 
 class Batches:
@@ -22,17 +24,27 @@ class Batches:
     Args:
         settings: The settings of the session.
         fit: Ordinal of the fit.
-        rank: This rank.
+        rank: This rank. Ranks that a ``DistributedSampler`` gives the same data, as those of
+            tensor parallelism, draw the same numbers too.
     """
 
     def __init__(self, settings: Settings, fit: int, rank: int) -> None:
         self._seed, self._fit, self._rank = settings.seed, fit, rank
-        self._control = LoaderControl(
-            settings.seed, fit=fit, rank=rank, per_sample_rng=settings.per_sample_rng
+        self._per_sample_rng = settings.per_sample_rng
+        self._control = self._make_control()
+
+    def _make_control(self) -> LoaderControl:
+        return LoaderControl(
+            self._seed, fit=self._fit, rank=self._rank, per_sample_rng=self._per_sample_rng
         )
 
-    def start_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int, loader: object) -> None:
         """Seed the epoch, independently of what was drawn before."""
+        sampler = getattr(_find_controllable(loader), "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.rank != self._rank:
+            self._control.release()
+            self._rank = sampler.rank
+            self._control = self._make_control()
         seed_all(derive_seed(self._seed, _STAGE, fit=self._fit, rank=self._rank, epoch=epoch))
 
     def iterate(
@@ -102,10 +114,21 @@ def _is_made_by(made: object, package: str, name: str) -> bool:
 
 
 def unwrap_model(model: Any) -> torch.nn.Module:
-    """Return the model within the wrappers of DDP and Fabric, whose prefixes names then lack."""
-    while type(model).__name__ in ("DistributedDataParallel", "_FabricModule"):
+    """Return the model within the wrappers of DDP, FSDP and Fabric, whose prefixes names then lack.
+
+    Raises:
+        SettingError: For a model of DeepSpeed.
+    """
+    while type(model).__name__ in _WRAPPERS:
         model = model.module
     found: torch.nn.Module = model
+    engine = type(found).__module__.partition(".")[0] == "deepspeed"
+    if engine or any(hasattr(parameter, "ds_id") for parameter in found.parameters()):
+        raise SettingError(
+            f"The model is {type(found).__name__} with DeepSpeed, which keeps the states of "
+            "optimizers, and with ZeRO stage 3 the weights, in partitions that the parameters do "
+            "not show: a ledger would not show every difference. Use DDP or FSDP."
+        )
     return found
 
 

@@ -227,7 +227,7 @@ class Recorder:
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
             self._interruption.start_epoch(epoch)
-            source.start_epoch(epoch)
+            source.start_epoch(epoch, loader)
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed.batch
         found = source.iterate(loader, epoch, self._batch, resumed.samplers if resumed else {})

@@ -71,7 +71,6 @@ def find_replicated_state(
     schedulers: Sequence[object] = (),
     *,
     layouts: Mapping[int, FlatLayout] | None = None,
-    sharded: bool = False,
 ) -> ReplicatedState:
     """Return what must be equal on all ranks.
 
@@ -80,7 +79,6 @@ def find_replicated_state(
         optimizers: In the order of the snapshot.
         schedulers: In the order of the snapshot.
         layouts: What ``find_flat_layouts`` returns.
-        sharded: Whether no parameter has a digest that all ranks share.
     """
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     synchronized: set[str] = set()
@@ -93,7 +91,7 @@ def find_replicated_state(
         own.update(map(plain_name, names))
     weights = [name for name in replicated_names(model, layouts) if name not in ignored]
     return ReplicatedState(
-        weights=frozenset(() if sharded else weights),
+        weights=frozenset(weights),
         synchronized=synchronized - local,
         local=local,
         sharded_optimizers=frozenset(

@@ -96,10 +96,9 @@ def test_a_model_is_described_by_names_shapes_and_dtypes_not_by_values(training)
 def test_parameters_with_digests_of_shards_alone_are_not_compared_across_ranks(training):
     model = training[0]
     model[0].weight._is_flat_param = True  # of FSDP1 with use_orig_params=False
-    model[1].weight.ds_id = 3
-    assert replicated_names(model) == ["0.bias", "1.bias", "2.bias", "2.weight"]
-    layouts = {id(model[1].weight): None}
-    assert "1.weight" in replicated_names(model, layouts)
+    assert replicated_names(model) == ["0.bias", "1.bias", "1.weight", "2.bias", "2.weight"]
+    layouts = {id(model[0].weight): None}
+    assert "0.weight" in replicated_names(model, layouts)
 
 
 class Warmup:

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from forking_python import shared_python
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from rank_processes import run_ranks
 
-from lightning_d9m import digest
+from lightning_d9m import SettingError, digest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.lightning import strategies
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
 
 SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"
@@ -198,6 +199,37 @@ def test_processes_that_lightning_starts_take_over_session_and_fits(launched, tw
     assert following.outcome(0).last.totals["weights"] != last.totals["weights"]
     failed = ledger(launched / name, "fault")
     assert [failed.outcome(rank).end.status for rank in (0, 1)] == ["failed"] * 2
+
+
+class DeepSpeedStrategy(SingleDeviceStrategy):
+    """Stands for Lightning's, which runs on GPUs alone."""
+
+
+class XLAStrategy(SingleDeviceStrategy):
+    """Stands for Lightning's."""
+
+
+class OwnStrategy(DeepSpeedStrategy):
+    """A user's."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        (DeepSpeedStrategy, "in partitions that the parameters do not show. Use one device"),
+        (OwnStrategy, "in partitions that the parameters do not show. Use one device"),
+        (XLAStrategy, "the generators of XLA devices are neither seeded nor restored"),
+        ("derives", "it derives from no strategy whose runs were recorded in tests"),
+    ],
+)
+def test_other_strategies_are_refused_at_setup(strategy, reason, fit, tmp_path, monkeypatch):
+    if strategy == "derives":
+        strategy = SingleDeviceStrategy
+        monkeypatch.setattr(strategies, "_RECORDED", ())
+    name = strategy.__name__
+    with pytest.raises(SettingError, match=f"strategy of the Trainer is {name}, .*{reason}"):
+        fit(trainer_strategy=strategy(torch.device("cpu")))
+    assert not list(tmp_path.glob("**/fit-*"))
 
 
 def test_notebooks_fork():

@@ -12,7 +12,7 @@ from scripts import load_script
 from torch import nn
 from trainings import make_loader
 
-from lightning_d9m import Recorder, compare, deterministic, read_ledger
+from lightning_d9m import Recorder, SettingError, compare, deterministic, read_ledger
 from lightning_d9m.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,6 +80,18 @@ def test_a_wrapped_loop_resumes_within_an_epoch(tmp_path, prepare, stop, setting
 def test_a_wrapped_loop_with_other_batches_differs(tmp_path, prepare):
     runs = [train(tmp_path, prepare, noise=noise) for noise in (0.0, 1e-6)]
     assert compare(runs[0].ledger, runs[1].ledger).verdict == "different"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_models_of_deepspeed_are_refused(tmp_path, stage):
+    model = nn.Linear(1, 1)
+    if stage == 3:
+        model.weight.ds_id = 0
+    else:
+        kind = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})
+        model = kind(1, 1)
+    with pytest.raises(SettingError, match="with DeepSpeed, which keeps the states of optimizers"):
+        Recorder(tmp_path, model)
 
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate_loop"])

@@ -13,7 +13,6 @@ from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.format.records import Header, RunFacts
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, SHARDED_PARAMETERS
 from lightning_d9m.lightning.lightning_private import list_loaders
-from lightning_d9m.lightning.strategies import shards_every_parameter
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording import run_recorder
 from lightning_d9m.recording.collective import Ranks
@@ -86,5 +85,4 @@ def find_replicated(trainer: "Trainer", module: "LightningModule") -> Replicated
         trainer.optimizers,
         schedulers,
         layouts=find_flat_layouts(cast(nn.Module, trainer.model)),
-        sharded=shards_every_parameter(trainer.strategy),
     )

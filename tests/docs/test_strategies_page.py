@@ -1,0 +1,71 @@
+"""The table of docs/strategies.md says what the tests show, of each training that they run."""
+
+import re
+from pathlib import Path
+
+from scripts import load_script
+
+lightning = load_script("tests/lightning/test_strategies.py")
+fabric = load_script("tests/loop/test_fabric_strategies.py")
+PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
+# The tests of each column but the last, which one test decides.
+LIGHTNING = (
+    (lightning.test_two_runs_agree_on_every_rank,),
+    (lightning.test_a_change_on_one_rank_differs_from_the_reference,),
+    (
+        lightning.test_copies_that_differ_on_one_rank_raise_on_all,
+        lightning.test_shards_are_not_compared_with_each_other,
+    ),
+    (lightning.test_resumed_within_an_epoch_it_ends_with_the_same_bits,),
+    (lightning.test_probes_agree_in_two_runs,),
+)
+FABRIC = (
+    (fabric.test_two_loops_agree_on_every_rank,),
+    (fabric.test_a_change_on_one_rank_of_a_loop_differs_from_the_reference,),
+    (
+        fabric.test_copies_of_a_loop_that_differ_raise_on_all_ranks,
+        fabric.test_shards_of_a_loop_are_not_compared_with_each_other,
+    ),
+    (fabric.test_a_loop_resumed_within_an_epoch_ends_with_the_same_bits,),
+    (fabric.test_probes_of_a_loop_agree_in_two_runs,),
+)
+
+
+def read_table():
+    """Return the columns of each training."""
+    table = {}
+    for line in PAGE.read_text().splitlines():
+        first, *columns = (cell.strip() for cell in line.strip("|").split("|"))
+        if line.startswith("| `"):
+            table |= dict.fromkeys(re.findall("`([^`]+)`", first), columns)
+    return table
+
+
+def trainings_of(tests):
+    """Return the ids with which tests run."""
+    marks = [mark for test in tests for mark in test.pytestmark if mark.name == "parametrize"]
+    return {name for mark in marks for name in mark.args[1]}
+
+
+def show(name):
+    """Return which columns a test shows of a training."""
+    of_fabric = name.startswith("Fabric, ")
+    tests, name = (FABRIC if of_fabric else LIGHTNING), name.removeprefix("Fabric, ")
+    return [name in trainings_of(column) for column in tests]
+
+
+def test_each_cell_is_a_test():
+    table = read_table()
+    trained = {*lightning.ALL, *(f"Fabric, {name}" for name in fabric.ALL)}
+    assert table.keys() == trained
+    for name, columns in table.items():
+        told = [cell not in ("", "refused") for cell in columns[:5]]
+        assert told == show(name), name
+
+
+def test_what_is_refused_is_a_test():
+    table = read_table()
+    not_resumed = {name for name, columns in table.items() if columns[3] == "refused"}
+    assert not_resumed == trainings_of([lightning.test_hybrid_sharding_of_fsdp1_is_not_resumed])
+    replayed = {name for name, columns in table.items() if columns[5] == "yes"}
+    assert replayed == {*lightning.ON_ONE, *lightning.REPLICATED, *lightning.LAUNCHED}
