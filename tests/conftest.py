@@ -11,10 +11,7 @@ import pytest
 import raise_sites
 from forking_python import shared_python
 from hypothesis import HealthCheck, settings
-from interruptions import begin_run  # noqa: F401 - a fixture
 from ledger_runs import runs  # noqa: F401 - a fixture
-
-from lightning_d9m.control.threads import threads_pinned
 
 # Loaded before any test, both of Lightning's packages: the callback takes its bases from those that
 # are loaded, and they set variables when they are first imported, as scikit-learn does, which is no
@@ -115,6 +112,8 @@ def fixed_rng() -> Iterator[None]:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Let torch's CPU kernels add in order: several threads share work differently."""
+    from lightning_d9m.control.threads import threads_pinned
+
     with threads_pinned(1):
         yield
 
@@ -122,6 +121,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Let threads race, also where the tests run with one."""
+    from lightning_d9m.control.threads import threads_pinned
+
     with threads_pinned(2):
         yield
 
