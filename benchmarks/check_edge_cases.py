@@ -5,9 +5,11 @@
 
 Each case runs on the CPU with torch's own kernel and with the replacement, which must give the same
 values, dtype, shape and strides, or the same error. Where a Triton kernel exists, the interpreter
-runs it too, and it must give what the torch ops give. The result has the number of cases for each
-op and kind of edge. Documented differences (half and bfloat16 are added in float32) are compared
-with sums in float64.
+runs it too (of grid_sample in every twelfth case), and it must give what the torch ops give. The
+result has the number of cases for each op, kind of edge and kernel.
+
+Documented differences: half and bfloat16 are added in float32, so they are compared with sums in
+float64; an infinity that meets a weight of 0 in an interpolation may come out as a NaN.
 """
 
 import argparse
@@ -32,6 +34,8 @@ from lightning_d9m.patches.triton import grid_sample, launch
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]
 ROUNDINGS = 64  # more than the terms of any output
+WEIGHTED = ("linear", "cubic", "lanczos")
+SLOW, STEP = "grid_sample", 12  # of these the interpreter takes seconds: it runs every twelfth
 
 
 def run(case: EdgeCase) -> object:
@@ -58,12 +62,16 @@ def find_difference(case: EdgeCase) -> str | None:
             return f"{left.dtype} {tuple(left.shape)} in place of {same.dtype} {tuple(same.shape)}"
         if case.strides and left.stride() != same.stride():
             return f"strides {left.stride()} in place of {same.stride()}"
-        pair = left, right
-        if case.op.endswith("antialiased"):  # an infinity times a weight of 0 or of 1e-9
-            pair = tuple(torch.where(part.isfinite(), part, torch.nan) for part in pair)
-        if not is_close(*pair, 1 if case.reference else ROUNDINGS):
+        if not is_close(*forgive(case, left, right), 1 if case.reference else ROUNDINGS):
             return f"{left.flatten()[:6]} in place of {right.flatten()[:6]}"
     return None
+
+
+def forgive(case: EdgeCase, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Return values in which an infinity is a NaN if it may have met a weight of 0."""
+    if not any(word in case.op for word in WEIGHTED):
+        return parts
+    return tuple(torch.where(part.isfinite(), part, torch.nan) for part in parts)
 
 
 def is_close(left: Tensor, right: Tensor, roundings: float) -> bool:
@@ -116,7 +124,7 @@ def find_kernel_difference(case: EdgeCase) -> tuple[list[str], str | None]:
     for left, right in zip(actual, expected, strict=True):
         if (left.shape, left.dtype, left.stride()) != (right.shape, right.dtype, right.stride()):
             return used, "kernel: another shape, dtype or layout"
-        if not is_close(left, right, 4):
+        if not is_close(*forgive(case, left, right), 4):
             return used, f"kernel: {left.flatten()[:6]} in place of {right.flatten()[:6]}"
     return used, None
 
@@ -136,7 +144,7 @@ def main() -> None:
     torch.set_num_threads(1)
     launch._BLOCK = launch._SMALL_BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with
     grid_sample._BLOCK = 512  # noqa: SLF001 - the number of programs
-    by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
+    by_op, by_edge, refused, kernels, slow = Counter(), Counter(), 0, Counter(), 0
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]
     for number, case in enumerate(cases):
@@ -146,7 +154,8 @@ def main() -> None:
         by_edge[case.edge] += 1
         refused += isinstance(answer(case.call)[0], type)
         found = [find_difference(case)]
-        if not words.no_kernels:
+        slow += case.op.startswith(SLOW)
+        if not words.no_kernels and not (case.op.startswith(SLOW) and slow % STEP):
             used, difference = find_kernel_difference(case)
             kernels.update(set(used))
             found.append(difference)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from patches.cases import threads
+
+from lightning_d9m.control.threads import threads_pinned
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 EVERY = 7
@@ -20,10 +21,11 @@ EVERY = 7
 
 @pytest.fixture(scope="module")
 def modules():
-    """Return the cases and what runs them."""
+    """Return the module of cases, the one that runs them, and all cases."""
     sys.path.insert(0, str(FOLDER))
     try:
-        yield [importlib.import_module(name) for name in ("edge_cases", "check_edge_cases")]
+        cases, check = map(importlib.import_module, ("edge_cases", "check_edge_cases"))
+        yield cases, check, cases.list_cases()
     finally:
         sys.path.remove(str(FOLDER))
         for name in ("edge_cases", "check_edge_cases"):
@@ -32,17 +34,16 @@ def modules():
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_answers_are_the_originals(modules):
-    cases, check = modules
-    with threads(1):
-        chosen = cases.list_cases()[::EVERY]
-        found = [(case.op, case.edge, check.find_difference(case)) for case in chosen]
+    _, check, cases = modules
+    with threads_pinned(1):
+        found = [(case.op, case.edge, check.find_difference(case)) for case in cases[::EVERY]]
     assert [one for one in found if one[2]] == []
     assert len({op for op, _, _ in found}) > 50
 
 
 def test_a_difference_is_found(modules):
     """Of values, dtype, shape, strides and errors."""
-    cases, check = modules
+    module, check, _ = modules
 
     def alternate(*answers):
         turns = iter(answers * 2)
@@ -53,7 +54,7 @@ def test_a_difference_is_found(modules):
                 raise turn
             return turn
 
-        return check.find_difference(cases.EdgeCase("op", "edge", call))
+        return check.find_difference(module.EdgeCase("op", "edge", call))
 
     one = torch.ones(2, 3)
     for other in (one + 1e-4, one.double(), one[:1], one.t().contiguous().t(), RuntimeError("no")):
