@@ -33,6 +33,7 @@ with warnings.catch_warnings():
 # Bound to the function itself, before anything could replace it.
 all_reduce = torch.distributed.all_reduce
 functional_all_to_all = functional_collectives.all_to_all_single
+all_reduce_op = torch.ops._c10d_functional.all_reduce_.default
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 DATA = RandomDataset(32, 16)
 
@@ -166,14 +167,20 @@ COLLECTIVES = {
     rf"^torch\.distributed\.all_reduce {IN_STEP}: the logical ranks": lambda _: all_reduce(
         torch.ones(1)
     ),
-    rf"^torch\.distributed\._functional_collectives\.all_reduce {IN_STEP}": lambda _: (
+    rf"^torch\.ops\._c10d_functional\.all_reduce {IN_STEP}": lambda _: (
         functional_collectives.all_reduce(torch.ones(1), "sum", torch.distributed.group.WORLD)
     ),
-    rf"^torch\.distributed\._functional_collectives\.all_to_all_single {IN_STEP}": lambda _: (
-        functional_all_to_all(torch.ones(2), None, None, torch.distributed.group.WORLD)
+    rf"^torch\.ops\._c10d_functional\.all_to_all_single {IN_STEP}": lambda _: functional_all_to_all(
+        torch.ones(2), None, None, torch.distributed.group.WORLD
     ),
-    rf"^torch\.distributed\._functional_collectives\.isend_inplace {IN_STEP}": lambda _: (
+    rf"^torch\.ops\._c10d_functional\.isend {IN_STEP}": lambda _: (
         functional_collectives.isend_inplace(torch.ones(1), 0)
+    ),
+    rf"^torch\.ops\._c10d_functional\.broadcast {IN_STEP}": lambda _: (
+        torch.ops._c10d_functional.broadcast(torch.ones(1), 0, "0")
+    ),
+    rf"^torch\.ops\._c10d_functional\.all_reduce_ {IN_STEP}": lambda _: all_reduce_op(
+        torch.ones(1), "sum", "0"
     ),
     rf"^torch\.distributed\.send {IN_STEP}": lambda _: torch.distributed.send(torch.ones(1), 0),
 }

@@ -210,12 +210,14 @@ def main():
     folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    many = PROCESSES > 4
     for ranks in (2, 4, 6, 8):
-        for net in ("mlp", "cnn", "transformer"):
+        for net in ["mlp"] if many else ["mlp", "cnn", "transformer"]:
             if ranks >= PROCESSES:
                 fit(folder / f"{net} {ranks}", net, ranks)
-    fit_variants(folder)
-    if PROCESSES != 3:
+    if not many:
+        fit_variants(folder)
+    if PROCESSES in {1, 2, 4}:
         fit_controls(folder)
 
 

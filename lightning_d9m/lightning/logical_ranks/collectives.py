@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NoReturn
 
+import torch
 from torch import distributed
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -45,9 +46,9 @@ _COLLECTIVES = {
 # What each collective of torch calls first. It is looked up again in each call, so that replacing
 # it also reaches collectives that the user's module has imported by name.
 _FIRST_CALL = "_rank_not_in_group"
-# The functional collectives, which return new tensors, and what all of them call before they start.
-_FUNCTIONAL = "torch.distributed._functional_collectives"
-_FUNCTIONAL_CALLS = ("_resolve_group_name", "_resolve_group")
+# The namespaces of ops that communicate: the functional collectives, and those that they wrap.
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+_LOCAL_OPS = {"check_for_nan", "wait_tensor"}  # which wait for no process that has not begun
 
 
 def refuse_collective(name: str, logical_rank: int) -> NoReturn:
@@ -81,24 +82,19 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
             return first(*args, **kwargs)
 
         patches.replace(module, _FIRST_CALL, check_group)
-    functional = import_module(_FUNCTIONAL)
-    for name in _FUNCTIONAL_CALLS:
-        if resolve := getattr(functional, name, None):
-            patches.replace(functional, name, _watch_functional(resolve, current))
+    for name in torch._C._dispatch_get_all_op_names():  # noqa: SLF001 - torch lists them nowhere else
+        namespace, _, op = name.partition(".")[0].partition("::")
+        if namespace in _NAMESPACES and op not in _LOCAL_OPS:
+            _watch_op(patches, current, f"torch.ops.{namespace}.{op}")
 
 
-def _watch_functional(
-    resolve: Callable[..., Any], current: Callable[[], int | None]
-) -> Callable[..., Any]:
-    @wraps(resolve)
-    def resolve_group(*args: Any, **kwargs: Any) -> Any:
-        rank = current()
-        if rank is not None:
-            caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - as above
-            refuse_collective(f"{_FUNCTIONAL}.{caller}", rank)
-        return resolve(*args, **kwargs)
-
-    return resolve_group
+def _watch_op(patches: AttributePatches, current: Callable[[], int | None], title: str) -> None:
+    """Refuse an op, called with or without the name of its overload."""
+    packet = attrgetter(title.removeprefix("torch."))(torch)
+    for op in (packet, *(getattr(packet, name) for name in packet.overloads())):
+        # Both classes look up this function in each call.
+        if function := getattr(op, "_op", None):
+            patches.replace(op, "_op", partial(_call, title, function, current))
 
 
 def watch_functions(

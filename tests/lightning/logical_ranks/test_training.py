@@ -1,4 +1,4 @@
-"""Trainings on 1, 2, 3 and 4 processes have the same ledgers with logical ranks."""
+"""Trainings on 1 to 4, 5 and 8 processes have the same ledgers with logical ranks."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import pytest
 from rank_processes import run_ranks
 
 from lightning_d9m import compare, read_ledger
-from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.ledger.format.records import Digests, Evaluation
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
-COUNTS = (1, 2, 3, 4)
+COUNTS = (1, 2, 3, 4, 5, 8)
 VARIANTS = ("workers", "drop_last", "branches", "accumulated", "scaler")
 MATRIX = [(net, ranks) for net in ("mlp", "cnn", "transformer") for ranks in (2, 4, 6, 8)]
 
@@ -29,11 +29,8 @@ def read_records(path):
     records = {}
     for rank in ledger.files:
         with ledger.open(rank) as reader:
-            records[rank] = [
-                record if isinstance(record, Digests) else (record.kind, record.fields)
-                for record in reader.records()
-                if isinstance(record, Digests) or getattr(record, "kind", "") == "evaluation"
-            ]
+            found = reader.records()
+            records[rank] = [record for record in found if isinstance(record, Digests | Evaluation)]
     return records
 
 
@@ -64,6 +61,13 @@ def check_equal(folder, name):
 @pytest.mark.parametrize(("net", "ranks"), MATRIX)
 def test_the_whole_ledger_is_the_same_on_every_number_of_processes(folder, net, ranks):
     check_equal(folder, f"{net} {ranks}")
+
+
+def test_up_to_eight_processes_train(folder):
+    runs = {
+        ranks: sorted(run.name for run in (folder / f"mlp {ranks}").iterdir()) for ranks in (6, 8)
+    }
+    assert runs == {6: ["1", "2", "3", "4", "5"], 8: ["1", "2", "3", "4", "5", "8"]}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
