@@ -7,7 +7,9 @@ expanded and overlapping tensors, channels_last, ``out=``, shared memory, infini
 """
 
 import importlib
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,15 @@ def test_a_difference_is_found(modules):
         assert alternate(other, one)
         assert alternate(other, other) is None
     assert alternate(RuntimeError("no"), RuntimeError("yes"))
+
+
+def test_the_results_are_those_of_the_cases(modules):
+    """As many of each kind as there are now, by torch ops and by kernels, without a difference."""
+    record = json.loads((FOLDER / "results" / "edge-cases.json").read_text())
+    if record["torch"] != torch.__version__:
+        pytest.skip("another torch has other operations and dtypes")
+    *_, cases = modules
+    assert record["cases_by_edge"] == Counter(case.edge for case in cases)
+    assert record["cases"] == len(cases)
+    assert record["differences"] == []
+    assert len(record["cases_by_kernel"]) > 10
