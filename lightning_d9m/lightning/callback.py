@@ -30,6 +30,7 @@ from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
+from lightning_d9m.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
@@ -230,7 +231,8 @@ class DeterminismCallback(_Callback):
     def on_before_optimizer_step(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: "Optimizer"
     ) -> None:
-        """Probe the gradients."""
+        """Probe the gradients, and tell apart those that are still added to."""
+        mark_used_gradients(trainer, optimizer)
         self._probe_recorder.take_gradients(optimizer)
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:

@@ -30,6 +30,9 @@ OLD_MANIFEST_KEY = "seal"
 LOGICAL_RANKS = "logical_ranks"
 """The key of their number among the settings of a run."""
 
+FROZEN = "frozen"
+"""The key of what was frozen among the settings of a run."""
+
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
 

@@ -229,12 +229,18 @@ class TrainerSession:
     @contextmanager
     def _loader_hook_seeded(self, stage: str) -> Iterator[None]:
         epoch = self._loader_epoch(stage)
-        if cast(Any, self._trainer).overfit_batches > 0:
-            stage = "train"  # Lightning shows training and validation the same batches
+        # With overfit_batches Lightning shows training and validation the same batches.
+        alike = cast(Any, self._trainer).overfit_batches > 0
         with rng_restored():
-            purpose = f"{stage} dataloader"
+            purpose = f"{'train' if alike else stage} dataloader"
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))
-            yield
+            # The hook may read `current_epoch`, which is another one when a resumed fit loads data.
+            counts = get_epoch_counts(self._trainer)
+            completed, counts.completed = counts.completed, self._shown_epoch(stage)
+            try:
+                yield
+            finally:
+                counts.completed = completed
 
     def _loader_epoch(self, stage: str) -> int:
         """Return the epoch for which loaders are loaded; 0 if they are loaded once."""
@@ -246,6 +252,13 @@ class TrainerSession:
         epoch = get_epoch_counts(trainer).processed if stage == "train" else trainer.current_epoch
         loaded = self._loaded_epochs.get(stage)
         return int(epoch) if loaded is None or epoch - loaded >= every else loaded
+
+    def _shown_epoch(self, stage: str) -> int:
+        """Return the ``current_epoch`` in which an uninterrupted run loads the same loaders."""
+        if get_reload_interval(self._trainer):
+            return self._loader_epoch(stage)
+        loaded = self._loaded_epochs.get(stage)
+        return get_epoch_counts(self._trainer).completed if loaded is None else loaded
 
     def _wrap_process_dataloader(self, patches: AttributePatches) -> None:
         """Control each loader after Lightning has set its sampler and before it is iterated."""

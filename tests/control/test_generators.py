@@ -101,8 +101,9 @@ class Item:
         lambda: [[[0.5, None] for _ in range(20)] for _ in range(900)],
         lambda: {number: [(number, [other]) for other in range(300)] for number in range(300)},
         lambda: [Item(2) for _ in range(800)],
+        lambda: [Item(3) for _ in range(40)],
     ],
-    ids=["lists", "pairs", "dicts", "objects"],
+    ids=["lists", "pairs", "dicts", "objects", "too few objects to search a sample"],
 )
 def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(monkeypatch, data):
     """The bound of one list is not enough: nested ones used to cost a second or two a call."""

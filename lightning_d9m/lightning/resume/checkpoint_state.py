@@ -317,6 +317,8 @@ class CheckpointState:
         position = self._position(trainer)
         rank = self._rank_state(trainer)
         resumed = self._resumed
+        if resumed is not None:
+            run_state.restore_frozen(trainer, resumed.settings)
         if resumed is not None and resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
             self._raise_or_warn_on_all_ranks(trainer, rank)
         ledger = rank.ledger or SavedLedger("", "")
@@ -369,7 +371,7 @@ class CheckpointState:
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=describe_settings(trainer, session),
+            settings=describe_settings(trainer, session) | run_state.capture_frozen(trainer),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],

@@ -50,6 +50,7 @@ def find_missing_state(
         "of an epoch, or let the metric keep less."
         for path, why in metrics_left_out.items()
     ]
+    found += _find_lost_masks(trainer)
     fit = trainer.fit_loop
     found += _listed(_find_unfinished_epoch(trainer, position))
     within = position.phase != "epoch" and not is_at_end(trainer)
@@ -62,6 +63,15 @@ def find_missing_state(
     for loader in lightning_private.list_loaders(fit.epoch_loop.val_loop):
         found += _listed(find_unsaved_loader_state(loader))
     return found
+
+
+def _find_lost_masks(trainer: "Trainer") -> list[str]:
+    return [
+        f"{type(callback).__name__} leaves the masks of pruned weights out of checkpoints, so that "
+        "they would be trained again. Start the training again."
+        for callback in list_callbacks(trainer)
+        if lightning_private.drops_pruning_masks(callback)
+    ]
 
 
 def is_cut_by_max_steps(trainer: "Trainer") -> bool:

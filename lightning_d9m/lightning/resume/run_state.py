@@ -26,7 +26,12 @@ from lightning_d9m.lightning.resume.metric_state import (
     restore_metrics,
     to_plain,
 )
-from lightning_d9m.lightning.saved_state import LoopPhase, SavedMetrics, SavedRank, SavedState
+from lightning_d9m.lightning.saved_state import (
+    LoopPhase,
+    SavedMetrics,
+    SavedRank,
+    SavedState,
+)
 from lightning_d9m.lightning.trainer_attributes import (
     get_datamodule,
     get_epoch_counts,
@@ -37,6 +42,7 @@ from lightning_d9m.lightning.trainer_attributes import (
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torch.optim import Optimizer
 
 _VALIDATION = "validate."
 
@@ -137,7 +143,9 @@ def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) ->
 
 def restore_outside(trainer: "Trainer", rank: SavedRank) -> None:
     """Restore state that outlives an epoch. Called once, before the first epoch starts."""
+    _set_accumulation(trainer)
     _restore_rng_and_metrics(trainer, rank)
+    _restore_gradients(trainer, rank.gradients)
     epoch = get_epoch_counts(trainer).processed
     _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
 
@@ -207,18 +215,71 @@ def _finite(epoch: float) -> int | None:
 
 
 _AVERAGING = "StochasticWeightAveraging"
+_ACCUMULATION = "GradientAccumulationScheduler"
+
+
+def _set_accumulation(trainer: "Trainer") -> None:
+    """Let a scheduler of gradient accumulation set the number of a partly trained epoch.
+
+    Lightning does not call its hook again, see below.
+    """
+    for callback in list_callbacks(trainer):
+        if any(base.__name__ == _ACCUMULATION for base in type(callback).__mro__):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def capture_frozen(trainer: "Trainer") -> dict[str, list[str]]:
+    """Return the names of frozen parameters, and of batch norms without running statistics.
+
+    Callbacks and hooks freeze and unfreeze them at the start of an epoch.
+    """
+    module = trainer.lightning_module
+    return {
+        "parameters": [name for name, part in module.named_parameters() if not part.requires_grad],
+        "statistics": [
+            name
+            for name, part in module.named_modules()
+            if not getattr(part, "track_running_stats", True)
+        ],
+    }
+
+
+def restore_frozen(trainer: "Trainer", frozen: dict[str, list[str]]) -> None:
+    """Freeze and unfreeze what was so when ``capture_frozen`` was called."""
+    module = trainer.lightning_module
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad != (name not in frozen["parameters"]):
+            parameter.requires_grad_(name not in frozen["parameters"])
+    for name, part in module.named_modules():
+        if hasattr(part, "track_running_stats"):
+            part.track_running_stats = name not in frozen["statistics"]
+
+
+def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
+    """Mark the gradients with which a module that optimizes manually steps.
+
+    Only the others are added to after a resume: those that a backward pass has changed since.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.d9m_used = parameter.grad._version  # noqa: SLF001 - torch has no other
 
 
 def _capture_gradients(trainer: "Trainer") -> dict[str, Any]:
     """Return the gradients to which later micro-batches are added."""
-    if not lightning_private.accumulates_gradients(trainer):
+    manual = not trainer.lightning_module.automatic_optimization
+    if not manual and not lightning_private.accumulates_gradients(trainer):
         return {}
     if (logical := get_logical_state(trainer)) is not None:
         return logical.capture_gradients()
     return {
-        name: to_plain(parameter.grad)
+        name: to_plain(gradient)
         for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter.grad is not None
+        if (gradient := parameter.grad) is not None
+        and getattr(gradient, "d9m_used", None) != gradient._version  # noqa: SLF001 - as above
     }
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelPruning
 from resuming import DrawingDigits, Fits, agree, in_order, stream
 from torch.utils.data import DataLoader
 from trainings import QUIET, make_loader, make_model
@@ -69,6 +69,16 @@ def test_a_stream_is_resumed_when_nothing_of_its_epoch_is_left(fits, hook):
     straight = fits.fit(**run)
     fits.interrupt(**run, at={"hook": hook, "batch": 6})
     agree(straight, fits.resume(**run))
+
+
+def pruning():
+    return [ModelPruning("l1_unstructured", amount=0.2)]
+
+
+def test_pruned_weights_that_are_saved_without_their_masks_are_named(fits):
+    fits.interrupt(callbacks=pruning, at=WITHIN)
+    with pytest.raises(InexactResumeError, match="ModelPruning leaves the masks of pruned weights"):
+        fits.resume(callbacks=pruning)
 
 
 class TestForetold:

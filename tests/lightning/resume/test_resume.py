@@ -124,12 +124,13 @@ def plateau(self):
 
 
 class Reloaded(LightningDataModule):
-    """Gives new loaders whenever it is asked."""
+    """Gives new loaders whenever it is asked, of as many batches as the epoch says."""
 
     workers = 0
 
     def train_dataloader(self):
-        return make_loader(num_workers=self.workers)
+        size = (96, 64, 80)[self.trainer.current_epoch]
+        return make_loader(size=size, num_workers=self.workers)
 
     def val_dataloader(self):
         return make_loader(shuffle=False)
@@ -157,6 +158,36 @@ def with_generators():
     return model
 
 
+def accumulating():
+    """Return a model that steps after every fourth batch, also across epochs."""
+
+    def step(self, batch, batch_idx):
+        self.manual_backward(nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+        self.trained += 1
+        if self.trained % 4 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    model = make_model(training_step=step)
+    model.automatic_optimization = False
+    model.register_buffer("trained", torch.zeros((), dtype=torch.int64))
+    return model
+
+
+def unfreezing():
+    """Return a model that trains its first layers from epoch 1 on."""
+
+    def unfreeze(self):
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+            self.layers[1].track_running_stats = True
+
+    model = make_model(on_train_epoch_start=unfreeze)
+    model.layers[0].requires_grad_(False)
+    model.layers[1].track_running_stats = False
+    return model
+
+
 def swa():
     return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
 
@@ -175,7 +206,15 @@ RUNS = {
         "loader": partial(make_loader, **PERSISTENT),
         "words": {"per_sample_rng": True},
     },
-    "accumulation": {"accumulate_grad_batches": 4},
+    "scheduled accumulation": {
+        "callbacks": lambda: [callbacks.GradientAccumulationScheduler({0: 4, 1: 3, 2: 5})]
+    },
+    "layers that an epoch unfreezes": {"model": unfreezing},
+    "accumulation by the module": {"model": accumulating, "limit_val_batches": 0},
+    "the epoch in which data were loaded": {
+        "datamodule": Reloaded,
+        "limit_val_batches": 0,
+    },
     "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     "AdamW with a scheduler": {"model": partial(make_model, configure_optimizers=adamw)},
     "a scheduler that waits for metrics": {
