@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.text import escape, pluralize
+from lightning_d9m.text import describe_names, escape, pluralize
 
 if TYPE_CHECKING:
     from lightning_d9m.lightning.saved_state import LoopPosition, SavedState
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
-        help="a checkpoint that a Trainer saved, or a file of weights, alone (also .safetensors) "
-        "or under the key state_dict",
+        help="a checkpoint that a Trainer saved (a folder if it is sharded), or a file of weights, "
+        "alone (also .safetensors) or under the key state_dict",
     )
     parser.add_argument(
         "ledger",
@@ -57,12 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from lightning_d9m.lightning.checkpoint_io import check_checkpoint, load_checkpoint
     from lightning_d9m.lightning.saved_state import SavedState
+    from lightning_d9m.lightning.sharded_checkpoint import (
+        is_sharded_checkpoint,
+        load_sharded_checkpoint,
+    )
 
     path: Path = arguments.checkpoint
-    if not path.is_file():
+    sharded = is_sharded_checkpoint(path)
+    if not sharded and not path.is_file():
         raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
+    load = load_sharded_checkpoint if sharded else load_checkpoint
     try:
-        checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
+        checkpoint = load(path, allow_objects=arguments.allow_objects)
         has_manifest = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
         found = Verification(path, "damaged", [str(error)])
@@ -176,11 +182,15 @@ def _find_in(
     rank = min(ledger.files)
     digests = _digest_weights(weights)
     count = 0
+    nearest = ""
     for record in ledger.line_records(rank):
         if isinstance(record, Digests) and record.groups.get("weights"):
             count += 1
-            if _holds(record, digests):
-                result.records.append(f"{record.moment} {record.epoch} (step {record.step})")
+            if not (differing := _list_differing(record, digests)):
+                result.records.append(_name(record))
+            elif not nearest and not isinstance(state, str) and record.step == state.position.step:
+                named = describe_names(differing[:4], len(differing))
+                nearest = f"; of {_name(record)} differ {named}"
     between = not isinstance(state, str) and state.position.phase != "epoch"
     if result.records:
         result.verdict = "found"
@@ -194,7 +204,9 @@ def _find_in(
         )
     else:
         result.verdict = "not found"
-        result.lines.append(f"{ledger.path}: none of its {count} records holds these weights")
+        result.lines.append(
+            f"{ledger.path}: none of its {count} records holds these weights{nearest}"
+        )
 
 
 def _find_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -228,9 +240,16 @@ def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
     return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
 
 
-def _holds(record: Digests, digests: Mapping[str, str]) -> bool:
-    """Return whether the checkpoint has all weights of a record, and the buffers that both have."""
+def _name(record: Digests) -> str:
+    return f"{record.moment} {record.epoch} (step {record.step})"
+
+
+def _list_differing(record: Digests, digests: Mapping[str, str]) -> list[str]:
+    """Return the names that the checkpoint lacks or has with other digests.
+
+    They are those of all weights of a record, and of the buffers that both have.
+    """
     expected = dict(record.groups["weights"])
     buffers = record.groups.get("buffers", {})
     expected |= {name: value for name, value in buffers.items() if name in digests}
-    return all(digests.get(name) == value for name, value in expected.items())
+    return [name for name, value in expected.items() if digests.get(name) != value]

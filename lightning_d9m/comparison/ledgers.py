@@ -1,6 +1,6 @@
 """Compare two ledgers as streams: differences in stack and settings, then divergences."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -131,7 +131,23 @@ def compare_ledgers(
         ranks=tuple(ranks),
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
+        initial_weights=None if same_size or any_processes else _compare_initial(expected, actual),
     )
+
+
+def _compare_initial(expected: Ledger, actual: Ledger) -> tuple[str, ...] | None:
+    """Return the names of the weights that differ before the first step, in order."""
+    first, other = (_read_initial(ledger) for ledger in (expected, actual))
+    if not first or not other:
+        return None
+    return tuple(name for name in first | other if first.get(name) != other.get(name))
+
+
+def _read_initial(ledger: Ledger) -> Mapping[str, str]:
+    for record in ledger.line_records(min(ledger.files)):
+        if isinstance(record, Digests):
+            return record.groups.get("weights", {}) if record.moment == "initial" else {}
+    return {}
 
 
 def _report(progress: Callable[[int], None] | None, done: int, records: int) -> None:

@@ -186,6 +186,8 @@ class Comparison:
             runs incomparable.
         ranks_only_expected: Ranks that only the earlier ledger has.
         ranks_only_actual: Ranks that only the later ledger has.
+        initial_weights: Of runs on different numbers of processes, which are alike only before the
+            first step: the names of the initial weights that differ; None if both do not have them.
     """
 
     expected: Path
@@ -196,6 +198,7 @@ class Comparison:
     ranks: tuple[RankComparison, ...]
     ranks_only_expected: tuple[int, ...]
     ranks_only_actual: tuple[int, ...]
+    initial_weights: tuple[str, ...] | None = None
 
     @property
     def verdict(self) -> Literal["equal", "different", "not comparable"]:

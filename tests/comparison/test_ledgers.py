@@ -11,7 +11,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Digests, LoaderFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.output.comparison_text import list_one_sided
+from lightning_d9m.output.comparison_text import format_evidence, list_one_sided
 
 
 def compare(one, other, **options):
@@ -336,6 +336,22 @@ class TestOneSided:
         assert comparison.ranks_only_expected == (1,)
         assert comparison.ranks_only_actual == (2,)
         assert [rank.rank for rank in comparison.ranks] == [0]
+
+    def test_initial_weights_on_other_numbers_of_processes(self, runs):
+        """Nothing else must be equal there."""
+
+        def change(_, records):
+            flip(next(found for found in records if found.get("moment") == "initial"))
+
+        one, other = runs.write(world_size=2), runs.write(world_size=3)
+        changed = runs.write(world_size=3, edit=change)
+        assert [compare(one, run).initial_weights for run in (other, changed, one)] == [
+            (),
+            ("layers.2.weight",),
+            None,
+        ]
+        lines = format_evidence(compare(one, changed))
+        assert "Their initial weights differ: layers.2.weight." in lines
 
     def test_no_rank_in_common(self, runs):
         """There is nothing to compare."""

@@ -7,14 +7,15 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from shutil import copytree
 
 import pytest
-import torch
 from forking_python import shared_python
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from rank_processes import run_ranks
 
-from lightning_d9m import SettingError, digest
+from lightning_d9m import SettingError
+from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
 from lightning_d9m.ledger.folder import read_ledger
@@ -32,11 +33,12 @@ ON_ONE = [
     "single device, checkpointing",
     "single device, reentrant checkpointing",
     "single device, torch.func",
+    "single device, float8",
     "single device, compiled layers",
     "single device, compiled module",
 ]
 # They change when something is computed, and no bit of the result.
-SAME_BITS = ON_ONE[5:7] + ON_ONE[8:]
+SAME_BITS = ON_ONE[5:7] + ON_ONE[9:]
 REPLICATED = [
     "ddp",
     "ddp, bf16-mixed",
@@ -174,7 +176,17 @@ def test_steps_run_twice_or_not_at_all(cell, request):
 def test_resumed_within_an_epoch_it_ends_with_the_same_bits(cell):
     _, found = cell
     for entry in found:
-        assert entry["saved"] is entry["resumed at 1"] is entry["resumed at 2"] is None
+        assert entry["resumed at 1"] is entry["resumed at 2"] is None
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_patched_operations_are_called_and_give_the_same_bits(cell):
+    """The patch of a gradient that the CPU computes alike: a sum of two terms."""
+    folder, found = cell
+    for rank, entry in enumerate(found):
+        assert entry["patched"] is None
+        # One call for each batch of two epochs on this rank: of 6 batches, of 3 or of 2.
+        assert int((folder / "patched" / f"calls-{rank}").read_text()) in {12, 6, 4}
 
 
 @pytest.mark.parametrize("cell", [HYBRID], indirect=True)
@@ -274,11 +286,40 @@ def test_the_number_of_ranks_does_not_enter_into_the_digests(two, four):
     assert len(set(initial[0].values())) == 4
 
 
-@pytest.mark.parametrize("name", ["fsdp2, full checkpoints", "tp, full checkpoints"])
-def test_a_checkpoint_has_the_digests_of_the_ledger(two, name):
-    path = two / name / "checkpoints"
-    last = max(path.glob("*.ckpt"), key=lambda file: int(file.stem.partition("=")[2]))
-    state = torch.load(last, weights_only=True)["state_dict"]
-    assert {key: digest(value) for key, value in state.items()} == records(two / name)[-1].groups[
-        "weights"
-    ]
+def test_runs_on_two_and_on_four_ranks_have_the_same_initial_weights(two, four):
+    """Afterwards each rank has other batches, and the sums of gradients another order."""
+    comparison = compare_ledgers(ledger(two / "fsdp2"), ledger(four / "fsdp2"))
+    assert (comparison.verdict, comparison.initial_weights) == ("not comparable", ())
+    weights = [records(folder / "fsdp2")[-1].groups["weights"] for folder in (two, four)]
+    assert weights[0] != weights[1]
+
+
+def find_last(folder):
+    return max(folder.glob("*.ckpt"), key=lambda file: int(file.stem.partition("=")[2]))
+
+
+@pytest.mark.parametrize(
+    ("launch", "name"), [*(("two", name) for name in SHARDED), ("four", "fsdp2 and tp")]
+)
+def test_a_checkpoint_has_the_weights_of_the_ledger(request, capsys, launch, name):
+    """A full one or a sharded one; the first parameter that differs is named."""
+    folder = request.getfixturevalue(launch) / name
+    last = find_last(folder / "checkpoints")
+    assert last.is_dir() == ("full" not in name)
+    command = ["verify", "--allow-objects", str(last)]
+    assert main([*command, str(ledger(folder).path)]) == 0
+    assert "its weights are those of epoch 1 (step" in capsys.readouterr().out
+    assert main([*command, str(ledger(folder, "fault without reference").path)]) == 1
+    step = records(folder)[-1].step
+    assert f"; of epoch 1 (step {step}) differ layers.0.weight\n" in capsys.readouterr().out
+
+
+def test_the_index_of_a_sharded_checkpoint_is_read_on_request_only(two, capsys, tmp_path):
+    last = find_last(two / "fsdp2" / "checkpoints")
+    assert main(["verify", str(last)]) == 2
+    assert "torch reads its index .metadata by pickle, which" in capsys.readouterr().err
+    damaged = tmp_path / "damaged.ckpt"
+    copytree(last, damaged)
+    (damaged / "__0_0.distcp").write_bytes(b"")
+    assert main(["verify", str(damaged), "--allow-objects"]) == 1
+    assert f"The sharded checkpoint {damaged} cannot be read: " in capsys.readouterr().out

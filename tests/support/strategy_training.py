@@ -1,17 +1,19 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with a fault
-on one rank, with probes twice, interrupted and resumed. Of the cells in ``LAUNCHED`` this is the
-process that starts two ranks for each training.
+on one rank, with probes twice, with patched operations, interrupted and resumed. Of the cells in
+``LAUNCHED`` this is the process that starts two ranks for each training.
 """
 
 import json
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -28,6 +30,7 @@ from trainings import QUIET, make_loader
 from lightning_d9m import DeterminismCallback, deterministic
 from lightning_d9m.control import session
 from lightning_d9m.errors import D9mError
+from lightning_d9m.patches import registration
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -75,6 +78,29 @@ def apply_vmapped(layers, images):
     return torch.func.vmap(score, randomness="different")(images)
 
 
+class Float8Product(torch.autograd.Function):
+    """A product of matrices of which each is rounded to 8 bits."""
+
+    @staticmethod
+    def forward(ctx, images, weight):
+        rounded = [value.to(torch.float8_e4m3fn) for value in (images, weight)]
+        ctx.save_for_backward(rounded[0])
+        one = torch.ones(())
+        return torch._scaled_mm(
+            rounded[0], rounded[1].t(), scale_a=one, scale_b=one, out_dtype=torch.float32
+        )
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (images,) = ctx.saved_tensors
+        return None, gradient.to(torch.float8_e5m2).float().t() @ images.float()
+
+
+def apply_float8(layers, images):
+    """Return the scores; the first layer multiplies floats of 8 bits."""
+    return layers[1:](Float8Product.apply(images, layers[0].weight) + layers[0].bias)
+
+
 class Net(L.LightningModule):
     """A small classifier that is divided as ``layout`` says."""
 
@@ -101,7 +127,10 @@ class Net(L.LightningModule):
 
     def training_step(self, batch, _):
         images, classes = batch
-        loss = nn.functional.cross_entropy(self.apply_layers(self.layers, images), classes)
+        scores = self.apply_layers(self.layers, images)
+        # The gradient of this padding is one of the patched operations.
+        padded = nn.functional.pad(scores, (1, 1), mode="reflect")
+        loss = nn.functional.cross_entropy(padded, classes)
         self.log("train_loss", loss)
         return loss
 
@@ -181,6 +210,7 @@ CELLS = {
     "single device, checkpointing": on_one(apply=apply_checkpointed),
     "single device, reentrant checkpointing": on_one(apply=apply_reentrant),
     "single device, torch.func": on_one(apply=apply_vmapped),
+    "single device, float8": on_one(apply=apply_float8),
     "single device, compiled layers": on_one(compile=compile_layers),
     "single device, compiled module": on_one(compile=compile_module),
     "ddp": Cell(lambda: "ddp"),
@@ -219,10 +249,35 @@ class ErrorKeepingCallback(DeterminismCallback):
             trainer.strategy.barrier()
 
 
-def fit(folder, cell, name, *, faulty=None, resume_from=None, every=None, **words):
+class PatchingCallback(L.Callback):
+    """Patches the operations of a CPU during a fit, and writes how often one was called."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def setup(self, trainer, pl_module, stage):
+        self.calls = 0
+        call = registration.Kernel.__call__
+
+        def count(kernel, *args, **kwargs):
+            self.calls += 1
+            return call(kernel, *args, **kwargs)
+
+        self.stack = ExitStack()
+        self.stack.enter_context(mock.patch.object(registration.Kernel, "__call__", count))
+        self.stack.enter_context(registration.patches_applied("CPU"))
+
+    def teardown(self, trainer, pl_module, stage):
+        self.stack.close()
+        (self.folder / f"calls-{trainer.global_rank}").write_text(str(self.calls))
+
+
+def fit(
+    folder, cell, name, *, faulty=None, resume_from=None, every=None, patched=False, **words
+):  # fmt: skip
     """Train; return the callback."""
     callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
-    callbacks = [callback]
+    callbacks = [callback, *([PatchingCallback(folder / name)] if patched else [])]
     settings = dict(QUIET)
     if every is not None:
         settings["enable_checkpointing"] = True
@@ -294,17 +349,17 @@ def run(folder, cell):
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
         with deterministic(seed=5):
-            attempt("second", reference=reference, seed=None)
+            attempt("second", reference=reference, every=1, seed=None)
             fit(folder, cell, "next", seed=None)
     else:
-        attempt("second", reference=reference)
+        attempt("second", reference=reference, every=1)
     if cell != FLAT:
         attempt("fault", faulty=CELLS[cell].devices - 1, reference=reference)
         attempt("fault without reference", faulty=CELLS[cell].devices - 1)
     attempt("probed", probes="all")
     attempt("probed again", probes="all")
     attempt("replayed", replay_every=2)
-    attempt("saved", every=1, reference=reference)
+    attempt("patched", patched=True, reference=reference)
     for step in (1, 2):
         path = folder / "checkpoints" / f"step={step}.ckpt"
         attempt(f"resumed at {step}", resume_from=path, reference=reference)
