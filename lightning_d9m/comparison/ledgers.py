@@ -140,7 +140,7 @@ def _compare_initial(expected: Ledger, actual: Ledger) -> tuple[str, ...] | None
     first, other = (_read_initial(ledger) for ledger in (expected, actual))
     if not first or not other:
         return None
-    return tuple(name for name in first | other if first.get(name) != other.get(name))
+    return tuple(name for name in {**first, **other} if first.get(name) != other.get(name))
 
 
 def _read_initial(ledger: Ledger) -> Mapping[str, str]:

@@ -31,6 +31,7 @@ INFORMATIONAL = {
     "threads.interop": "whole ops are shared out among these, never the terms of one sum",
     "variable.CUDA_LAUNCH_BLOCKING": "changes when kernels run, not what they compute",
     "variable.CUDA_VISIBLE_DEVICES": "the devices themselves are recorded as device.*",
+    "compiler.cache": "holds what the compiler would make again",
     "device.order": "equal devices compute equal bits; NCCL builds its ring from their order",
 }
 

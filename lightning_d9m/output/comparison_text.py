@@ -47,8 +47,8 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
     for entry in comparison.refusals[:1]:
         lines += wrap(entry.reason)
     if (names := comparison.initial_weights) is not None:
-        found = f"differ: {describe_names(names, len(names))}" if names else "are equal"
-        lines.append(f"Their initial weights {found}.")
+        outcome = f"differ: {describe_names(names, len(names))}" if names else "are equal"
+        lines.append(f"Their initial weights {outcome}.")
     details = [] if comparison.refusals else list(_format_divergences(comparison, bits=verbose))
     for sentence in list_one_sided(comparison):
         details += wrap(sentence)

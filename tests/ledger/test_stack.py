@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger import stack as stack_module
+from lightning_d9m.ledger.compiler import CACHE
 from lightning_d9m.ledger.stack import (
     INFORMATIONAL,
     capture_stack,
@@ -208,7 +209,7 @@ class TestDifferences:
     def test_informational_fields_exist(self):
         """A misspelt one would be compared after all."""
         known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
-        assert set(INFORMATIONAL) <= known | {"device.order"}
+        assert set(INFORMATIONAL) <= known | {"device.order", CACHE}
 
     @given(tables, tables)
     def test_none_means_equal(self, one, other):

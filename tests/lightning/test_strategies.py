@@ -18,6 +18,7 @@ from lightning_d9m import SettingError
 from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
+from lightning_d9m.ledger.compiler import CACHE
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.lightning import strategies
@@ -253,6 +254,8 @@ def test_notebooks_fork():
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_checkpointing_and_compiling_change_no_bit(one, name):
     """``aot_eager`` compiles; Inductor's kernels may round differently."""
+    stacks = [ledger(one / cell).header.stack for cell in ("single device", name)]
+    assert [CACHE in stack for stack in stacks] == [False, "compiled" in name]
     assert compare_ledgers(ledger(one / "single device"), ledger(one / name)).equal
 
 

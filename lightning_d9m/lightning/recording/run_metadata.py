@@ -9,10 +9,11 @@ from torch import nn
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.hashing.training_state import count_sharded, describe_model
+from lightning_d9m.ledger.compiler import capture_compiler
 from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.format.records import Header, RunFacts
 from lightning_d9m.ledger.stack import LOGICAL_RANKS, SHARDED_PARAMETERS
-from lightning_d9m.lightning.lightning_private import list_loaders
+from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording import run_recorder
 from lightning_d9m.recording.collective import Ranks
@@ -40,14 +41,24 @@ def make_header(
     )
 
 
-def _describe_layout(trainer: "Trainer") -> dict[str, str | int | bool | None]:
-    layout: dict[str, str | int | bool | None] = {
+def _is_compiled(model: "LightningModule") -> bool:
+    """Return whether a module of a model, or the model, was passed to ``torch.compile``."""
+    return is_compiled(model) or any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
+        for module in model.modules()
+    )
+
+
+def _describe_layout(trainer: "Trainer") -> dict[str, Scalar]:
+    layout: dict[str, Scalar] = {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,
         "world.devices_per_node": trainer.num_devices,
         "world.strategy": type(trainer.strategy).__name__,
         "world.accelerator": type(trainer.accelerator).__name__,
     }
+    if _is_compiled(trainer.lightning_module):
+        layout |= capture_compiler()
     logical_ranks = getattr(trainer.strategy, "logical_ranks", None)
     if logical_ranks is not None:
         layout[LOGICAL_RANKS] = logical_ranks
