@@ -1,5 +1,6 @@
 """Sharded checkpoints: folders into which each rank of FSDP or tensor parallelism saved shards."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,13 @@ def load_sharded_checkpoint(path: Path, *, allow_objects: bool) -> dict[str, Any
             for name, entry in index.items()
             if isinstance(entry, TensorStorageMetadata) and name.startswith(_WEIGHTS)
         }
-        load(weights, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(weights, storage_reader=reader, no_dist=True)
     except Exception as error:
         raise CheckpointError(
-            f"The sharded checkpoint {path} cannot be read: {escape(str(error), 400)}. Take "
-            "another copy of it, or an earlier checkpoint."
+            f"The sharded checkpoint {path} cannot be read: {escape(str(error), 400)}. Restore all "
+            "of its files."
         ) from error
     named = {name.partition(".")[2]: value for name, value in weights.items()}
     return {**rest, "state_dict": named}

@@ -36,7 +36,7 @@ def test_settings_are_compared_and_the_cache_is_not(graphs):
 def test_the_compiler_of_cxx_is_named_where_there_is_one(monkeypatch):
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "echo")
     compiler._read_cxx.cache_clear()
-    assert compiler._read_cxx() == "--version"
+    assert "echo" in compiler._read_cxx()
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "no-such-program")
     compiler._read_cxx.cache_clear()
     assert compiler._read_cxx() is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+import torch
 from forking_python import shared_python
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from rank_processes import run_ranks
