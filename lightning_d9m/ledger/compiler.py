@@ -1,4 +1,4 @@
-"""What the code that ``torch.compile`` generates depends on, as fields of the stack."""
+"""Fields of the stack on which the code depends that ``torch.compile`` generates."""
 
 import subprocess
 from contextlib import suppress
