@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -51,10 +52,13 @@ def load_sharded_checkpoint(path: Path, *, allow_objects: bool) -> dict[str, Any
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(weights, storage_reader=reader, no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause, _ = next(iter(error.failures.values()))
         raise CheckpointError(
-            f"The sharded checkpoint {path} cannot be read: {escape(str(error), 400)}. Restore all "
-            "of its files."
+            f"The sharded checkpoint {path} cannot be read: {type(cause).__name__} "
+            f"{escape(str(cause), 400)}. Restore all of its files."
         ) from error
     named = {name.partition(".")[2]: value for name, value in weights.items()}
     return {**rest, "state_dict": named}
