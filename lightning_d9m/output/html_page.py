@@ -207,6 +207,7 @@ def _make_environment() -> "Environment":
         "position": _describe_position,
         "is_digest": lambda text: _DIGEST.fullmatch(text) is not None,
         "count": pluralize,
+        "commands": _mark_commands,
     }
     return environment
 
@@ -226,6 +227,16 @@ def _break_name(value: object) -> "Markup":
     from markupsafe import Markup
 
     return _mark_untrusted(value).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
+
+
+def _mark_commands(text: str) -> "Markup":
+    """Return a sentence in which what stands between backticks is code."""
+    from markupsafe import Markup
+
+    marked = [Markup("<code>{}</code>"), Markup("{}")]
+    return Markup("").join(
+        marked[number % 2 == 0].format(part) for number, part in enumerate(text.split("`"))
+    )
 
 
 def _describe_digest(value: str | None) -> "Markup":
