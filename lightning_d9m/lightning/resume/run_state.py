@@ -1,5 +1,6 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from lightning_d9m.control.generators import (
 from lightning_d9m.control.seeding import RngState, restore_rng
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
+from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks.gather import gather_values
 from lightning_d9m.lightning.resume import logged_results
 from lightning_d9m.lightning.resume.metric_state import (
@@ -27,6 +29,7 @@ from lightning_d9m.lightning.resume.metric_state import (
     to_plain,
 )
 from lightning_d9m.lightning.saved_state import (
+    FROZEN,
     LoopPhase,
     SavedMetrics,
     SavedRank,
@@ -39,6 +42,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     get_reload_interval,
     list_callbacks,
 )
+from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -228,31 +232,43 @@ def _set_accumulation(trainer: "Trainer") -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def capture_frozen(trainer: "Trainer") -> dict[str, list[str]]:
+def capture_frozen(trainer: "Trainer") -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters, and of batch norms without running statistics.
 
     Callbacks and hooks freeze and unfreeze them at the start of an epoch.
+
+    Returns:
+        Settings of the run, as ``SavedState`` has them.
     """
     module = trainer.lightning_module
-    return {
-        "parameters": [name for name, part in module.named_parameters() if not part.requires_grad],
-        "statistics": [
-            name
-            for name, part in module.named_modules()
-            if not getattr(part, "track_running_stats", True)
-        ],
-    }
+    parameters = [name for name, part in module.named_parameters() if not part.requires_grad]
+    statistics = [
+        name
+        for name, part in module.named_modules()
+        if not getattr(part, "track_running_stats", True)
+    ]
+    return {FROZEN: {"parameters": parameters, "statistics": statistics}}
 
 
-def restore_frozen(trainer: "Trainer", frozen: dict[str, list[str]]) -> None:
-    """Freeze and unfreeze what was so when ``capture_frozen`` was called."""
+def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
+    """Freeze and unfreeze what was so when ``capture_frozen`` was called, and log what changed."""
+    frozen = settings.get(FROZEN)
+    if frozen is None:  # saved by an earlier version
+        return
     module = trainer.lightning_module
+    changed = []
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad != (name not in frozen["parameters"]):
-            parameter.requires_grad_(name not in frozen["parameters"])
+        if parameter.requires_grad == (name in frozen["parameters"]):
+            parameter.requires_grad_(not parameter.requires_grad)
+            changed.append(name)
     for name, part in module.named_modules():
         if hasattr(part, "track_running_stats"):
             part.track_running_stats = name not in frozen["statistics"]
+    if changed:
+        rank_zero().rank_zero_info(
+            f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the checkpoint was "
+            f"saved, {changed[0]} first. To train others, load its weights without ckpt_path."
+        )
 
 
 def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:

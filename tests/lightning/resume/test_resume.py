@@ -249,6 +249,16 @@ class TestRuns:
             agree(straight, fits.resume(**run))
 
 
+def test_layers_that_a_resume_unfreezes_are_said(fits, caplog):
+    """A program that was changed to train other layers learns why it does not."""
+    fits.interrupt(model=unfreezing, at={"batch": 3})
+    with caplog.at_level("INFO"):
+        fits.resume(model=unfreezing)
+    assert "2 parameters frozen or unfrozen as when the checkpoint was saved, layers.0.weight" in (
+        caplog.text
+    )
+
+
 ON_TWO = {"model": partial(make_model, training_step=step_on_two)}
 LOADERS = {
     "a distributed sampler": ({"loader": shards}, 3),
