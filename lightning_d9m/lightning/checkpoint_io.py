@@ -13,6 +13,8 @@ from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.errors import CheckpointError, CommandError
 from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
 from lightning_d9m.lightning.saved_state import (
+    CALLBACKS,
+    KEY,
     MANIFEST_KEY,
     OLD_MANIFEST_KEY,
     find_state,
@@ -165,7 +167,8 @@ def check_checkpoint(checkpoint: object, path: Any) -> bool:
     if damage:
         raise CheckpointError(
             f"The checkpoint {path} is damaged: {_describe_damage(damage)}. Take another "
-            "copy of it, or an earlier checkpoint.",
+            "copy of it, or an earlier checkpoint. If you edited it, also delete "
+            f'checkpoint["{CALLBACKS}"]["{KEY}"]["{MANIFEST_KEY}"]: it is then loaded unchecked.',
             names=damage.changed,
         )
     return True
