@@ -143,7 +143,7 @@ def damage_explained(path: Any) -> Iterator[None]:
         damage = _find_damage(path)
         if damage is not None:
             raise CheckpointError(
-                f"The checkpoint {path} is damaged: {damage}. Take another copy of it, or an "
+                f"The checkpoint {path} is damaged: {damage}. Copy the file again, or take an "
                 "earlier checkpoint."
             ) from error
         raise
