@@ -74,7 +74,7 @@ def test_a_trainer_that_does_not_resume_is_refused(example, train, tmp_path, mon
         train(interrupt="epoch:0")
     monkeypatch.setattr(Trainer, "train", Trainer.train)  # put back, because none is called
     monkeypatch.setattr(example, "Trainer", Stubborn)
-    with pytest.raises(SettingError, match=r"Let it call super\(\)\.train"):
+    with pytest.raises(SettingError, match=r"Call super\(\)\.train"):
         train(resume=tmp_path / "points/interrupted.ckpt")
 
 
