@@ -57,7 +57,7 @@ class RandomStreams:
 
     @property
     def has_changed_numbers(self) -> bool:
-        """Whether the dataset of a persistent worker has changed its numbers."""
+        """True if the dataset in a persistent worker has changed its numbers."""
         return self.shared is not None and bool(self.shared[1])
 
     def derive(

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_d9m.ledger.format.fields import Scalar
 
 CACHE = "compiler.cache"
-"""Whether Inductor had compiled graphs on disk when the run began: ``cold`` or ``warm``; or
+"""The field for Inductor's cache on disk when the run began: ``cold`` (empty), ``warm`` or
 ``disabled``."""
 
 # Settings of Inductor that change which kernels it makes, or what they compute.
@@ -45,7 +45,7 @@ def _read_cxx() -> str | None:
     """Return the first line of ``--version`` of the compiler; None without one."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    with suppress(Exception):  # torch raises an error of its own if it finds none
+    with suppress(Exception):  # torch raises InvalidCxxCompiler if it finds none
         command = [get_cpp_compiler(), "--version"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603 - torch named it
         return text.partition("\n")[0][:256]

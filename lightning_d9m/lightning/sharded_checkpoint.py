@@ -52,7 +52,7 @@ def load_sharded_checkpoint(path: Path, *, allow_objects: bool) -> dict[str, Any
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(weights, storage_reader=reader, no_dist=True)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause, _ = next(iter(error.failures.values()))

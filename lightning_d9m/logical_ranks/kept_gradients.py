@@ -13,9 +13,9 @@ from lightning_d9m.logical_ranks.accumulation import Gradients, separate
 class KeptGradients:
     """A set of gradients for each logical rank of a process, from one batch to the next.
 
-    Autograd adds the gradients of a logical rank to those of its earlier batches, as it does in a
-    process of its own. So the sum over batches is the same on any number of processes, and only
-    that of the last batch travels.
+    Autograd adds the gradients of a logical rank to those of its earlier batches, as if the rank
+    were alone in its process. The sum over batches is therefore the same on any number of
+    processes, and only the gradients of the last batch travel.
 
     Args:
         named_parameters: The parameters.

@@ -53,7 +53,7 @@ class WholeGradient:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradient has arrived."""
+        """True once the gradient has arrived."""
         return bool(self.fired)
 
     def describe(self) -> Iterator[str]:

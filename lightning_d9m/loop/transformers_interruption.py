@@ -24,7 +24,7 @@ class TrainerInterruption(Interruption):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a checkpoint will be needed, now or after a survey."""
+        """True if this run, or the one after a survey, needs a checkpoint."""
         return self._request.folder is not None
 
     def resume(self) -> None:

@@ -16,6 +16,9 @@ from lightning_d9m.control.generators import list_parts
 Numbers = dict[str, dict[str, float]]
 """Numbers by the name of the attribute, by the path of the object that has it."""
 
+NUMBERS = "dataset numbers"
+"""The key of the numbers of a loader's dataset, beside the states of its samplers' generators."""
+
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_VISITED = 1000
 # Checkpoints hold integers of 64 bits.

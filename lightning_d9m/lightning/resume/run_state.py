@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_d9m.control.data.loaders import NUMBERS
+from lightning_d9m.control.data.dataset_numbers import NUMBERS
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
     capture_generators,
@@ -228,7 +228,7 @@ def _set_accumulation(trainer: "Trainer") -> None:
     Lightning does not call its hook again, see below.
     """
     for callback in list_callbacks(trainer):
-        if any(base.__name__ == _ACCUMULATION for base in type(callback).__mro__):
+        if has_base(callback, _ACCUMULATION):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 

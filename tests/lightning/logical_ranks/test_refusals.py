@@ -4,7 +4,6 @@ import json
 import os
 import re
 import warnings
-from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -29,17 +28,6 @@ from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices
 
 SCRIPT = Path(logical_refusals.__file__)
-
-
-@pytest.fixture
-def fit(tmp_path):
-    """Return a function that trains on one process of four logical ranks."""
-    before = dict(os.environ)
-    yield partial(logical_refusals.fit, tmp_path)
-    for name in os.environ.keys() - before:  # Lightning's launcher sets the address of the group
-        del os.environ[name]
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,5 @@
 """Batches that are accumulated, and batches of several loaders, in a process of logical ranks."""
 
-import os
-from functools import partial
-
-import logical_refusals
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
@@ -15,17 +11,6 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m import DeterminismCallback
-
-
-@pytest.fixture
-def fit(tmp_path):
-    """Return a function that trains on one process of four logical ranks."""
-    before = dict(os.environ)
-    yield partial(logical_refusals.fit, tmp_path)
-    for name in os.environ.keys() - before:  # Lightning's launcher sets the address of the group
-        del os.environ[name]
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def load(data):
