@@ -30,7 +30,7 @@ from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
-from lightning_d9m.lightning.resume.run_state import mark_used_gradients
+from lightning_d9m.lightning.resume.gradients import mark_used_gradients
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
@@ -264,7 +264,8 @@ class DeterminismCallback(_Callback):
         self._probe_recorder.end()
         self._recorder.record(trainer, pl_module, self._open_session, "final")
         self._checkpoint_state.keep(trainer, self._open_session, self._recorder, ended=True)
-        self._recorder.summary.log(trainer)
+        session = self._open_session
+        self._recorder.summary.log(trainer, session.fit, session.settings.seed)
 
     def on_save_checkpoint(
         self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]

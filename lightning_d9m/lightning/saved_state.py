@@ -198,8 +198,8 @@ class SavedRank(_Stored):
         metrics: The states of metrics.
         callback_metrics: The metrics for callbacks and schedulers, by name.
         results: The results that the epoch has logged so far.
-        gradients: The gradients to which later micro-batches are added, by parameter, with logical
-            ranks also by logical rank.
+        gradients: The gradients to which later batches are added, by parameter, with logical ranks
+            also by logical rank; None for one that a step has used and that is left out.
         train_reload_epoch: The epoch in which the training loaders were last loaded.
         validation_reload_epoch: The epoch in which the validation loaders were last loaded.
         samplers: The generator states of the user's samplers.

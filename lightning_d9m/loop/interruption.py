@@ -46,10 +46,13 @@ class Interruption:
 
     def resume(self) -> None:
         """Load what an interrupted run saved, if a variable names it."""
-        if self._request.resume is None:
+        resume = self._request.resume
+        if resume is None:
             return
-        path = _path_of_rank(self._request.resume, self._ranks.rank)
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        path = _path_of_rank(resume, self._ranks.rank)
+        saved = self._ranks.raise_on_all(
+            lambda: torch.load(path, map_location="cpu", weights_only=True)
+        )
         for name, part in self._parts.items():
             part.load_state_dict(saved[name])
 

@@ -128,16 +128,21 @@ class Recorder:
         self._scalars: dict[str, float] = {}
 
     def __enter__(self) -> "Self":
-        self._session = session = find_session()
         self._ranks, self._world_size = find_ranks()
+        self._session = session = self._ranks.raise_on_all(self._check_setup)
         self._fit = next_fit()
+        self._batches = Batches(session.settings, self._fit, self._ranks.rank)
+        self._interruption.resume()
+        return self
+
+    def _check_setup(self) -> Session:
+        """Check what the arguments and variables name; return the session."""
+        session = find_session()
         self._probe_settings = self._probe_settings.overridden(os.environ)
         self._probe_settings.check_ranks(self._world_size)
         self._policy.check_reference()
-        self._batches = Batches(session.settings, self._fit, self._ranks.rank)
         self._interruption = self._interrupt(read_request())
-        self._interruption.resume()
-        return self
+        return session
 
     def __exit__(
         self,
@@ -340,21 +345,19 @@ class Recorder:
         """Continue the run that returned this state, and its ledger, before the first batch.
 
         Load model, optimizer and scheduler too, and restore the generators last, that is: call this
-        when everything is built and loaded.
+        when everything is built and loaded, on every rank.
 
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
             SettingError: After the training has begun.
         """
-        session, saved = self._open_session, SavedLoop.from_plain(state)
+        session = self._open_session
         if self._run.is_open:
             raise SettingError(
                 "load_state_dict() was called after the first batch. Call it at the start of the "
                 "`with` block."
             )
-        saved.check_run(
-            rank=self._ranks.rank, world_size=self._world_size, seed=session.settings.seed
-        )
+        saved = self._ranks.raise_on_all(lambda: self._read_state(state))
         self._open_batches.release()
         self._fit = saved.fit
         self._batches = Batches(session.settings, saved.fit, self._ranks.rank)
@@ -363,6 +366,11 @@ class Recorder:
         self._run.load_loss(saved.loss)
         self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
         restore_rng(decode_rng(saved.rng))
+
+    def _read_state(self, state: Mapping[str, Any]) -> SavedLoop:
+        saved, seed = SavedLoop.from_plain(state), self._open_session.settings.seed
+        saved.check_run(rank=self._ranks.rank, world_size=self._world_size, seed=seed)
+        return saved
 
     def _interrupt(self, request: InterruptRequest) -> Interruption:
         """Return what interrupts the loop as a request says."""

@@ -15,6 +15,9 @@ SCRIPT = Path(__file__).parents[1] / "support" / "loop_training.py"
 def test_two_ranks(tmp_path):
     train_on_two_ranks(SCRIPT, tmp_path)
     one, other = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
+    of_peers, of_own = one.pop("refused"), other.pop("refused")
+    assert of_peers == [["D9mError", "Rank 1 failed,"]] * 2
+    assert [kind for kind, _ in of_own] == ["LedgerError", "CheckpointError"]
     assert one == other
     for folders in ([one["first"], one["second"]], one["accelerated"]):
         ledgers = [read_ledger(folder) for folder in folders]

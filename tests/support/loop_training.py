@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits
 
-from lightning_d9m import DriftError, LedgerError, Recorder, deterministic
+from lightning_d9m import D9mError, DriftError, LedgerError, Recorder, deterministic
 
 RANK = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
+states = []
 
 
 def prepare_ddp(model):
@@ -35,12 +36,15 @@ def prepare_accelerate(model):
     return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
 
 
-def train(name, disturb=lambda model: None, prepare=prepare_ddp):
+def train(name, disturb=lambda model: None, prepare=prepare_ddp, reference=None, state=None):
     """Train as a run of its own would; return the folder of the ledger."""
     with deterministic(seed=5, threads=1):
         model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
         model, optimizer, loader, backward = prepare(model)
-        with Recorder(folder / name, model, optimizer) as run:
+        with Recorder(folder / name, model, optimizer, reference=reference) as run:
+            if state is not None:
+                run.load_state_dict(state)
+            states.append(run.state_dict())
             for epoch in range(2):
                 for images, classes in run.batches(loader):
                     loss = nn.functional.cross_entropy(model(images), classes)
@@ -51,6 +55,14 @@ def train(name, disturb=lambda model: None, prepare=prepare_ddp):
                     disturb(model)
                 run.epoch(epoch)
     return str(run.ledger)
+
+
+def refuse(**words):
+    """Return the type of the error that ends a training, and what it says first."""
+    try:
+        train("refused", **words)
+    except D9mError as error:
+        return [type(error).__name__, str(error)[:14]]
 
 
 def one_ulp_on_rank_1(model):
@@ -74,6 +86,11 @@ if __name__ == "__main__":
     (folder / "file").write_text("")
     with contextlib.suppress(LedgerError):
         train("file/below")
+    missing = folder / "missing"
+    found["refused"] = [
+        refuse(reference=[found["first"], missing][RANK]),  # rank 1 cannot read it
+        refuse(state=states[0] | {"rank": 0}),
+    ]
     found["ends"] = True
     (folder / f"found-{RANK}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()

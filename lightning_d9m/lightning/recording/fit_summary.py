@@ -34,8 +34,14 @@ class FitSummary:
         self.digest = digest
         self.epochs += moment == "epoch"
 
-    def log(self, trainer: "Trainer") -> None:
-        """Log one line on rank 0, if the Trainer shows a progress bar."""
+    def log(self, trainer: "Trainer", fit: int, seed: int) -> None:
+        """Log one line on rank 0, if the Trainer shows a progress bar.
+
+        Args:
+            trainer: The Trainer.
+            fit: The ordinal of the fit.
+            seed: Its seed.
+        """
         if self.ledger is None or self.digest is None:
             return
         if trainer.is_global_zero and trainer.progress_bar_callback is not None:
@@ -44,4 +50,13 @@ class FitSummary:
             rank_zero().rank_zero_info(
                 f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
                 f"{self.digest[:_DIGITS]}…, ledger {escape(folder, _LONGEST)}"
+                + (_describe_second_fit(seed) if fit == 1 else "")
             )
+
+
+def _describe_second_fit(seed: int) -> str:
+    """Return what a program may not expect that seeds again before its second fit."""
+    return (
+        ". This second fit drew other numbers than the first, even after seed_everything(); to "
+        f"repeat a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
+    )

@@ -144,8 +144,7 @@ class CheckpointState:
             return
         if state.is_untrained:
             return
-        problems = find_problems(state, trainer, describe_settings(trainer, session))
-        if problems:
+        if problems := find_problems(state, trainer, describe_settings(trainer, session)):
             self._raise_or_warn(trainer, problems)
         self._resumed = state
         if state.position.phase == "cut":
@@ -162,10 +161,8 @@ class CheckpointState:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._clear()
         if session.stage == "fit":
-            session.resume(
-                self._loops_wrapped(trainer, session, recorder),
-                lambda loader: self._resume_loader(trainer, session, loader),
-            )
+            resume_loader = partial(self._resume_loader, trainer, session)
+            session.resume(self._loops_wrapped(trainer, session, recorder), resume_loader)
 
     @contextmanager
     def _loops_wrapped(
@@ -217,7 +214,8 @@ class CheckpointState:
     ) -> None:
         # After `on_train_start`, where modules reset their metrics.
         if self._resumed is not None:
-            run_state.restore_outside(trainer, self._rank_state(trainer))
+            report = partial(self._report_problem, trainer)
+            run_state.restore_outside(trainer, self._rank_state(trainer), report)
             if self._was_saved_between_epochs:
                 session.restore_numbers(self._position(trainer).epoch)
         start()
@@ -283,9 +281,7 @@ class CheckpointState:
             return
         position = self._position(trainer)
         if position.batch and not early and not is_at_end(trainer):
-            problem = find_position_problem(loader)
-            if problem is not None and problem not in self._reasons:
-                self._raise_or_warn(trainer, [problem])
+            self._report_problem(trainer, find_position_problem(loader))
         session.resume_loaders(
             position.epoch,
             position.batch,
@@ -316,11 +312,10 @@ class CheckpointState:
             return
         position = self._position(trainer)
         rank = self._rank_state(trainer)
-        resumed = self._resumed
-        if resumed is not None:
+        if (resumed := self._resumed) is not None:
             run_state.restore_frozen(trainer, resumed.settings)
-        if resumed is not None and resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
-            self._raise_or_warn_on_all_ranks(trainer, rank)
+            if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
+                self._raise_or_warn_on_all_ranks(trainer, rank)
         ledger = rank.ledger or SavedLedger("", "")
         recorder.resume(
             Resume(
@@ -337,7 +332,8 @@ class CheckpointState:
     def _restore(self, trainer: "Trainer") -> None:
         """Restore the generators of training, as late as possible before the next batch."""
         if self._resumed is not None and self._resumed.position.phase != "epoch":
-            run_state.restore_within(trainer, self._rank_state(trainer))
+            report = partial(self._report_problem, trainer)
+            run_state.restore_within(trainer, self._rank_state(trainer), report)
         self._resumed = None
 
     def _position(self, trainer: "Trainer") -> LoopPosition:
@@ -385,6 +381,10 @@ class CheckpointState:
         ranks_of(trainer).raise_on_all(
             lambda: self._raise_or_warn(trainer, problems) if problems else None
         )
+
+    def _report_problem(self, trainer: "Trainer", problem: str | None) -> None:
+        if problem is not None and problem not in self._reasons:
+            self._raise_or_warn(trainer, [problem])
 
     def _raise_or_warn(self, trainer: "Trainer", problems: list[str]) -> None:
         self._reasons += problems

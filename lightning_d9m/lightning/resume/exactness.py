@@ -15,7 +15,7 @@ from lightning_d9m.control.data.resumable_sampler import (
 )
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning import lightning_private
-from lightning_d9m.lightning.packages import rank_zero
+from lightning_d9m.lightning.packages import is_of_program, rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_callbacks
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
 
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_d9m")
 _ACTS_AT_EPOCH_END = {
     *("EarlyStopping", "LambdaCallback", "ModelPruning", "StochasticWeightAveraging"),
     "WeightAveraging",
@@ -118,7 +117,7 @@ def _find_epoch_end_hooks(trainer: "Trainer") -> list[str]:
         kind = type(owner)
         names = {base.__name__ for base in kind.__mro__}
         hook = getattr(owner, "on_train_epoch_end", None)
-        foreign = getattr(hook, "__module__", "").partition(".")[0] not in _LIBRARIES
+        foreign = is_of_program(hook)
         if not names.isdisjoint(_ACTS_AT_EPOCH_END) or (foreign and "Checkpoint" not in names):
             found.append(f"{kind.__name__}.on_train_epoch_end")
     return found

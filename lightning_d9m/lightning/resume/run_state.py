@@ -1,10 +1,8 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
@@ -21,12 +19,12 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
 from lightning_d9m.lightning.ranks.gather import gather_values
 from lightning_d9m.lightning.resume import logged_results
+from lightning_d9m.lightning.resume.gradients import capture_gradients, restore_gradients
 from lightning_d9m.lightning.resume.metric_state import (
     capture_metrics,
     find_metrics,
     name_callbacks,
     restore_metrics,
-    to_plain,
 )
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
@@ -46,7 +44,6 @@ from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from torch.optim import Optimizer
 
 _VALIDATION = "validate."
 
@@ -82,8 +79,6 @@ def capture_rng_and_metrics(trainer: "Trainer", phase: LoopPhase) -> RngAndMetri
 def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> SavedRank:
     """Return the state of this rank that is read from the Trainer.
 
-    It holds gradients only between two micro-batches that are accumulated.
-
     Args:
         trainer: The Trainer.
         rng: The generators of training, which an evaluation may have replaced.
@@ -96,7 +91,7 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
         metrics=user.metrics,
         callback_metrics=logged_results.capture_latest(trainer),
         results=logged_results.capture_results(trainer),
-        gradients=_capture_gradients(trainer),
+        gradients=capture_gradients(trainer),
         train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
         validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
         logged=[] if logical is None else [logical.capture_logged()],
@@ -145,11 +140,17 @@ def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) ->
     return found
 
 
-def restore_outside(trainer: "Trainer", rank: SavedRank) -> None:
-    """Restore state that outlives an epoch. Called once, before the first epoch starts."""
+def restore_outside(trainer: "Trainer", rank: SavedRank, report: Callable[[str], None]) -> None:
+    """Restore state that outlives an epoch. Called once, before the first epoch starts.
+
+    Args:
+        trainer: The Trainer.
+        rank: The state.
+        report: Called with a problem that training finds later; see ``restore_gradients``.
+    """
     _set_accumulation(trainer)
     _restore_rng_and_metrics(trainer, rank)
-    _restore_gradients(trainer, rank.gradients)
+    restore_gradients(trainer, rank.gradients, report)
     epoch = get_epoch_counts(trainer).processed
     _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
 
@@ -164,8 +165,8 @@ def restore_validation(trainer: "Trainer", rank: SavedRank) -> None:
     _settle_reload(trainer, "validate", saved, trainer.current_epoch)
 
 
-def restore_within(trainer: "Trainer", rank: SavedRank) -> None:
-    """Restore state that is reset at the start of an epoch.
+def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], None]) -> None:
+    """Restore state that is reset at the start of an epoch, as ``restore_outside`` does.
 
     Called once, before the first remaining batch of a partly trained epoch.
     """
@@ -173,7 +174,7 @@ def restore_within(trainer: "Trainer", rank: SavedRank) -> None:
     logged_results.restore_results(trainer, rank.results)
     if (logical := get_logical_state(trainer)) is not None:
         logical.restore_logged(rank.logged)
-    _restore_gradients(trainer, rank.gradients)
+    restore_gradients(trainer, rank.gradients, report)
     _restore_rng_and_metrics(trainer, rank)
     if rank.rng is not None:
         restore_rng(decode_rng(rank.rng))
@@ -269,45 +270,6 @@ def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
             f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the checkpoint was "
             f"saved, {changed[0]} first. To train others, load its weights without ckpt_path."
         )
-
-
-def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
-    """Mark the gradients with which a module that optimizes manually steps.
-
-    Only the others are added to after a resume: those that a backward pass has changed since.
-    """
-    if trainer.lightning_module.automatic_optimization:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.d9m_used = parameter.grad._version  # noqa: SLF001 - torch has no other
-
-
-def _capture_gradients(trainer: "Trainer") -> dict[str, Any]:
-    """Return the gradients to which later micro-batches are added."""
-    manual = not trainer.lightning_module.automatic_optimization
-    if not manual and not lightning_private.accumulates_gradients(trainer):
-        return {}
-    if (logical := get_logical_state(trainer)) is not None:
-        return logical.capture_gradients()
-    return {
-        name: to_plain(gradient)
-        for name, parameter in trainer.lightning_module.named_parameters()
-        if (gradient := parameter.grad) is not None
-        and getattr(gradient, "d9m_used", None) != gradient._version  # noqa: SLF001 - as above
-    }
-
-
-def _restore_gradients(trainer: "Trainer", gradients: dict[str, Any]) -> None:
-    if not gradients:
-        return
-    if (logical := get_logical_state(trainer)) is not None:
-        logical.restore_gradients(gradients)
-        return
-    for name, parameter in trainer.lightning_module.named_parameters():
-        kept = gradients.get(name)
-        parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
 
 
 def _start_averaging(trainer: "Trainer") -> None:

@@ -1,0 +1,91 @@
+"""Gradients that a module keeps between steps are saved, or a resume that needs them is refused."""
+
+import pytest
+import torch
+from resuming import Fits, agree
+from torch import nn
+from trainings import make_model
+
+from lightning_d9m import InexactResumeError
+from lightning_d9m.lightning.saved_state import SavedState
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+WITHIN = {"batch": 3}
+WORDS = {"limit_val_batches": 0, "max_epochs": 2}
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    return Fits(tmp_path, new_process)
+
+
+def manual(zero=lambda module: None):
+    """Return a model that steps in each batch, and zeroes as it is told before the next."""
+
+    def step(self, batch, batch_idx):
+        zero(self)
+        self.manual_backward(nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+        self.optimizers().step()
+
+    model = make_model(training_step=step)
+    model.automatic_optimization = False
+    return model
+
+
+def automatic(zero):
+    """Return a model that zeroes as it is told where Lightning would."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        zero(self)
+
+    return make_model(optimizer_zero_grad=optimizer_zero_grad)
+
+
+def remove(module):
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def fill(module):
+    module.optimizers().zero_grad(set_to_none=False)
+
+
+def halve(module):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def pass_by(module):
+    """Keep the gradients."""
+
+
+@pytest.mark.parametrize("zero", [pass_by, halve])
+@pytest.mark.parametrize("make", [manual, automatic])
+def test_a_module_that_adds_to_gradients_of_a_step_is_not_resumed(fits, make, zero):
+    model = {"model": lambda: make(zero)} | WORDS
+    fits.interrupt(**model, at=WITHIN)
+    with pytest.raises(InexactResumeError, match="adds to the gradient of layers") as caught:
+        fits.resume(**model)
+    assert len(caught.value.reasons) == 1
+
+
+def test_with_a_warning_it_goes_on_without_them(fits):
+    model = {"model": manual} | WORDS
+    fits.interrupt(**model, at=WITHIN)
+    with pytest.warns(UserWarning, match="adds to the gradient of layers"):
+        fits.resume(**model, words={"on_inexact_resume": "warn"})
+    assert all(part.isfinite().all() for part in fits.model.parameters())
+
+
+@pytest.mark.parametrize("zero", [remove, fill])
+@pytest.mark.parametrize("make", [manual, automatic])
+@pytest.mark.parametrize("place", [WITHIN, {"hook": "on_train_epoch_end", "batch": 6, "epoch": 0}])
+def test_one_that_zeroes_them_is_resumed_and_saves_none(fits, make, zero, place):
+    model = {"model": lambda: make(zero)} | WORDS
+    straight = fits.fit(**model)
+    fits.interrupt(**model, at=place)
+    saved = SavedState.from_checkpoint(torch.load(fits.checkpoint, weights_only=True))
+    assert set(saved.ranks[0].gradients.values()) == {None}
+    agree(straight, fits.resume(**model))
