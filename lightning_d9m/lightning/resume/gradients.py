@@ -29,8 +29,9 @@ def mark_used_gradients(trainer: "Trainer", optimizer: "Optimizer") -> None:
     if trainer.lightning_module.automatic_optimization:
         return
     for parameter in _list_parameters(optimizer):
-        if parameter.grad is not None:
-            parameter.grad.d9m_used = parameter.grad._version  # noqa: SLF001 - torch has no other
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            gradient.d9m_used = gradient._version  # noqa: SLF001 - torch has no other
 
 
 def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
@@ -70,7 +71,7 @@ def restore_gradients(
 
 def _is_used(parameter: "Parameter") -> bool:
     gradient: Any = parameter.grad
-    return getattr(gradient, "d9m_used", None) == gradient._version  # noqa: SLF001 - as above
+    return bool(getattr(gradient, "d9m_used", None) == gradient._version)  # noqa: SLF001 - as above
 
 
 def _list_parameters(optimizer: "Optimizer") -> Iterator["Parameter"]:
