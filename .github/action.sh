@@ -1,28 +1,51 @@
 #!/usr/bin/env bash
-# The main step of action.yml: run the training, compare, write the summary and the report.
+# The main step of action.yml: run the training, compare, write the summary and the reports.
 # Reads COMMAND, RUNS, GOLDEN and OUTPUT; exits with the status of the first comparison that fails.
 set -uo pipefail
 
 summary=${GITHUB_STEP_SUMMARY:-/dev/stdout}
 outputs=${GITHUB_OUTPUT:-/dev/null}
+# Not in the working folder, which is the project's.
+printed=$(mktemp)
+trap 'rm -f "$printed"' EXIT
+
+# Add a title and what a command prints to the summary; set `status` and `verdict`.
+summarize() {
+  local title=$1
+  shift
+  "$@" > "$printed"
+  status=$?
+  verdict=$(sed -n '1s/^\*\*\(.*\)\*\*.*/\1/p' "$printed")
+  if [ -z "$verdict" ]; then
+    verdict=failed
+    echo "**failed**: the log of this step says why." > "$printed"
+  fi
+  { printf '## %s\n\n' "$title"; cat "$printed"; echo; } >> "$summary"
+}
+
+# Write a comparison as a page, and say in the summary where it is.
+write_page() {
+  local page=$1
+  shift
+  d9m report "$@" -o "$OUTPUT/$page" --force
+  printf 'The artifact `%s` has this as a page: `%s`.\n\n' "${OUTPUT##*/}" "$page" >> "$summary"
+}
 
 # The command is words for a shell, as a job's "run" is.
-d9m repeat -n "$RUNS" -o "$OUTPUT" --format markdown -- bash -c "$COMMAND" > repeat.md
-status=$?
-cat repeat.md >> "$summary"
-verdict=$(sed -n '1s/^\*\*\(.*\)\*\*.*/\1/p' repeat.md)
-rm -f repeat.md
-
-if [ -d "$OUTPUT/run-001" ]; then
-  d9m report "$OUTPUT" -o "$OUTPUT/report.html" --force
+summarize "$RUNS runs compared" \
+  d9m repeat -n "$RUNS" -o "$OUTPUT" --format markdown -- bash -c "$COMMAND"
+if [ "$verdict" != failed ]; then
+  write_page report.html "$OUTPUT"
+fi
+if [ "$verdict" = different ]; then
+  printf 'Next: `d9m locate -- %s` finds the step, module and source line.\n\n' "$COMMAND" >> "$summary"
 fi
 if [ "$status" = 0 ] && [ -n "$GOLDEN" ]; then
-  { echo; echo "## Compared with $GOLDEN"; echo; } >> "$summary"
-  d9m compare "$GOLDEN" "$OUTPUT/run-001" --format markdown > compare.md
-  status=$?
-  cat compare.md >> "$summary"
-  verdict=$(sed -n '1s/^\*\*\(.*\)\*\*.*/\1/p' compare.md)
-  rm -f compare.md
+  summarize "Compared with $GOLDEN" \
+    d9m compare "$GOLDEN" "$OUTPUT/run-001" --format markdown
+  if [ "$verdict" != failed ]; then
+    write_page golden.html "$GOLDEN" "$OUTPUT/run-001"
+  fi
 fi
-echo "verdict=${verdict:-failed}" >> "$outputs"
+echo "verdict=$verdict" >> "$outputs"
 exit "$status"

@@ -2,9 +2,12 @@
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,77 +23,171 @@ from ledger_runs import Runs
 folder = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
 Runs(folder).write(2 if {differs} and folder.name == "run-002" else 3)
 """
+# Stands for an interpreter: notes its arguments.
+PIP = '#!/bin/sh\necho "$@" >> {}\n'
+_EXPRESSION = re.compile(r"\$\{\{ *([\w.-]+) *\}\}")
+
+
+class Job:
+    """A job that uses the action, as GitHub's runner runs it, in folders of a test.
+
+    The steps run in order with the file's expressions filled in. A step after one that failed is
+    left out unless it says ``always()``. `upload-artifact` copies, and refuses a name twice.
+    """
+
+    def __init__(self, folder):
+        self.project = folder / "project"
+        self.project.mkdir()
+        self._programs = folder / "bin"
+        self._programs.mkdir()
+        self._temporary, self.artifacts = folder / "runner", folder / "artifacts"
+        self._temporary.mkdir()
+        self._summary, self._outputs = folder / "summary.md", folder / "outputs"
+        self.installed = folder / "installed"
+
+    def train(self, *, differs=False):
+        """Write the program that the action runs."""
+        code = TRAINING.format(tests=str(ROOT / "tests" / "support"), differs=differs)
+        (self.project / "train.py").write_text(code)
+
+    def fake_python(self):
+        """Let `python` note what it is asked to do."""
+        (self._programs / "python").write_text(PIP.format(self.installed))
+        (self._programs / "python").chmod(0o755)
+
+    def use(self, **inputs):
+        """Run the action; return whether it passed, the summary and the output."""
+        given = {name.replace("_", "-"): value for name, value in inputs.items()}
+        assert given.keys() <= ACTION["inputs"].keys()
+        self._values = {
+            "github.action_path": str(ROOT),
+            "runner.temp": str(self._temporary),
+            **{f"inputs.{name}": str(one.get("default")) for name, one in ACTION["inputs"].items()},
+            **{f"inputs.{name}": str(value) for name, value in given.items()},
+        }
+        passed = True
+        for step in ACTION["runs"]["steps"]:
+            condition = step.get("if", "success()")
+            if condition == "always()" or (passed and self._holds(condition)):
+                passed = self._run(step) and passed
+        written = dict(line.split("=") for line in self._outputs.read_text().splitlines())
+        self._values |= {f"steps.compare.outputs.{name}": one for name, one in written.items()}
+        verdict = self._fill(ACTION["outputs"]["verdict"]["value"])
+        return SimpleNamespace(passed=passed, summary=self._summary.read_text(), verdict=verdict)
+
+    def _holds(self, condition):
+        if condition == "success()":
+            return True
+        name, value = re.fullmatch(r"([\w.-]+) != '(.*)'", condition).groups()
+        return self._values[name] != value
+
+    def _fill(self, text):
+        return _EXPRESSION.sub(lambda found: self._values[found[1]], text)
+
+    def _run(self, step):
+        if "uses" in step:
+            assert step["uses"].startswith("actions/upload-artifact@")
+            target = self.artifacts / self._fill(step["with"]["name"])
+            source = Path(self._fill(step["with"]["path"]))
+            if source.exists():
+                shutil.copytree(source, target)
+            return source.exists() or step["with"]["if-no-files-found"] == "ignore"
+        folders = (str(self._programs), str(Path(sys.executable).parent), os.environ["PATH"])
+        done = subprocess.run(
+            # As `shell: bash` is defined for the runner.
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", self._fill(step["run"])],
+            check=False,
+            cwd=self.project / self._fill(step.get("working-directory", ".")),
+            env={
+                **os.environ,
+                "GITHUB_STEP_SUMMARY": str(self._summary),
+                "GITHUB_OUTPUT": str(self._outputs),
+                "PATH": os.pathsep.join(folders),
+                **{name: self._fill(value) for name, value in step.get("env", {}).items()},
+            },
+        )
+        return done.returncode == 0
 
 
 @pytest.fixture
-def act(tmp_path, monkeypatch):
-    """Return a function that runs the action's main step; it gives (status, summary, outputs)."""
-
-    def act(*, differs=False, golden=""):
-        code = TRAINING.format(tests=str(ROOT / "tests" / "support"), differs=differs)
-        (tmp_path / "train.py").write_text(code)
-        variables = {
-            "COMMAND": f"{sys.executable} train.py",
-            "RUNS": "2",
-            "GOLDEN": str(golden),
-            "OUTPUT": str(tmp_path / "d9m"),
-            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
-            "GITHUB_OUTPUT": str(tmp_path / "outputs"),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        }
-        done = subprocess.run(
-            ["bash", ROOT / ".github" / "action.sh"],
-            check=False,
-            cwd=tmp_path,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-        )
-        summary = (tmp_path / "summary.md").read_text()
-        return done.returncode, summary, (tmp_path / "outputs").read_text()
-
-    return act
+def job(tmp_path):
+    return Job(tmp_path)
 
 
-def test_equal_runs_pass_and_leave_a_report(act, tmp_path, runs):
+COMMAND = f"{sys.executable} train.py"
+
+
+def test_equal_runs_pass_and_leave_reports(job, runs):
+    job.train()
     golden = runs.write(3)
-    status, summary, outputs = act(golden=golden)
-    assert (status, outputs) == (0, "verdict=equal\n")
-    assert "**equal**: 2 runs agree bit for bit" in summary
-    assert f"## Compared with {golden}\n\n**equal**: " in summary
-    assert "Weights of both runs" in (tmp_path / "d9m" / "report.html").read_text()
+    done = job.use(command=COMMAND, golden=golden, install="")
+    assert (done.passed, done.verdict) == (True, "equal")
+    assert done.summary.startswith("## 2 runs compared\n\n**equal**: 2 runs agree bit for bit")
+    assert f"\n## Compared with {golden}\n\n**equal**: " in done.summary
+    for name in ("report.html", "golden.html"):
+        assert "Weights of both runs" in (job.artifacts / "d9m" / name).read_text()
+    assert [path.name for path in job.project.iterdir()] == ["train.py"]
 
 
-def test_different_runs_fail(act):
-    status, summary, outputs = act(differs=True)
-    assert (status, outputs) == (1, "verdict=different\n")
-    assert "**different**: 1 of 2 runs differs from run 1." in summary
+def test_different_runs_fail_and_the_report_is_kept(job):
+    job.train(differs=True)
+    done = job.use(command=COMMAND, install="")
+    assert (done.passed, done.verdict) == (False, "different")
+    assert "**different**: 1 of 2 runs differs from run 1." in done.summary
+    assert "\n```\n\nThe artifact `d9m` has this as a page: `report.html`.\n\n" in done.summary
+    assert f"\nNext: `d9m locate -- {COMMAND}` finds the step" in done.summary
+    kept = job.artifacts / "d9m"
+    assert "<h1>Different</h1>" in (kept / "report.html").read_text()
+    assert (kept / "run-002" / "fit-000").is_dir()
 
 
-def test_a_training_that_differs_from_the_golden_ledger_fails(act, runs):
-    status, summary, outputs = act(golden=runs.write(2))
-    assert (status, outputs) == (1, "verdict=different\n")
-    assert "**equal**: 2 runs agree bit for bit" in summary
-    assert "\n\n**different**: " in summary
+def test_a_training_that_differs_from_the_golden_ledger_fails(job, runs):
+    job.train()
+    done = job.use(command=COMMAND, golden=runs.write(2), install="", artifact="golden")
+    assert (done.passed, done.verdict) == (False, "different")
+    assert "**equal**: 2 runs agree bit for bit" in done.summary
+    assert "\n\n**different**: " in done.summary
+    kept = job.artifacts / "golden"
+    assert "<h1>Equal</h1>" in (kept / "report.html").read_text()
+    assert "<h1>Different</h1>" in (kept / "golden.html").read_text()
 
 
-def test_the_action_hands_its_inputs_to_the_script():
-    (step,) = (step for step in ACTION["runs"]["steps"] if step.get("id") == "compare")
-    read = set(re.findall(r"\$\{?([A-Z]+)\b", (ROOT / ".github" / "action.sh").read_text()))
-    assert {name for name in read if not name.startswith("GITHUB")} == set(step["env"])
-    used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text()))
-    assert used == set(ACTION["inputs"])
+def test_a_command_that_fails_fails(job):
+    (job.project / "part").mkdir()
+    done = job.use(command="exit 3", install="", working_directory="part")
+    assert (done.passed, done.verdict) == (False, "failed")
+    assert done.summary == "## 2 runs compared\n\n**failed**: the log of this step says why.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("install", "installed"), [("action", str(ROOT)), ("lightning-d9m[lightning]", None)]
+)
+def test_the_package_is_installed_first(job, install, installed):
+    job.fake_python()
+    job.use(command="exit 3", install=install)
+    assert job.installed.read_text() == f"-m pip install {installed or install}\n"
 
 
 def test_the_workflows_run_what_exists():
+    project = (ROOT / "pyproject.toml").read_text()
+    script = (ROOT / "dev.py").read_text()
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
-        workflow = yaml.safe_load(path.read_text())
-        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-        assert any("uses" in step and step["uses"].startswith("actions/checkout") for step in steps)
-    tests = (ROOT / ".github/workflows/tests.yml").read_text()
-    assert "python3 dev.py test" in tests
-    for file in re.findall(r"hashFiles\((.*?)\)", tests):
-        for name in re.findall(r"'(.*?)'", file):
+        text = path.read_text()
+        (job,) = yaml.safe_load(text)["jobs"].values()
+        used = [step["uses"] for step in job["steps"] if "uses" in step]
+        assert used[0].startswith("actions/checkout@")
+        assert used[1].startswith("actions/setup-python@")
+        for line in (step["run"] for step in job["steps"] if "run" in step):
+            match shlex.split(line):
+                case ["python", "-m", "pip", "install", "--upgrade", "pip>=25.1"]:
+                    assert '"--upgrade", "pip>=25.1"' in script
+                case ["python", "-m", "pip", "install", "--group", group]:
+                    assert f"\n{group} = [" in project.partition("[dependency-groups]")[2]
+                case ["mkdocs", "build", "--strict"]:
+                    assert 'run("mkdocs", "build", "--strict"' in script
+                case other:
+                    assert other == ["python3", "dev.py", "test"]
+        for name in re.findall(r"'([^']*)'", "".join(re.findall(r"hashFiles\((.*?)\)", text))):
             assert (ROOT / name).exists()
 
 

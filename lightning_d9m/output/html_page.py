@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import takewhile
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import find_cause
@@ -109,7 +111,7 @@ def render_page(
         comparison=comparison,
         timeline=timeline,
         repeated=repeated,
-        title=f"{comparison.verdict}: {comparison.expected.name} and {comparison.actual.name}",
+        title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
         facts=list(list_facts(ledgers)),
@@ -146,6 +148,17 @@ def list_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
         values = [read(header) for header in headers]
         if any(value not in (None, "") for value in values):
             yield name, ["" if value is None else str(value) for value in values]
+
+
+def _name_pair(one: Path, other: Path) -> str:
+    """Return the names of two ledgers, each with as many folders as tell them apart.
+
+    >>> _name_pair(Path("a/run-001/fit-000"), Path("a/run-002/fit-000"))
+    'run-001/fit-000 and run-002/fit-000'
+    """
+    ends = zip(reversed(one.parts), reversed(other.parts), strict=False)
+    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+    return " and ".join("/".join(path.parts[-1 - equal :]) for path in (one, other))
 
 
 def _find_command(ledgers: Sequence[Ledger]) -> str:

@@ -19,7 +19,7 @@ _EXAMPLES = 3
 # By the status of the catalog's entry; an exempt entry has its own.
 _FIXES = {
     "patched": "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it.",
-    "offered": "Deterministic algorithms, which lightning_d9m switches on.",
+    "offered": "Deterministic algorithms, which lightning_d9m enables.",
     "exempt": "",
 }
 # A line of the program, with its file's path, is shown in full.
@@ -175,7 +175,7 @@ def _describe_fix(found: "OpFinding") -> Iterator[str]:
     elif found.outcomes > 1:
         yield from _label(
             "fix",
-            "torch.use_deterministic_algorithms(True), which lightning_d9m switches on, picks "
+            "torch.use_deterministic_algorithms(True), which lightning_d9m enables, picks "
             "a deterministic kernel or raises; --no-determinism leaves it off.",
         )
 
