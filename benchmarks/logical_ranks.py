@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,22 +35,27 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_d9m.horovod.gradient_buckets import GradientBuckets
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.rng import seed_micro_batch
 from lightning_d9m.logical_ranks.root_buckets import RootBucket
 
 RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"
 LIMIT_SECONDS = 1800
-# Name: (model, processes, logical ranks, steps per round).
+# Name: (model, processes, logical ranks, batches of a step, steps per round).
 SETTINGS = {
-    "small-2-of-2": ("small", 2, 2, 30),
-    "small-2-of-4": ("small", 2, 4, 20),
-    "small-1-of-4": ("small", 1, 4, 30),
-    "small-4-of-4": ("small", 4, 4, 15),
-    "large-2-of-2": ("large", 2, 2, 4),
-    "large-2-of-4": ("large", 2, 4, 3),
-    "large-1-of-4": ("large", 1, 4, 4),
-    "large-4-of-4": ("large", 4, 4, 3),
+    "small-2-of-2": ("small", 2, 2, 1, 30),
+    "small-2-of-4": ("small", 2, 4, 1, 20),
+    "small-1-of-4": ("small", 1, 4, 1, 30),
+    "small-4-of-4": ("small", 4, 4, 1, 15),
+    "small-2-of-2-accumulating": ("small", 2, 2, 2, 15),
+    "small-2-of-4-accumulating": ("small", 2, 4, 2, 10),
+    "large-2-of-2": ("large", 2, 2, 1, 4),
+    "large-2-of-4": ("large", 2, 4, 1, 3),
+    "large-1-of-4": ("large", 1, 4, 1, 4),
+    "large-4-of-4": ("large", 4, 4, 1, 3),
+    "large-2-of-2-accumulating": ("large", 2, 2, 2, 3),
+    "large-2-of-4-accumulating": ("large", 2, 4, 2, 2),
 }
 ROUNDS = 15
 
@@ -88,19 +94,22 @@ def make_model(name):
 class Training:
     """Steps of one way to reduce gradients."""
 
-    def __init__(self, model, blocks, process):
+    def __init__(self, model, blocks, process, accumulated):
         self.model = make_model(model)
         width = self.model[0].in_features
         self.block = blocks.of(process)
+        self.accumulated = accumulated
         self.batches = [torch.randn(32, width) for _ in self.block]
+        self.share = 1 / (len(self.block) * accumulated)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.build(blocks, process)
 
     def step(self):
-        """Train on one batch of each logical rank of this process."""
+        """Train on the batches of each logical rank of this process."""
         self.optimizer.zero_grad()
-        for rank, batch in zip(self.block, self.batches, strict=True):
-            self.run_micro_batch(rank, batch)
+        for left in reversed(range(self.accumulated)):
+            for rank, batch in zip(self.block, self.batches, strict=True):
+                self.run_micro_batch(rank, batch, is_kept=left > 0)
         self.optimizer.step()
 
 
@@ -110,11 +119,18 @@ class Logical(Training):
     def build(self, blocks, process):
         """Make the engine."""
         self.sums = LogicalGradients(self.model.named_parameters(), blocks, process)
+        self.kept = KeptGradients(self.model.named_parameters())
 
-    def run_micro_batch(self, rank, batch):
+    def run_micro_batch(self, rank, batch, *, is_kept):
         """Run forward and backward."""
+        loss = self.model(batch).square().mean() / self.accumulated
+        self.kept.put_back(rank)
+        if is_kept:
+            loss.backward()
+            self.kept.keep(rank)
+            return
         with self.sums.backward():
-            self.model(batch).square().mean().backward()
+            loss.backward()
         (self.sums.finish if rank == self.block[-1] else self.sums.set_aside)(rank)
 
 
@@ -125,11 +141,11 @@ class Static(Training):
         """Make the buckets."""
         self.buckets = GradientBuckets(self.model.named_parameters(), TorchReducer())
 
-    def run_micro_batch(self, rank, batch):
+    def run_micro_batch(self, rank, batch, *, is_kept):
         """Run forward and backward."""
-        last = rank == self.block[-1]
+        last = rank == self.block[-1] and not is_kept
         with self.buckets.backward() if last else self.buckets.blocked():
-            (self.model(batch).square().mean() / len(self.block)).backward()
+            (self.model(batch).square().mean() * self.share).backward()
 
 
 class Plain(Training):
@@ -139,13 +155,11 @@ class Plain(Training):
         """Make the replica."""
         self.replica = DistributedDataParallel(self.model)
 
-    def run_micro_batch(self, rank, batch):
+    def run_micro_batch(self, rank, batch, *, is_kept):
         """Run forward and backward."""
-        if rank == self.block[-1]:
-            (self.replica(batch).square().mean() / len(self.block)).backward()
-        else:
-            with self.replica.no_sync():
-                (self.replica(batch).square().mean() / len(self.block)).backward()
+        last = rank == self.block[-1] and not is_kept
+        with nullcontext() if last else self.replica.no_sync():
+            (self.replica(batch).square().mean() * self.share).backward()
 
 
 class Dropped(Training):
@@ -156,7 +170,7 @@ class Dropped(Training):
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
-    def run_micro_batch(self, _rank, batch):
+    def run_micro_batch(self, _rank, batch, *, is_kept):  # noqa: ARG002 - nothing is kept
         """Run forward and backward."""
         self.model(batch).square().mean().backward()
 
@@ -202,13 +216,14 @@ def measure_peak(training, folder):
 
 def work(setting, rounds, folder):
     """Run one process of a setting, and write what it measured."""
-    model, processes, logical_ranks, steps = SETTINGS[setting]
+    model, processes, logical_ranks, accumulated, steps = SETTINGS[setting]
     torch.set_num_threads(1)
     disable_malloc_trim()  # as the strategies do, for all ways
     distributed.init_process_group("gloo")
     process = distributed.get_rank()
     blocks = Blocks(logical_ranks, processes)
-    trainings = {name: way(model, blocks, process) for name, way in WAYS.items()}
+    arguments = (model, blocks, process, accumulated)
+    trainings = {name: way(*arguments) for name, way in WAYS.items()}
     found = {"times": time_rounds(trainings, steps, rounds)}
     logical = trainings["logical"]
     before = logical.sums.bytes_sent
@@ -219,7 +234,7 @@ def work(setting, rounds, folder):
     packed = [each for each in logical.sums._buckets if isinstance(each, RootBucket)]  # noqa: SLF001
     buffers = sum(bucket._bucket.flat.nbytes for bucket in packed)  # noqa: SLF001
     if model == "large":
-        bare = measure_peak(Dropped(model, blocks, process), folder)
+        bare = measure_peak(Dropped(*arguments), folder)
         found["peak"] = measure_peak(logical, folder) + buffers - bare
         found["peak_sets"] = found["peak"] / found["gradient_bytes"]
     Path(folder, f"{process}.json").write_text(json.dumps(found))
@@ -247,7 +262,7 @@ def launch(setting, rounds):
 
 def summarize(setting, found):
     """Return medians of the ratios of rounds, with their quartiles."""
-    _, processes, logical_ranks, _ = SETTINGS[setting]
+    _, processes, logical_ranks, accumulated, _ = SETTINGS[setting]
     wall = {way: [t[0] for t in times] for way, times in found[0]["times"].items()}
     cpu = {
         way: [sum(part["times"][way][i][1] for part in found) for i in range(len(times))]
@@ -269,7 +284,9 @@ def summarize(setting, found):
         sets = max(part["peak_sets"] for part in found)
         summary["gradient_sets_at_peak"] = round(sets, 3)
         largest = Blocks(logical_ranks, processes).largest
-        summary["gradient_sets_allowed"] = math.ceil(math.log2(largest)) + 1
+        allowed = math.ceil(math.log2(largest)) + 1
+        # An accumulation keeps one more set for each logical rank.
+        summary["gradient_sets_allowed"] = allowed + (largest if accumulated > 1 else 0)
     return summary
 
 

@@ -131,6 +131,11 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
             return super().is_reduced(parameter)
         return self._steps.sums.holds(parameter)
 
+    def close_connections(self, exception: BaseException) -> None:
+        """Publish the exception, and close the connections."""
+        if self._communicator is not None:
+            self._communicator.leave(exception)
+
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with those of process 0."""
         with torch.no_grad():
@@ -157,6 +162,10 @@ class _WatchedGradients(LogicalGradients):
         """See `LogicalGradients`."""
         with self._watched():
             super().finish(logical_rank)
+
+    def _launch(self, bucket: Any) -> None:
+        with self._watched():
+            super()._launch(bucket)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

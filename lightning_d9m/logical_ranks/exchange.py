@@ -15,10 +15,8 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
@@ -49,23 +47,7 @@ _GATHER_BYTES = 2**16
 _PAIR_GATHER_BYTES = 2**20
 _PAIR_DTYPES = (torch.float32, torch.float64)  # halves are rounded once, after the division
 _FIRST_TAG = 2**20  # others use small tags
-_TAGS = 2**20  # of one exchange
-_EXCHANGES = 2**10
-
-
-@dataclass
-class _Messages:
-    """The tags and the memory of the messages of a process group.
-
-    Messages that a failed step leaves behind must not reach the next exchange, so each has other
-    tags, and their memory must live: Gloo waits for the rest of a message that it has begun.
-    """
-
-    exchanges: int = 0
-    unfinished: set[PendingSum] = field(default_factory=set)
-
-
-_messages: WeakKeyDictionary[Any, _Messages] = WeakKeyDictionary()
+_TAGS = 2**20
 
 
 class RootExchange:
@@ -114,19 +96,15 @@ class RootExchange:
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
             _check_group(self.group, blocks, process)
-            self._messages = _messages.setdefault(self.group, _Messages())
         self.restart()
 
     def restart(self) -> None:
-        """Forget the sums that were started, after an exception on every process."""
+        """Forget the sums that were started, when Gloo does not use their memory any more."""
         self.close()
         self._next_tag = 0
         self.receiving.clear()
         # Torch's threads have a flag of the processor of their own.
         self.flushes = flushes_subnormal_numbers()
-        if self.group is not None:
-            self._first_tag = _FIRST_TAG + self._messages.exchanges % _EXCHANGES * _TAGS
-            self._messages.exchanges += 1
 
     @property
     def sends_leaves(self) -> bool:
@@ -155,13 +133,7 @@ class RootExchange:
         kind = self._algorithm or self._choose(roots, result)
         if kind == "pair":
             fold = partial(end_sum, divisor=divisor)
-        pending = kinds[kind](self, roots, result, fold)
-        self._messages.unfinished.add(pending)
-        return pending
-
-    def end(self, pending: PendingSum) -> None:
-        """Release the memory of a sum whose messages have all arrived."""
-        self._messages.unfinished.discard(pending)
+        return kinds[kind](self, roots, result, fold)
 
     def submit(
         self, roots: Sequence[Tensor], result: Tensor, divisor: int, *, in_background: bool
@@ -224,7 +196,7 @@ class RootExchange:
     def take_tags(self, count: int) -> int:
         """Return the first of so many tags, the same on every process."""
         first, self._next_tag = self._next_tag, (self._next_tag + count) % _TAGS
-        return self._first_tag + first
+        return _FIRST_TAG + first
 
     def take_scratch(self, like: Tensor, length: int) -> Tensor:
         """Return memory that an earlier sum has used, because fresh memory costs page faults."""

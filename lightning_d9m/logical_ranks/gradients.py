@@ -167,10 +167,10 @@ class LogicalGradients:
     def discard(self) -> None:
         """Forget what was set aside in this step.
 
-        All processes must do this. One that waits for an exchange of this step does so until its
-        timeout.
+        On Gloo, call `close_connections` before: messages use the buffers, and other processes wait
+        for this one. Then a new group is needed.
         """
-        self._buckets, self._trained = [], ()  # messages may still use the buffers
+        self._buckets, self._trained = [], ()  # a device may still use the buffers
         self._missing = MissingGradients((), self._exchange)
         self._exchange.restart()
         self._places.clear()

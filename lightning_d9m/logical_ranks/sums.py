@@ -55,7 +55,7 @@ class PairSum:
     ) -> None:
         if roots[0].data_ptr() != result.data_ptr():
             result.copy_(roots[0])
-        self._exchange, self._result, self._divide = exchange, result, divide
+        self._result, self._divide = result, divide
         exchange.bytes_sent += result.nbytes
         self._work = exchange.group.allreduce([result])
 
@@ -70,7 +70,6 @@ class PairSum:
     def finish(self) -> None:
         """Wait for the sum, and divide it."""
         self.fold()
-        self._exchange.end(self)
 
 
 class ShardedSum:
@@ -168,7 +167,6 @@ class ShardedSum:
         self.fold()
         for work in (*self._results, *self._sent):
             work.wait()
-        self._exchange.end(self)
 
 
 class GatheredSum:
@@ -203,7 +201,6 @@ class GatheredSum:
         self._work.wait()
         self._fold(self._values, self._result)
         self._exchange.keep_scratch(self._received)
-        self._exchange.end(self)
 
 
 class CollectiveSum:
@@ -251,7 +248,6 @@ class CollectiveSum:
         exchange.bytes_sent += mine.nbytes * (processes - 1)
         exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
         result.copy_(gathered[: len(result)])
-        exchange.end(self)
 
 
 def round_up(number: int, step: int) -> int:

@@ -56,6 +56,15 @@ def test_more_processes_than_logical_ranks_are_refused_on_every_rank(found):
         assert "There are 4 processes, but only 2 logical ranks" in rank["too many"]
 
 
+def test_all_ranks_train_again_after_an_error_of_one_rank(found):
+    """The trainings of the other tests come after it."""
+    for count in COUNTS:
+        *others, failed = (rank["failed"] for rank in found[count])
+        assert failed == "this rank fails"
+        for error in others:
+            assert f"Rank {count - 1} ended with ValueError: this rank fails." in error
+
+
 def test_a_collective_of_horovod_in_a_step_is_refused_on_every_rank(found):
     for count in COUNTS:
         for rank in found[count]:

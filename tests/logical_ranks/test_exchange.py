@@ -189,23 +189,3 @@ def test_a_group_of_another_size_or_order_is_refused():
 def test_several_processes_without_a_group_are_refused():
     with pytest.raises(SettingError, match=r"call torch.distributed.init_process_group first"):
         RootExchange(Blocks(2, 2), 0)
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_messages_of_a_sum_that_is_not_finished_do_not_reach_the_next_one(restarted):
-    blocks = Blocks(2, 2)
-
-    def exchange(process, group):
-        # The parts of chunks beyond the first three are sent, and nobody expects them.
-        abandoned = torch.full([20_000], 7.0)
-        it = RootExchange(blocks, process, group, algorithm="shards", chunk_bytes=2**12)
-        it.start([abandoned], abandoned)
-        if restarted:
-            it.restart()
-        else:
-            it = RootExchange(blocks, process, group, algorithm="shards", chunk_bytes=2**12)
-        root = torch.full([20_000], float(process))
-        it.start([root], root).finish()
-        return root.unique().tolist()
-
-    assert run_processes(2, exchange) == [[1.0], [1.0]]

@@ -6,8 +6,14 @@ from threading import Thread
 from torch import distributed
 
 
-def run_processes(processes, function):
-    """Call ``function(process, group)`` in one thread for each process; return the results."""
+def run_processes(processes, function, *, closes=False):
+    """Call ``function(process, group)`` in one thread for each process; return the results.
+
+    Args:
+        processes: Their number.
+        function: What each does.
+        closes: Whether it closes the group.
+    """
     if processes == 1:
         return [function(0, None)]
     gloo = distributed.ProcessGroupGloo
@@ -21,7 +27,8 @@ def run_processes(processes, function):
             options._timeout = timedelta(seconds=120)
             group = gloo(store, process, processes, options)
             results[process] = function(process, group)
-            group.barrier().wait()
+            if not closes:
+                group.barrier().wait()
         except BaseException as error:  # noqa: BLE001 - raised by the test's thread
             errors.append(error)
 

@@ -1,6 +1,6 @@
 """One rank of trainings whose exchanges overlap the backward pass; see test_overlap.py.
 
-Usage: logical_overlap.py FOLDER HOW, "steps" to write what happens, or "lost" to fail on rank 1.
+Usage: logical_overlap.py FOLDER
 """
 
 import json
@@ -26,14 +26,20 @@ class Events(L.Callback):
 
     Args:
         raises_at: The number of the backward pass that raises an error.
+        hook: The name of a hook that raises an error instead.
     """
 
-    def __init__(self, raises_at=None):
+    def __init__(self, raises_at=None, hook=None):
         self.raises_at = raises_at
         self.names = []
+        if hook is not None:
+            setattr(self, hook, self.fail)
 
     def on_fit_start(self, trainer, module):
         module.net[0].weight.register_hook(self.note_last_gradient)
+
+    def fail(self, *_):
+        raise ValueError("this hook fails")
 
     def note_last_gradient(self, _):
         self.names.append("last gradient")
@@ -55,19 +61,30 @@ def train(folder, name, **words):
     return events.names
 
 
+def find_error(folder, **words):
+    """Return the error of a training."""
+    try:
+        train(folder, "failed", **words)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error was raised")
+
+
 def main():
     """Train in each way."""
-    folder, how = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
     warnings.filterwarnings("ignore")
-    if how == "lost":
-        train(folder, "lost", raises_at=2 if RANK == 1 else None)
     found = {"overlapped": train(folder, "overlapped")}
     with mock.patch.object(LogicalGradients, "backward", nullcontext):
         found["one after the other"] = train(folder, "one after the other")
-    try:
-        train(folder, "failed", raises_at=RANKS // PROCESSES + 1)
-    except ValueError:
-        found["after an error"] = train(folder, "after an error")
+    found["error"] = find_error(folder, raises_at=RANKS // PROCESSES + 1)
+    found["after an error"] = train(folder, "after an error")
+    last = RANK == PROCESSES - 1
+    found["errors"] = [
+        find_error(folder, **(words if last else {}))
+        for words in ({"raises_at": RANKS // PROCESSES + 1}, {"hook": "on_validation_end"})
+    ]
+    found["after errors of one rank"] = train(folder, "after errors of one rank")
     Path(folder, f"{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
 
 

@@ -213,6 +213,17 @@ class Communicator:
                 self._raise_disagreement(CollectiveIntent(f"ends with {_summarize(error)}"))
         except (RankLostError, RanksDisagreeError, TimeoutError):
             return
+        self._end()
+
+    def leave(self, error: BaseException) -> None:
+        """Publish why this rank ends, and close the connections, on which its peers may wait."""
+        if self.broken is None and self.size > 1:
+            if self.liveness is not None:
+                self.liveness.report_error(error)
+            self._end()
+        self.disconnect()
+
+    def _end(self) -> None:
         self.broken = RankLostError(
             "This rank has ended its part of the run.", rank=self.rank, activity="nothing"
         )

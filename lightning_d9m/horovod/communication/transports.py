@@ -10,11 +10,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, distributed
+
+from lightning_d9m.logical_ranks.connections import close_connections
 
 if TYPE_CHECKING:
     _Store = object
@@ -26,7 +27,6 @@ else:
 _POLL_SECONDS = (0.0001, 0.002)
 _POLL_SHARE = 0.05
 _UNBOUNDED = timedelta(days=365)
-_CLOSE_SECONDS = 1.0
 
 
 class Pending(Protocol):
@@ -215,20 +215,9 @@ class TorchTransport:
 
     def close(self) -> None:
         """Close the connections."""
-        groups = [self._tensors, self._control]
+        for group in (self._tensors, self._control):
+            close_connections(group)
         del self._tensors, self._control
-        for group in groups:
-            group.abort()
-            del group
-        # The destructors wait for pending collectives, which a hung rank never joins.
-        closing = Thread(target=_release, args=(groups,), daemon=True)
-        closing.start()
-        closing.join(_CLOSE_SECONDS)
-
-
-def _release(groups: list[Any]) -> None:
-    while groups:
-        groups.pop()
 
 
 class _GatheredStore(_Store):

@@ -10,6 +10,11 @@ from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.lightning.packages import combined_base
+from lightning_d9m.lightning.ranks.process_group import (
+    close_default_group,
+    is_default_group_closed,
+    reopen_default_group,
+)
 from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 
@@ -58,6 +63,12 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
         super().__init__(**options)
         self.set_logical_ranks(logical_ranks)
         self._sparse_as_dense = sparse_as_dense
+        self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
+
+    def setup_distributed(self) -> None:
+        """Connect the processes, also after an error for which the connections were closed."""
+        reopen_default_group(**self._group_options)
+        super().setup_distributed()
 
     def configure_ddp(self) -> None:
         """Wrap the model; with logical ranks it stays as it is."""
@@ -78,6 +89,16 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
             self.global_rank,
             sparse_as_dense=self._sparse_as_dense,
         )
+
+    def close_connections(self, _exception: BaseException) -> None:
+        """Close the connections of torch's default group; the callback has published the error."""
+        if self.world_size > 1:
+            close_default_group()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes; return at once after an error, as no other would join."""
+        if not is_default_group_closed():
+            super().barrier(*args, **kwargs)
 
     def broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with those of process 0, one message for each dtype."""

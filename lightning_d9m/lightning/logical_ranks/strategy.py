@@ -41,7 +41,7 @@ class LogicalRanksMixin(_Base):
 
     A strategy derives from it and then from Lightning's strategy, calls ``set_logical_ranks`` in
     its constructor and ``begin_logical_ranks`` at the end of ``setup``, and implements
-    ``make_logical_gradients`` and ``broadcast_tensors``.
+    ``make_logical_gradients``, ``broadcast_tensors`` and ``close_connections``.
 
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
@@ -328,8 +328,14 @@ class LogicalRanksMixin(_Base):
         if steps is not None and steps.step_rank is not None:
             refuse_collective(name, steps.step_rank)
 
+    def close_connections(self, exception: BaseException) -> None:
+        """Close the connections, so that the processes that wait for this one get an error."""
+        raise NotImplementedError
+
     def on_exception(self, exception: BaseException) -> None:
-        """Forget the step."""
+        """Let no other process wait for this one, and forget the step."""
+        if self.logical_ranks is not None:
+            self.close_connections(exception)
         if self._steps is not None:
             self._steps.discard()
         super().on_exception(exception)

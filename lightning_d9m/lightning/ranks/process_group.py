@@ -1,4 +1,4 @@
-"""Destruction of Gloo process groups before the interpreter exits.
+"""The end of Gloo process groups: before the interpreter exits, and after an error.
 
 Gloo's threads release the tensors of a collective shortly after it has completed. If the
 interpreter exits before that (for example after an error that all ranks raise together), the thread
@@ -8,12 +8,19 @@ signal 6), regardless of its exit status. Lightning destroys NCCL's group at exi
 
 import atexit
 from functools import cache
+from itertools import count
 from threading import Thread
+from typing import Any
+from weakref import WeakSet
 
 import torch.distributed
 
+from lightning_d9m.logical_ranks.connections import close_connections
+
 # Seconds to wait; a collective may wait for a rank that has died.
 _TIMEOUT = 5.0
+_closed: WeakSet[Any] = WeakSet()
+_openings = count(1)  # separates groups in one store, and is equal on every rank
 
 
 @cache
@@ -24,7 +31,44 @@ def close_group_at_exit() -> None:
 
 
 def _close_group() -> None:
-    if torch.distributed.is_initialized() and "gloo" in torch.distributed.get_backend():
+    if _has_gloo():
         closing = Thread(target=torch.distributed.destroy_process_group, daemon=True)
         closing.start()
         closing.join(_TIMEOUT)
+
+
+def close_default_group() -> None:
+    """Close the connections of torch's default group, so that no rank waits for this one."""
+    if _has_gloo():
+        group = torch.distributed.group.WORLD
+        close_connections(group)
+        _closed.add(group)
+
+
+def is_default_group_closed() -> bool:
+    """Return whether `close_default_group` was called, and `reopen_default_group` was not."""
+    return torch.distributed.is_initialized() and torch.distributed.group.WORLD in _closed
+
+
+def reopen_default_group(**options: Any) -> None:
+    """Open torch's default group again if it is closed; every rank must call this.
+
+    The store of the closed group is used, because its host may be a rank that has not yet learned
+    of the error.
+
+    Args:
+        options: For ``init_process_group``.
+    """
+    if not is_default_group_closed():
+        return
+    distributed: Any = torch.distributed
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - not public
+    place = {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}
+    backend = distributed.get_backend()
+    distributed.destroy_process_group()
+    store = distributed.PrefixStore(f"d9m.{next(_openings)}", store)
+    distributed.init_process_group(backend, store=store, **place, **options)
+
+
+def _has_gloo() -> bool:
+    return torch.distributed.is_initialized() and "gloo" in torch.distributed.get_backend()

@@ -19,7 +19,12 @@ import logical_trainings
 import models
 import torch
 
-from lightning_d9m import DDPDeterministicStrategy, HorovodDeterministicStrategy, SettingError
+from lightning_d9m import (
+    DDPDeterministicStrategy,
+    HorovodDeterministicStrategy,
+    RankLostError,
+    SettingError,
+)
 
 RANKS = 4
 SIZE = int(os.environ["HOROVOD_SIZE"])
@@ -74,6 +79,25 @@ def error_of_collective(folder):
     return message
 
 
+class Failing(logical_trainings.Classifier):
+    """Fails on the last rank."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == SIZE - 1:
+            raise ValueError("this rank fails")
+        return super().training_step(batch, batch_idx)
+
+
+def error_of_one_rank(folder):
+    """Return the message of the error of a training that one rank fails; it may train again."""
+    with mock.patch.object(logical_trainings, "Classifier", Failing):
+        try:
+            fit(folder / "failed", "mlp")
+        except (ValueError, RankLostError) as error:
+            return str(error)
+    raise AssertionError("no error was raised")
+
+
 def main():
     """Train several networks."""
     warnings.filterwarnings("ignore")
@@ -81,11 +105,13 @@ def main():
     folder = Path(sys.argv[1])
     ledgers = folder / f"horovod-{SIZE}"
     logical_trainings.PROCESSES = 1  # Horovod's launcher has started one device on each rank
+    failed = error_of_one_rank(ledgers)
     found = {net: fit(ledgers, net) for net in ("mlp", "cnn", "branches")}
     found["small buckets"] = fit(ledgers / "small", "mlp", bucket_bytes=256)
     if SIZE == 1:
         found["ddp"] = fit(ledgers / "ddp", "mlp", make=DDPDeterministicStrategy)
     found["resumed"] = save_or_resume(folder)
+    found["failed"] = failed
     found["collective"] = error_of_collective(ledgers)
     if SIZE > 2:
         found["too many"] = error_of(ledgers, logical_ranks=2)
