@@ -163,9 +163,10 @@ class _WatchedGradients(LogicalGradients):
         with self._watched():
             super().finish(logical_rank)
 
-    def _launch(self, bucket: Any) -> None:
+    def launch(self, bucket: Any) -> None:
+        """See `LogicalGradients`."""
         with self._watched():
-            super()._launch(bucket)
+            super().launch(bucket)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -158,7 +158,7 @@ class LogicalGradients:
         self._check_next(logical_rank, is_last=True)
         self._prepare()
         for bucket in self._buckets[self._launched :]:
-            self._launch(bucket)
+            self.launch(bucket)
         for bucket in self._buckets:
             bucket.finish()
         self._missing.settle()
@@ -323,9 +323,10 @@ class LogicalGradients:
     def _launch_complete(self) -> None:
         """Start the complete buckets, in order; every process starts these in any case."""
         while self._launched < len(self._buckets) and self._buckets[self._launched].is_complete:
-            self._launch(self._buckets[self._launched])
+            self.launch(self._buckets[self._launched])
 
-    def _launch(self, bucket: RootBucket | WholeGradient) -> None:
+    def launch(self, bucket: RootBucket | WholeGradient) -> None:
+        """Start the exchange of a bucket, after what it still lacks is packed."""
         lacking = []
         for position in range(bucket.large):
             if position not in bucket.packed:

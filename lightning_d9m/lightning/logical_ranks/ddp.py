@@ -66,7 +66,7 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
     def setup_distributed(self) -> None:
-        """Connect the processes, also after an error for which the connections were closed."""
+        """Connect the processes, again if an error has closed their connections."""
         reopen_default_group(**self._group_options)
         super().setup_distributed()
 
