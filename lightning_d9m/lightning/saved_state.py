@@ -7,11 +7,14 @@ these names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 KEY = "lightning_d9m"
 """The key of the state among those of the callbacks in a checkpoint."""
@@ -64,7 +67,7 @@ class _Stored:
         return {name: _to_plain(value) for name, value in vars(self).items()}
 
     @classmethod
-    def from_plain(cls, value: object) -> Self:
+    def from_plain(cls, value: object) -> "Self":
         """Read the stored form.
 
         Raises:
@@ -258,7 +261,7 @@ class SavedState(_Stored):
     format: int = FORMAT
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Self | str:
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> "Self | str":
         """Read the state from a checkpoint.
 
         Returns:
