@@ -72,8 +72,6 @@ def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:
 
 def format_findings(findings: Sequence["CheckResult"]) -> str:
     """Return a table of findings: a mark, then what was found, why it matters and the fix."""
-    from rich.text import Text
-
     from lightning_d9m.output.terminal import make_table, render, style, terminal_width
 
     encoding = sys.stdout.encoding or "ascii"
@@ -81,11 +79,11 @@ def format_findings(findings: Sequence["CheckResult"]) -> str:
     rows = [
         (
             style(finding.status, marks[finding.status]),
-            Text("\n".join(filter(None, [
+            "\n".join(filter(None, [
                 printable(f"{finding.name}: {finding.found}"),
                 finding.reason,
                 finding.fix and f"Fix: {finding.fix}",
-            ]))),
+            ])),
         )
         for finding in findings
     ]  # fmt: skip

@@ -1,13 +1,12 @@
 """The comparison of two runs as text, for ``d9m compare``."""
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence, RankComparison
 from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference, name_call
+from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_value, escape, pluralize
 
-_WIDTH = 80
 _RANGES_SHOWN = 8
 # As long as a stack records a variable: if they were cut, two values might look alike.
 _VALUE = 256
@@ -258,15 +257,3 @@ def _name_first(comparison: Comparison) -> str:
 
 def _begin(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
-
-
-def wrap(text: str, indent: str = "") -> list[str]:
-    """Return a text in lines of at most 80 columns; words and paths are not broken."""
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,  # so that a path can be copied
-    )

@@ -156,9 +156,7 @@ def _make_table(rows: Sequence[LedgerRow], width: int) -> "Table":
 
 
 def _list_cells(row: LedgerRow) -> "tuple[str | Text, ...]":
-    from rich.text import Text
-
-    name = Text(escape(Path(row.ledger).name))
+    name = escape(Path(row.ledger).name)
     if row.problem is not None:
         return (name, *[""] * 6, style("problem", "invalid"))
     commit = "" if row.git_commit is None else escape(row.git_commit[:_COMMIT])
@@ -166,11 +164,11 @@ def _list_cells(row: LedgerRow) -> "tuple[str | Text, ...]":
     epochs = str(row.epochs) if row.status == "finished" else f"{row.epochs} {row.status}"
     return (
         name,
-        Text(escape(row.created[5:16].replace("T", " "))),
-        Text(escape(row.program, _MOST_PROGRAM)),
-        Text(str(row.seed)),
-        Text(epochs),
-        Text(row.weights[:_DIGEST] or "none"),
-        Text(commit + ("*" if row.git_dirty else "")),
-        style(row.verdict, words[row.verdict]) if row.verdict else Text(""),
+        escape(row.created[5:16].replace("T", " ")),
+        escape(row.program, _MOST_PROGRAM),
+        str(row.seed),
+        epochs,
+        row.weights[:_DIGEST] or "none",
+        commit + ("*" if row.git_dirty else ""),
+        style(row.verdict, words[row.verdict]) if row.verdict else "",
     )

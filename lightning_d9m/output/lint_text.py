@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from linecache import checkcache, getline
 from pathlib import PurePath
-from textwrap import wrap
+from typing import Any
 from urllib.parse import quote
 
 from rich.cells import cell_len
@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.join import OpRow
 from lightning_d9m.lint.rules import RULES, Severity
-from lightning_d9m.text import printable
+from lightning_d9m.output.terminal import WIDTH, make_table, measure, render, wrap
+from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
 
-_WIDTH = 80
 _INDENT = "  "
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 # SARIF's three levels have the names of our severities.
@@ -25,8 +25,8 @@ _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
 
 def render_text(
     findings: Sequence[Finding],
-    summary: Mapping[str, object],
-    width: int = _WIDTH,
+    summary: Mapping[str, Any],
+    width: int = WIDTH,
     paint: Callable[[str, str], str] = lambda _, shown: shown,
 ) -> str:
     """Return the findings for a terminal: by rule, each place with its line of source.
@@ -49,15 +49,14 @@ def render_text(
         for (reason, fix), group in groups.items():
             for finding in group:
                 lines += _show_place(finding, width, paint)
-            lines += [*_fold(reason), *_fold(f"Fix: {fix}"), ""]
+            lines += [*wrap(reason, _INDENT), *wrap(f"Fix: {fix}", _INDENT), ""]
     counts = Counter(finding.severity for finding in findings)
-    counted = ", ".join(_count(counts[level], level) for level in _LEVELS if counts[level])
+    counted = ", ".join(pluralize(counts[level], level) for level in _LEVELS if counts[level])
     lines += wrap(
-        f"{len(findings)} found in {_count(summary['files'], 'file')}, "
-        f"{_count(summary['lines'], 'line')}"
+        f"{len(findings)} found in {pluralize(summary['files'], 'file')}, "
+        f"{pluralize(summary['lines'], 'line')}"
         f"{f' ({counted})' if counted else ''}; ops as of torch {summary['torch']}, deterministic "
-        f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}.",
-        _WIDTH,
+        f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
     )
     if findings:
         lines.append("Next: d9m repeat -- python PROGRAM shows whether its runs really differ.")
@@ -115,23 +114,8 @@ def _escape_property(text: str) -> str:
     return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def _count(number: object, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _fold(text: str) -> list[str]:
-    return wrap(
-        text,
-        _WIDTH,
-        initial_indent=_INDENT,
-        subsequent_indent=_INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def _cut(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 
 def render_json(
@@ -205,7 +189,7 @@ def render_table(rows: Sequence[OpRow]) -> str:
     """Return a table of findings, alerts and figures, one line per op."""
     if not rows:
         return "No findings, alerts or figures of ops."
-    cells = [("op", "lines", "alerts", "outputs", "Vermv", "Vc")]
+    cells = []
     for row in rows:
         worst = row.worst
         cells.append(
@@ -218,12 +202,10 @@ def render_table(rows: Sequence[OpRow]) -> str:
                 "-" if worst is None or worst.vc is None else f"{worst.vc:.2g}",
             )
         )
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = [
-        f"{line[0]:{widths[0]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-        for line in cells
-    ]
+    table = make_table(("op", "lines", "alerts", "outputs", "Vermv", "Vc"), cells)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    lines = [render(table, measure(table), plain=True)]
     for row in rows:
         lines += [f"{row.op}: {place}" for place in row.lines[:3]]
     return "\n".join(lines)

@@ -1,10 +1,10 @@
 """The report of ``d9m locate`` as text."""
 
-import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.locate.result import describe_place
+from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from lightning_d9m.locate.result import SearchResult
     from lightning_d9m.locate.samples import SampleComparison
 
-_WIDTH = 80
-_INDENT = 10
+_INDENT = " " * 10
 _EXAMPLES = 3
 # By the status of the catalog's entry; an exempt entry has its own.
 _FIXES = {
@@ -39,7 +38,7 @@ def describe(found: "SearchResult", *, determinism: bool, verbose: bool = False)
         if determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
     else:
-        yield from _wrap(f"different: {found.cause.kind}. {found.cause.text}")
+        yield from wrap(f"different: {found.cause.kind}. {found.cause.text}")
         yield ""
         yield from _describe_cause(found, verbose=verbose)
     for number, look in enumerate(found.looks):
@@ -68,20 +67,7 @@ def _describe_cause(found: "SearchResult", *, verbose: bool) -> Iterator[str]:
 
 def _label(label: str, text: str) -> Iterator[str]:
     """Yield a text beside its label; without one, below the text of the label before."""
-    first = f"{label}:".ljust(_INDENT) if label else " " * _INDENT
-    yield from _wrap(text, first, " " * _INDENT)
-
-
-def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Return lines of at most 80 columns; long names are not broken."""
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    yield from wrap(text, _INDENT, f"{label}:".ljust(len(_INDENT)) if label else None)
 
 
 def _describe_moment(found: "SearchResult") -> Iterator[str]:
@@ -187,12 +173,11 @@ def _describe_magnitude(found: "Magnitude", *, verbose: bool) -> Iterator[str]:
         f"{found.count:,} of {found.total:,} elements differ, by at most {found.absolute:.3g} "
         f"({found.relative:.3g} relative{ulps})",
     )
-    rows = [("index", "reference", "this run")]
+    rows = []
     for at, expected, actual in found.examples[: None if verbose else _EXAMPLES]:
         rows.append((str(list(at)), repr(expected), repr(actual)))
         if verbose:
             rows.append(("", expected.hex(), actual.hex()))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield (" " * _INDENT + "  ".join(cells)).rstrip()
+    table = make_table(("index", "reference", "this run"), rows)
+    for line in render(table, measure(table), plain=True).splitlines():
+        yield f"{_INDENT}{line}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_WIDTH = 80
+from lightning_d9m.output.terminal import WIDTH
 
 
 def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
@@ -33,7 +33,7 @@ def format_next_steps(steps: Sequence[tuple[str, str]]) -> list[str]:
     if not steps:
         return []
     width = max(len(command) for command, _ in steps)
-    beside = 2 + width + 2 + max(len(purpose) for _, purpose in steps) <= _WIDTH
+    beside = 2 + width + 2 + max(len(purpose) for _, purpose in steps) <= WIDTH
     lines = ["", "Next:"]
     for command, purpose in steps:
         if beside:

@@ -12,11 +12,11 @@ from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.output.comparison_json import as_json
-from lightning_d9m.output.comparison_text import format_evidence, state_verdict, wrap
+from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
 from lightning_d9m.output.run_table import RunRow, format_markdown_table, format_table
-from lightning_d9m.output.terminal import print_lines, terminal_width
+from lightning_d9m.output.terminal import print_lines, terminal_width, wrap
 from lightning_d9m.text import pluralize, printable
 
 

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from lightning_d9m.output.markdown import markdown_table
-from lightning_d9m.output.terminal import make_table, measure, render, style
+from lightning_d9m.output.terminal import WIDTH, make_table, measure, render, style
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDTH = 80
 # Shown of a digest: enough to tell runs apart, and the table fits 80 columns.
 _DIGEST = 16
 _TITLES = ("seed", "weights", "final loss")
@@ -62,7 +61,7 @@ class RunRow:
 
 
 def format_table(
-    rows: Sequence[RunRow], width: int = _WIDTH, *, plain: bool = True, verbose: bool = False
+    rows: Sequence[RunRow], width: int = WIDTH, *, plain: bool = True, verbose: bool = False
 ) -> str:
     """Lay out the rows; digests are cut to one length, and losses are never cut.
 

@@ -1,15 +1,16 @@
-"""Tables on a terminal, laid out and colored by rich; plain in a pipe and under NO_COLOR."""
+"""Tables and paragraphs on a terminal, laid out by rich; plain in a pipe and under NO_COLOR."""
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
 
+WIDTH = 80
 _STYLES = {
     "equal": "green",
     "different": "bold red",
@@ -30,7 +31,7 @@ _STYLES = {
 }
 
 
-def make_table(titles: Sequence[str], rows: Sequence[Sequence["RenderableType"]]) -> "Table":
+def make_table(titles: Sequence[str], rows: Sequence[Sequence["str | Text"]]) -> "Table":
     """Return a table without lines, with two spaces between columns.
 
     Args:
@@ -38,12 +39,14 @@ def make_table(titles: Sequence[str], rows: Sequence[Sequence["RenderableType"]]
         rows: The cells.
     """
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(titles))
     for title in titles:
         table.add_column(title, header_style="bold")
     for row in rows:
-        table.add_row(*row)
+        # rich would take brackets in a str for a style: "weight[bold]".
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -52,6 +55,24 @@ def style(meaning: str, shown: str | None = None) -> "Text":
     from rich.text import Text
 
     return Text(meaning if shown is None else shown, _STYLES.get(meaning, ""))
+
+
+def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
+    """Return a text in lines of at most 80 columns; words and paths are not broken.
+
+    Args:
+        text: The text.
+        indent: What stands before each line.
+        first: What stands before the first line instead.
+    """
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,  # so that a path can be copied
+    )
 
 
 def paint(meaning: str, shown: str) -> str:

@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 
-from lightning_d9m.output.svg.elements import COLORS, LogScale, element, find_powers, line, text
+from lightning_d9m.output.svg.elements import (
+    COLORS,
+    LogScale,
+    element,
+    find_powers,
+    line,
+    polyline,
+    text,
+)
 
 
 def draw_dots(
@@ -70,8 +78,7 @@ def draw_lines(
     ]
     for listed, color in zip(series.values(), cycle(COLORS), strict=False):
         points = list(zip(columns, map(scale.at, listed), strict=False))
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(element("polyline", points=path, fill="none", stroke=color, stroke_width=2))
+        parts.append(polyline(points, fill="none", stroke=color, stroke_width=2))
         parts += [_draw_dot(x, y, color, 3) for x, y in points]
     along, upwards = captions
     middle = top + height / 2

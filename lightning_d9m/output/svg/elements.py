@@ -1,7 +1,7 @@
 """Scales, ticks and elements that all drawings share; a browser shows them without a library."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -36,6 +36,11 @@ def text(x: float, y: float, words: str, anchor: str = "start", **attributes: ob
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
     """Return a straight line."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def polyline(points: Iterable[tuple[float, float]], **attributes: object) -> str:
+    """Return a line through points."""
+    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), **attributes)
 
 
 @dataclass(frozen=True)

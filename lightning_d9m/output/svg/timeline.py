@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
-from lightning_d9m.output.svg.elements import Scale, element, line, round_up, text
+from lightning_d9m.output.svg.elements import Scale, element, line, polyline, round_up, text
 
 _WIDTH, _HEIGHT = 720, 200
 LEFT, RIGHT = 84, 708
@@ -151,8 +151,4 @@ def _draw_curve(
         if len(steps) <= _MAX_DOTS or step.first == last:
             title = element("title", f"step {step.first:,}: {100 * share:.3g}%")
             dots.append(element("circle", title, cx=across.at(step.first), cy=y, r=2.5))
-    return [
-        element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
-        for points in lines
-        if points[1:]
-    ] + dots
+    return [polyline(points) for points in lines if points[1:]] + dots

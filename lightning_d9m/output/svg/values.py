@@ -11,11 +11,10 @@ from lightning_d9m.output.svg.elements import (
     element,
     find_powers,
     line,
+    polyline,
     text,
 )
-from lightning_d9m.output.svg.timeline import LEFT as _LEFT
-from lightning_d9m.output.svg.timeline import RIGHT as _RIGHT
-from lightning_d9m.output.svg.timeline import draw_axis, frame
+from lightning_d9m.output.svg.timeline import LEFT, RIGHT, draw_axis, frame
 
 _BOTTOM, _TOP, _HEIGHT = 172, 14, 216
 _MAX_TICKS = 6
@@ -39,7 +38,7 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
     margin = (high - low) / 20 or abs(high) / 20 or 1.0
     up = Scale(low - margin, high + margin, _BOTTOM, _TOP)
     across = _scale_steps(finite)
-    parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
+    parts = [line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis")]
     for value in dict.fromkeys((low, (low + high) / 2, high)):
         parts += _draw_tick(up.at(value), _describe_tick(value))
     for number, run in enumerate(finite):
@@ -49,9 +48,7 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
         style = (
             f"fill:none;stroke:{color}{dashes};stroke-width:{width};opacity:{1 if number else 0.45}"
         )
-        parts.append(
-            element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), style=style)
-        )
+        parts.append(polyline(points, style=style))
         parts += [
             element(
                 "circle",
@@ -76,10 +73,7 @@ def draw_gaps(label: str, gaps: Points, epochs: Mapping[int, int]) -> str:
     low, high = find_powers([gap for _, gap in positive])
     up = LogScale(low, high, _BOTTOM, _TOP)
     across = _scale_steps([gaps])
-    parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
-    powers = list(up.powers)
-    for power in powers[:: -(-len(powers) // _MAX_TICKS)]:
-        parts += _draw_tick(up.at(10.0**power), f"1e{power}")
+    parts = _draw_powers(up)
     for step, gap in positive:
         title = element("title", f"step {step:,}: {gap:.3g}")
         parts.append(element("circle", title, cx=across.at(step), cy=up.at(gap), r=3.0))
@@ -99,18 +93,15 @@ def draw_distances(label: str, lines: Sequence[Points], epochs: Mapping[int, int
     positive = [value for run in lines for _, value in run if 0 < value < math.inf]
     up = LogScale(*find_powers(positive), _BOTTOM, _TOP)
     across = _scale_steps(lines)
-    parts = [line(_LEFT, _TOP, _LEFT, _BOTTOM, class_="axis")]
-    powers = list(up.powers)
-    for power in powers[:: -(-len(powers) // _MAX_TICKS)]:
-        parts += _draw_tick(up.at(10.0**power), f"1e{power}")
+    parts = _draw_powers(up)
     for number, run in enumerate(lines):
         color, dashes = _choose_style(number)
         for is_drawn, group in groupby(run, key=lambda point: 0 < point[1] < math.inf):
             points = [(step, value, across.at(step), up.at(value)) for step, value in group]
             if not is_drawn:
                 continue
-            path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
-            parts.append(element("polyline", points=path, style=f"stroke:{color}{dashes}"))
+            path = [point[2:] for point in points]
+            parts.append(polyline(path, style=f"stroke:{color}{dashes}"))
             parts += [
                 element(
                     "circle",
@@ -154,14 +145,19 @@ def _describe_tick(value: float) -> str:
     return f"{digits}e{int(power)}"
 
 
+def _draw_powers(up: LogScale) -> list[str]:
+    """Draw the axis of a logarithmic scale."""
+    parts = [line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis")]
+    for power in up.powers[:: -(-len(up.powers) // _MAX_TICKS)]:
+        parts += _draw_tick(up.at(10.0**power), f"1e{power}")
+    return parts
+
+
 def _draw_tick(y: float, label: str) -> list[str]:
-    return [
-        line(_LEFT - 4, y, _LEFT, y, class_="axis"),
-        text(_LEFT - 7, y + 4, label, "end"),
-    ]
+    return [line(LEFT - 4, y, LEFT, y, class_="axis"), text(LEFT - 7, y + 4, label, "end")]
 
 
 def _scale_steps(runs: Sequence[Points]) -> Scale:
     steps = [step for run in runs for step, _ in run] or [0]
     low, high = min(steps), max(steps)
-    return Scale(low, max(high, low + 1), _LEFT, _RIGHT)
+    return Scale(low, max(high, low + 1), LEFT, RIGHT)
