@@ -3,14 +3,15 @@
 Nothing here imports torch.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.text import pluralize
 
 INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
@@ -148,16 +149,37 @@ def parse_point(text: str) -> InterruptionPoint:
     return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
-def choose_points(epochs: Sequence[EpochShape]) -> list[tuple[InterruptionPoint, str]]:
-    """Choose one point of each kind that a fit has, near its middle, and describe it.
+def write_survey(folder: Path, epochs: Sequence[EpochShape]) -> None:
+    """Write the shapes of a fit's epochs, for ``read_survey``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in epochs]))
+
+
+def read_survey(folder: Path) -> list[EpochShape]:
+    """Return the shapes of the epochs of a command's first fit.
+
+    Raises:
+        CommandError: If the fit has not written them.
+    """
+    try:
+        entries = json.loads((folder / SURVEY).read_text())
+        return [EpochShape(**entry) for entry in entries]
+    except FileNotFoundError:
+        raise CommandError(
+            "The command's first fit did not report where it can be interrupted: it did not train "
+            "to its end, ran outside the process that the command starts (as under ddp_spawn), or "
+            "is a loop that does not call the recorder's epoch()."
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CommandError(f"{folder / SURVEY} cannot be read: {error}") from error
+
+
+def choose_points(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, str]]:
+    """Yield one point of each kind that a fit has, near its middle, and its description.
 
     Args:
         epochs: The epochs of the fit.
     """
-    return list(_choose(epochs))
-
-
-def _choose(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, str]]:
     middle = len(epochs) // 2
     if middle > 0:
         number = epochs[middle - 1].epoch

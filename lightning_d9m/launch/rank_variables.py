@@ -8,8 +8,6 @@ import os
 import socket
 
 _ADDRESS = "127.0.0.1"
-# Lightning takes these as the Trainer's default arguments.
-_TRAINER = {"PL_TRAINER_DEVICES": "{count}", "PL_TRAINER_NUM_NODES": "1"}
 
 
 def make_rank_variables(count: int) -> list[dict[str, str]]:
@@ -25,8 +23,10 @@ def make_rank_variables(count: int) -> list[dict[str, str]]:
         "TORCHELASTIC_RUN_ID": "d9m",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        # Lightning takes these as the Trainer's default arguments.
+        "PL_TRAINER_DEVICES": str(count),
+        "PL_TRAINER_NUM_NODES": "1",
     }
-    shared |= {name: text.format(count=count) for name, text in _TRAINER.items()}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 

@@ -44,20 +44,6 @@ class ProcessStart:
     log: Path
 
 
-def run_watched(
-    command: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    log: Path,
-    timeout: float | None,
-    tick: Callable[[float], None],
-    killed_when: Callable[[], bool] = lambda: False,
-) -> None:
-    """Run ``command`` to its end in one process; see ``run_processes``."""
-    start = ProcessStart(environment, log)
-    run_processes(command, [start], timeout=timeout, tick=tick, killed_when=killed_when)
-
-
 def run_processes(
     command: Sequence[str],
     starts: Sequence[ProcessStart],
@@ -128,7 +114,7 @@ def _watch(
         left: dict[int, str] = {}
         try:
             for start in starts:
-                tree.leaders.append(_start(command, start.environment, start.log))
+                tree.leaders.append(_start(command, start))
             failure = wait(tree, received)
             if failure is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                 left = tree.find_descendants()
@@ -141,18 +127,16 @@ def _watch(
     return failure, left
 
 
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], log: Path
-) -> "subprocess.Popen[bytes]":
+def _start(command: Sequence[str], start: ProcessStart) -> "subprocess.Popen[bytes]":
     try:
-        output = log.open("wb")
+        output = start.log.open("wb")
     except OSError as error:
-        raise CommandError(f"The log {log} cannot be made: {explain(error)}") from error
+        raise CommandError(f"The log {start.log} cannot be made: {explain(error)}") from error
     with output:
         try:
             return subprocess.Popen(
                 command,
-                env=dict(environment),
+                env=dict(start.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -10,21 +10,19 @@ user's program needs no change:
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from, as ``fit(ckpt_path=...)`` does.
 """
 
-import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     MARK,
-    SURVEY,
     EpochShape,
     InterruptionPoint,
     read_request,
+    write_survey,
 )
 from lightning_d9m.lightning.lightning_private import resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
@@ -91,9 +89,7 @@ class EpochShapeCallback(_Callback):
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Write the record."""
         if trainer.is_global_zero:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            epochs = [asdict(epoch) for epoch in self._epochs]
-            (self._folder / SURVEY).write_text(json.dumps(epochs))
+            write_survey(self._folder, self._epochs)
 
 
 class CheckpointAndKill(_Checkpoint):

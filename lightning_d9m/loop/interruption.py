@@ -5,11 +5,9 @@ A point lies where the loop asks for its next batch, after all that follows ``ru
 ``run.epoch`` in the program. It counts steps, because gradients between steps are not saved.
 """
 
-import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ import torch
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
     MARK,
-    SURVEY,
     EpochShape,
     InterruptionKind,
     InterruptRequest,
+    write_survey,
 )
 from lightning_d9m.recording.collective import Ranks
 
@@ -88,8 +86,7 @@ class Interruption:
         """Write the survey, if it was asked for."""
         folder = self._request.folder
         if folder is not None and self._request.point is None and self._ranks.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in self._shapes]))
+            write_survey(folder, self._shapes)
 
     def _count_down(self) -> None:
         """Kill if the last step after the save is done."""

@@ -230,7 +230,7 @@ CASES = [
     ("cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
     (
         "launch.subprocess_run",
-        lambda g: g.module._start(["true"], {}, g.folder / "none" / "log"),
+        lambda g: g.module._start(["true"], g.module.ProcessStart({}, g.folder / "none" / "log")),
         ("The log … cannot be made: …", "The log {folder}/none/log cannot", "No such file"),
     ),
     ("cli.repeat.command", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
@@ -259,8 +259,8 @@ CASES = [
         ),
     ),
     (
-        "cli.repeat.interrupted",
-        lambda g: (g.file("x", g.module.SURVEY), g.module._read_survey(g.folder)),
+        "launch.interruption_points",
+        lambda g: (g.file("x", g.module.SURVEY), g.module.read_survey(g.folder)),
         ("… cannot be read: …", "{folder}/", "Expecting value: line 1 column 1"),
     ),
     (

@@ -11,7 +11,7 @@ from process_end import has_ended
 
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import process_tree, subprocess_run
-from lightning_d9m.launch.subprocess_run import run_watched
+from lightning_d9m.launch.subprocess_run import ProcessStart, run_processes
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -39,9 +39,8 @@ def watch(tmp_path):
 
     def run(code, *, timeout=60.0, program=(sys.executable, "-c")):
         log = tmp_path / "output.log"
-        run_watched(
-            [*program, code], environment=os.environ, log=log, timeout=timeout, tick=ticks.append
-        )
+        start = ProcessStart(os.environ, log)
+        run_processes([*program, code], [start], timeout=timeout, tick=ticks.append)
         return log.read_text()
 
     ticks: list[float] = []
@@ -142,8 +141,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 process._GRACE_SECONDS = 0.2
-process.run_watched([sys.executable, "-c", {code!r}], environment=os.environ,
-                    log=Path({log!r}), timeout=None, tick=lambda _: None)
+start = process.ProcessStart(os.environ, Path({log!r}))
+process.run_processes([sys.executable, "-c", {code!r}], [start], timeout=None, tick=lambda _: None)
 """
 
 
@@ -200,10 +199,5 @@ def test_long_output_is_not_read_in_full(watch):
 
 def test_a_log_that_cannot_be_created_is_named(tmp_path):
     with pytest.raises(CommandError, match="log cannot be made: No such file or directory"):
-        run_watched(
-            ["true"],
-            environment=os.environ,
-            log=tmp_path / "none" / "log",
-            timeout=None,
-            tick=lambda _: None,
-        )
+        start = ProcessStart(os.environ, tmp_path / "none" / "log")
+        run_processes(["true"], [start], timeout=None, tick=lambda _: None)

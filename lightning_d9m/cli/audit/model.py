@@ -25,7 +25,7 @@ from lightning_d9m.cli.arguments import (
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.output_folder import make_output
-from lightning_d9m.launch.subprocess_run import run_watched
+from lightning_d9m.launch.subprocess_run import ProcessStart, run_processes
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
 
 # Set for the command; `control.environment`, `ledger_location` and `weight_snapshots` read them.
@@ -99,13 +99,8 @@ def _train(
 ) -> Training:
     """Train once; fits get the names of their counterparts among the known ones."""
     begin = time.perf_counter()
-    run_watched(
-        words,
-        environment=_environment(condition, folder),
-        log=folder / "output.log",
-        timeout=timeout,
-        tick=lambda _: None,
-    )
+    start = ProcessStart(_environment(condition, folder), folder / "output.log")
+    run_processes(words, [start], timeout=timeout, tick=lambda _: None)
     seconds = time.perf_counter() - begin
     fits = {path.name: read_ledger(path) for path in list_fits(folder)}
     if not fits:

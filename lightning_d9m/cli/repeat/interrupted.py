@@ -6,7 +6,6 @@ reports the points at which it can be interrupted. For each chosen point, one ru
 and another resumes from its checkpoint.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from lightning_d9m.launch.interruption_points import (
     MARK,
     RESUME,
     SURVEY,
-    EpochShape,
     InterruptionPoint,
     choose_points,
+    read_survey,
 )
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import FailedRun, RepeatReport
@@ -70,7 +69,7 @@ def interrupt_and_resume(
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
     run_once(argv, folder, title="run 1, straight", timeout=timeout, variables=survey)
     straight = Run(read_fits(folder, argv), "straight")
-    points = choose_points(_read_survey(folder))
+    points = list(choose_points(read_survey(folder)))
     if not points:
         raise CommandError(
             "The command's first fit has no point at which it can be interrupted: it has one epoch "
@@ -97,20 +96,6 @@ def interrupt_and_resume(
             text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
             failures.append(FailedRun(number, f"{label}, failed", text))
     return RepeatReport(runs, output, argv, failures)
-
-
-def _read_survey(folder: Path) -> list[EpochShape]:
-    try:
-        entries = json.loads((folder / SURVEY).read_text())
-        return [EpochShape(**entry) for entry in entries]
-    except FileNotFoundError:
-        raise CommandError(
-            "The command's first fit did not report where it can be interrupted: it did not train "
-            "to its end, ran outside the process that the command starts (as under ddp_spawn), or "
-            "is a loop that does not call the recorder's epoch()."
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise CommandError(f"{folder / SURVEY} cannot be read: {error}") from error
 
 
 def _kill(
