@@ -110,12 +110,12 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
     return make_shard(tensor.shape, tensor.to_local(), first, ranks)
 
 
-def has_base(value: object, name: str) -> bool:
-    """Return whether the class of a value, or a base of it, has a name.
+def has_base(value: object, *names: str) -> bool:
+    """Return whether the class of a value, or a base of it, has one of some names.
 
     The package that defines the base need not be imported.
     """
-    return name in _list_bases(cast("Hashable", type(value)))
+    return not _list_bases(cast("Hashable", type(value))).isdisjoint(names)
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.shards import has_base
 
 _STRATEGIES = {
     "ddp_d9m": (
@@ -38,9 +39,8 @@ def check_strategy(strategy: object) -> None:
     Raises:
         SettingError: With the reason.
     """
-    names = [base.__name__ for base in type(strategy).__mro__]
-    refused = [_REFUSED[name] for name in names if name in _REFUSED]
-    if refused or not _is_any_of(strategy, _RECORDED):
+    refused = [reason for name, reason in _REFUSED.items() if has_base(strategy, name)]
+    if refused or not has_base(strategy, *_RECORDED):
         reason = (refused or ["it derives from no strategy whose runs were recorded in tests"])[0]
         raise SettingError(
             f"The strategy of the Trainer is {type(strategy).__name__}, and its ledger would "
@@ -51,20 +51,15 @@ def check_strategy(strategy: object) -> None:
 
 def is_sharded(strategy: object) -> bool:
     """Return whether a strategy divides the model among the ranks."""
-    return _is_any_of(strategy, _SHARDED)
+    return has_base(strategy, *_SHARDED)
 
 
 def find_hybrid_sharding(strategy: object) -> str | None:
     """Return how FSDP1 divides the model within groups of ranks; None if it does not."""
-    if not _is_any_of(strategy, ("FSDPStrategy",)):
+    if not has_base(strategy, "FSDPStrategy"):
         return None
     name = str(getattr(getattr(strategy, "sharding_strategy", None), "name", ""))
     return name if "HYBRID" in name else None
-
-
-def _is_any_of(strategy: object, names: tuple[str, ...]) -> bool:
-    # By name: importing the classes would load both of Lightning's packages.
-    return any(base.__name__ in names for base in type(strategy).__mro__)
 
 
 def register_strategies(package: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import Struct
 
 from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
@@ -10,7 +11,7 @@ from lightning_d9m.recording.collective import Gather
 from lightning_d9m.recording.replicated_state import ReplicatedState
 from lightning_d9m.text import describe_moment, describe_names, escape
 
-_HALF = 8
+_HALVES = Struct(">qq")  # of a digest
 _NAMES = "names of the entries"
 # The words for a group's entries in messages.
 _ENTRIES = {"optimizers": "optimizer entries"}
@@ -55,7 +56,7 @@ def encode_digests(entries: Mapping[str, str]) -> list[int]:
 
 
 def _hash_texts(texts: Collection[str]) -> str:
-    return blake2b(repr(list(texts)).encode(), digest_size=2 * _HALF).hexdigest()
+    return blake2b(repr(list(texts)).encode(), digest_size=_HALVES.size).hexdigest()
 
 
 def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> RankDifference | None:
@@ -224,16 +225,12 @@ def rank_error(
 
 
 def _split(digest: str) -> tuple[int, int]:
-    data = bytes.fromhex(digest)
-    return (
-        int.from_bytes(data[:_HALF], "big", signed=True),
-        int.from_bytes(data[_HALF:], "big", signed=True),
-    )
+    high, low = _HALVES.unpack(bytes.fromhex(digest))
+    return high, low
 
 
 def _join(high: int, low: int) -> str:
-    halves = [part.to_bytes(_HALF, "big", signed=True) for part in (high, low)]
-    return b"".join(halves).hex()
+    return _HALVES.pack(high, low).hex()
 
 
 def _pair(vector: Sequence[int], at: int) -> tuple[int, int]:

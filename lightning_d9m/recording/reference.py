@@ -17,12 +17,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, Header, Record, RunFacts
 from lightning_d9m.ledger.keys import START, describe_record, record_key, record_place
 from lightning_d9m.ledger.stack import same_logical_ranks
-from lightning_d9m.text import (
-    describe_names,
-    describe_value,
-    escape,
-    pluralize,
-)
+from lightning_d9m.text import describe_names, describe_value, escape, pluralize
 
 if TYPE_CHECKING:
     from lightning_d9m.ledger.format.reader import RankReader

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import plain_name
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.hashing.training_state import Groups, replicated_names
 
 # Each rank holds the state of a part of the parameters.
@@ -97,7 +98,7 @@ def find_replicated_state(
         sharded_optimizers=frozenset(
             number
             for number, optimizer in enumerate(optimizers)
-            if any(base.__name__ in _SHARDED_OPTIMIZERS for base in type(optimizer).__mro__)
+            if has_base(optimizer, *_SHARDED_OPTIMIZERS)
         ),
         metric_schedulers=frozenset(
             number

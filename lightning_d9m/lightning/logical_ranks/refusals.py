@@ -8,14 +8,13 @@ from torch.optim import LBFGS
 
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning.lightning_private import has_layer_sync
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _VARIABLE = variable_of("logical_ranks")
-# Optimizers that divide their state among the processes.
-_DIVIDED_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 # Modules that reduce or gather parameters themselves.
 _PARALLEL_MODULES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -86,14 +85,15 @@ def _check_module(module: nn.Module) -> None:
                 f"{name!r} is a SyncBatchNorm, which needs the activations of all logical ranks at "
                 "once: use BatchNorm, GroupNorm or LayerNorm, or train without logical_ranks."
             )
-        if _is_any_of(part, _PARALLEL_MODULES):
-            raise SettingError(
-                f"{name!r} is a {_name_of(part, _PARALLEL_MODULES)}, which "
-                "reduces or divides parameters itself, and logical ranks sum whole gradients: "
-                "leave it out, or train without logical_ranks."
-            )
+        for kind in _PARALLEL_MODULES:
+            if has_base(part, kind):
+                raise SettingError(
+                    f"{name!r} is a {kind}, which reduces or divides parameters itself, and "
+                    "logical ranks sum whole gradients: leave it out, or train without "
+                    "logical_ranks."
+                )
     for name, parameter in module.named_parameters():
-        if _is_any_of(parameter, ("DTensor",)):
+        if has_base(parameter, "DTensor"):
             raise SettingError(
                 f"The parameter {name!r} is a DTensor, which is divided among processes, and "
                 "logical ranks need whole parameters in each process: leave out fully_shard and "
@@ -103,7 +103,7 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_optimizers(optimizers: list[Any]) -> None:
     for optimizer in optimizers:
-        if _is_any_of(optimizer, _DIVIDED_OPTIMIZERS):
+        if has_base(optimizer, "ZeroRedundancyOptimizer"):
             raise SettingError(
                 f"{type(optimizer).__name__} divides the work of an optimizer among the processes, "
                 "and with logical ranks each process runs the whole optimizer: use "
@@ -114,12 +114,3 @@ def _check_optimizers(optimizers: list[Any]) -> None:
                 "LBFGS runs the training step several times for one batch, which logical ranks do "
                 "not support: use another optimizer, or train without logical_ranks."
             )
-
-
-def _is_any_of(value: object, names: tuple[str, ...]) -> bool:
-    # By name: importing the classes would load parts of torch that the program does not use.
-    return any(base.__name__ in names for base in type(value).__mro__)
-
-
-def _name_of(value: object, names: tuple[str, ...]) -> str:
-    return next(base.__name__ for base in type(value).__mro__ if base.__name__ in names)

@@ -14,6 +14,7 @@ from lightning_d9m.control.data.resumable_sampler import (
     find_worker_problem,
 )
 from lightning_d9m.errors import InexactResumeError
+from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import is_of_program, rank_zero
 from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 # The settings that select the random streams. (The others change speed, or are in the ledger.)
 _RNG_SETTINGS = ("seed", "per_sample_rng")
 
-_ACTS_AT_EPOCH_END = {
+_ACTS_AT_EPOCH_END = (
     *("EarlyStopping", "LambdaCallback", "ModelPruning", "StochasticWeightAveraging"),
     "WeightAveraging",
-}
+)
 
 
 def find_missing_state(
@@ -114,12 +115,10 @@ def _find_epoch_end_hooks(trainer: "Trainer") -> list[str]:
     """
     found = []
     for owner in (trainer.lightning_module, *list_callbacks(trainer)):
-        kind = type(owner)
-        names = {base.__name__ for base in kind.__mro__}
         hook = getattr(owner, "on_train_epoch_end", None)
         foreign = is_of_program(hook)
-        if not names.isdisjoint(_ACTS_AT_EPOCH_END) or (foreign and "Checkpoint" not in names):
-            found.append(f"{kind.__name__}.on_train_epoch_end")
+        if has_base(owner, *_ACTS_AT_EPOCH_END) or (foreign and not has_base(owner, "Checkpoint")):
+            found.append(f"{type(owner).__name__}.on_train_epoch_end")
     return found
 
 
