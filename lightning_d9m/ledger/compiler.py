@@ -14,10 +14,7 @@ CACHE = "compiler.cache"
 
 # Settings of Inductor that change which kernels it makes, or what they compute.
 _FLAGS = (
-    "deterministic",
-    "max_autotune",
-    "freezing",
-    "fallback_random",
+    *("deterministic", "max_autotune", "freezing", "fallback_random"),
     "emulate_precision_casts",
 )
 

@@ -68,27 +68,19 @@ class LineageReader(RankReader):
 
     def entries(self) -> Iterator[_Entry]:
         """Yield the JSON text of each record after the header, and frames in order among them."""
-        for number, (path, place) in enumerate(self._parts):
+        for number, (path, resume) in enumerate(self._parts):
             with RankReader(path) as reader:
-                yield from _inner(reader, reader.entries(), place, first=number == 0)
+                yield from _inner(reader, reader.entries(), resume, first=number == 0)
         yield from _filtered(super().entries(), first=not self._parts)
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header; of a ledger of schema 2, without frames."""
-        for number, (path, place) in enumerate(self._parts):
+        for number, (path, resume) in enumerate(self._parts):
             with RankReader(path) as reader:
-                inner = _inner(reader, reader.bodies(), place, first=number == 0)
+                inner = _inner(reader, reader.bodies(), resume, first=number == 0)
                 yield from map(reader.parse, cast("Iterator[bytes]", inner))
         last = _filtered(super().bodies(), first=not self._parts)
         yield from map(self.parse, cast("Iterator[bytes]", last))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The last record of a file before the file that continues it."""
-
-    chain_hash: str
-    epoch: int
 
 
 def open_lineage(path: Path) -> RankReader:
@@ -102,23 +94,23 @@ def open_lineage(path: Path) -> RankReader:
 
 def holds_record(path: Path, chain_hash: str) -> bool:
     """Return whether a rank's file or one that it continues has a record with this chain hash."""
-    for part in (path, *(part for part, _ in _follow(path)[0])):
-        with RankReader(part) as reader:
-            if any(reader.chain_hash == chain_hash for _ in reader.bodies()):
-                return True
-    return False
+    return any(_holds(part, chain_hash) for part in (path, *(part for part, _ in _follow(path)[0])))
 
 
-def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
-    """Return the continued files with their ends, oldest first, and the breaks."""
-    parts: list[tuple[Path, _Place]] = []
+def _holds(path: Path, chain_hash: str) -> bool:
+    with RankReader(path) as reader:
+        return any(reader.chain_hash == chain_hash for _ in reader.bodies())
+
+
+def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], tuple[Break, ...]]:
+    """Return the continued files with the records that continue them, oldest first; the breaks."""
+    parts: list[tuple[Path, Resume]] = []
     breaks: list[Break] = []
     seen: set[tuple[int, int]] = set()
     while (record := _read_resume(path)) is not None:
         found = _find_parent(path, record.parent)
-        place = _Place(record.parent_check, record.epoch)
         seen.add(_file_id(path))
-        problem = _find_problem(found, place, seen)
+        problem = _find_problem(found, record.parent_check, seen)
         breaks.append(
             Break(
                 epoch=record.epoch,
@@ -131,7 +123,7 @@ def _follow(path: Path) -> tuple[list[tuple[Path, _Place]], tuple[Break, ...]]:
         )
         if found is None or problem is not None:
             break
-        parts.append((found, place))
+        parts.append((found, record))
         path = found
     return parts[::-1], tuple(breaks[::-1])
 
@@ -164,33 +156,34 @@ def _find_parent(path: Path, parent: str) -> Path | None:
     return None
 
 
-def _find_problem(parent: Path | None, place: _Place, younger: set[tuple[int, int]]) -> str | None:
+def _find_problem(
+    parent: Path | None, chain_hash: str, younger: set[tuple[int, int]]
+) -> str | None:
     """Return why a file cannot be the continued one, or None."""
     if parent is None:
         return "it is not there"
     if len(younger) > _MAX_LENGTH or _file_id(parent) in younger:
         return "it continues itself"
     try:
-        with RankReader(parent) as reader:
-            if any(reader.chain_hash == place.chain_hash for _ in reader.bodies()):
-                return None
+        if _holds(parent, chain_hash):
+            return None
     except LedgerError as error:
         return str(error)
     return "it does not hold the record at which the checkpoint was saved"
 
 
 def _inner(
-    reader: RankReader, entries: Iterator[_Entry], place: _Place, *, first: bool
+    reader: RankReader, entries: Iterator[_Entry], resume: Resume, *, first: bool
 ) -> Iterator[_Entry]:
     """Yield the records of a file that its continuation does not repeat."""
 
     def kept() -> Iterator[_Entry]:
         reached = False
         for entry in entries:
-            if not reached or _is_earlier(reader, entry, place.epoch):
+            if not reached or _is_earlier(reader, entry, resume.epoch):
                 yield entry
             if isinstance(entry, bytes):
-                reached = reached or reader.chain_hash == place.chain_hash
+                reached = reached or reader.chain_hash == resume.parent_check
 
     for entry in _filtered(kept(), first=first):
         if isinstance(entry, bytes) and (entry.startswith(_END) or _is_final(reader, entry)):

@@ -1,7 +1,7 @@
 """The samples of an epoch in two runs: the same ones in another order, or different ones."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,14 +61,9 @@ def _count_samples(folder: Path) -> Counter[str] | None:
         columns = [leaf for leaf in leaves if _has_samples(leaf)]
         if len({len(column) for column in columns}) != 1:
             return None
-        samples.update(_digest_samples(columns))
+        samples.update(digest_value(list(sample)) for sample in zip(*columns, strict=True))
     return samples
 
 
 def _has_samples(leaf: object) -> bool:
     return isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
-
-
-def _digest_samples(columns: Sequence[Sequence[object]]) -> Iterator[str]:
-    for sample in zip(*columns, strict=True):
-        yield digest_value(list(sample))

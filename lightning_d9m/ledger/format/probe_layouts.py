@@ -26,7 +26,11 @@ class Layouts:
     def add(self, layout: ProbeLayout) -> None:
         """Add a layout; it replaces an older one of the same number."""
         text = json.dumps(layout.places, separators=(",", ":")).encode("ascii")
-        self._put(layout.id, (len(layout.places), zlib.compress(text, 1)))
+        self._places += len(layout.places) - self.size(layout.id)
+        self.packed.pop(layout.id, None)
+        self.packed[layout.id] = len(layout.places), zlib.compress(text, 1)
+        while self._places > _MAX_STORED_PLACES:
+            self._places -= self.packed.popitem(last=False)[1][0]
 
     def size(self, number: int) -> int:
         """Return the number of places of a layout; 0 when it is unknown."""
@@ -38,12 +42,6 @@ class Layouts:
         Empty when the layout is unknown.
         """
         return self.packed.get(number, (0, b""))[1]
-
-    def _put(self, number: int, entry: tuple[int, bytes]) -> None:
-        self._places += entry[0] - self.packed.pop(number, (0, b""))[0]
-        self.packed[number] = entry
-        while self._places > _MAX_STORED_PLACES:
-            self._places -= self.packed.popitem(last=False)[1][0]
 
 
 # A training has few layouts, which recur.
