@@ -1,12 +1,13 @@
 """The probes of a recorded loop: hooks exist only during the probed batches."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.lightning.probing.batch_state import take_states
+from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.probes.dumps import Dump, StateDump
@@ -103,9 +104,7 @@ class LoopProbes:
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             if "monitor" in self._kinds:
-                heard = monitors_heard(
-                    lambda name, value: self._collector.add("monitor", name, value)
-                )
+                heard = monitors_heard(partial(self._collector.add, "monitor"))
                 stack.enter_context(heard)
             return stack.pop_all()
 
@@ -121,13 +120,4 @@ class LoopProbes:
     def _start_step(self, optimizer: Any, *_: object) -> None:
         self._leave_ops()
         if "gradient" in self._kinds:
-            self._take_gradients(optimizer)
-
-    def _take_gradients(self, optimizer: Any) -> None:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self._tensors.parameters.items()
-            if id(parameter) in own and parameter.grad is not None
-        }
-        self._collector.add_tensors("gradient", gradients)
+            take_gradients(self._tensors, optimizer, self._collector)

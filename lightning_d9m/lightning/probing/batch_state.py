@@ -52,6 +52,17 @@ def take_states(
             listener.add("optimizer", "scaler.scale", scale)
 
 
+def take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
+    """Pass the gradients that an optimizer is about to use to a listener."""
+    used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model_tensors.parameters.items()
+        if id(parameter) in used and parameter.grad is not None
+    }
+    listener.add_tensors("gradient", gradients)
+
+
 def _take_rng(listener: Listener) -> None:
     state = capture_rng()
     version, words, normal = state.python
@@ -79,9 +90,8 @@ def _take_optimizers(
                 continue
             if isinstance(value, Tensor):
                 tensors[f"{number}.{name}"] = value
-            elif isinstance(
-                value, Mapping
-            ):  # one value for each setting of a group, so that a difference names it
+            elif isinstance(value, Mapping):
+                # One value for each setting of a group, so that a difference names it.
                 for setting, own in value.items():
                     listener.add("optimizer", f"{number}.{name}:{setting}", own)
             else:

@@ -133,7 +133,7 @@ class OpMode(TorchDispatchMode):
         dump = self._copy_inputs(func, args, kwargs) if self._probes.saves else None
         outputs = func(*args, **kwargs)
         taken = outputs if outputs is not None else _written(func, args, kwargs)
-        name = f"{origin.modules[-1] or ROOT}::{_name(func)}"
+        name = f"{origin.modules[-1] or ROOT}::{func}"
         if dump is None:
             self._probes.add("op", name, taken)
         else:
@@ -165,14 +165,14 @@ class OpMode(TorchDispatchMode):
             origin = _Origin(("", *self._around), source)
             if node is None:
                 # The operation's own node has just been made and has taken the last number.
-                number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
+                number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001 - as above
                 self._origins.setdefault(number, origin)
             return origin
         variable = getattr(node, "variable", None)
         if variable is not None:
             origin = _Origin(("", *_parents(self._owners.get(id(variable), ""))), None)
         else:
-            origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001
+            origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001 - as above
         # A hook, or the backward pass of a function of the program's own, has a line of its own.
         own = _find_source(_ENGINE) if self._probes.saves else None
         return _Origin(origin.modules, own or origin.source, backward=own is None)
@@ -181,7 +181,7 @@ class OpMode(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Copy the inputs of an op before it runs: it may write into them."""
-        content = {"op": _name(func), "args": keep(args), "kwargs": keep(kwargs)}
+        content = {"op": str(func), "args": keep(args), "kwargs": keep(kwargs)}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return content
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -197,17 +197,13 @@ def _parents(name: str) -> Iterator[str]:
         yield ".".join(parts[:end])
 
 
-def _name(func: Any) -> str:
-    return str(func)
-
-
 def _defines(func: Any) -> bool:
     """Return whether an op computes new values that are ready when it returns."""
     if not isinstance(func, OpOverload):
         return True  # a higher-order operator
     if func.namespace in _COLLECTIVES or func.is_view:
         return False
-    return not func._schema.name.partition("::")[2].startswith(_UNDEFINED)  # noqa: SLF001
+    return not func._schema.name.partition("::")[2].startswith(_UNDEFINED)  # noqa: SLF001 - as above
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:

@@ -124,9 +124,9 @@ def _hook_gradient(leaf: Tensor, take: Callable[[Tensor], None]) -> None:
         return
     hooks = leaf._backward_hooks  # noqa: SLF001 - Python's part of autograd keeps its hooks there
     if hooks is None:
-        leaf._backward_hooks = hooks = OrderedDict()  # noqa: SLF001
+        leaf._backward_hooks = hooks = OrderedDict()  # noqa: SLF001 - as above
         if leaf.grad_fn is not None:
-            cast(Any, leaf.grad_fn)._register_hook_dict(leaf)  # noqa: SLF001
+            cast(Any, leaf.grad_fn)._register_hook_dict(leaf)  # noqa: SLF001 - as above
     hooks[-id(take)] = take  # those of handles are not negative
 
 
@@ -138,7 +138,7 @@ def _hook_parameter(hooks: ExitStack, parameter: Tensor, name: str, listener: Li
     handle = parameter.register_post_accumulate_grad_hook(take)
     # To the front, before the hook of a strategy that sends the gradient away. torch calls them in
     # the order in which a plain dict has them, which `move_to_end` of an ordered one leaves alone.
-    own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001
+    own = cast(Any, parameter)._post_accumulate_grad_hooks  # noqa: SLF001 - torch has no public list
     others = {key: hook for key, hook in own.items() if key != handle.id}
     for key in others:
         del own[key]

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_d9m.control.method_wrapping import wrap_method
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.lightning.probing.batch_state import take_states
+from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
@@ -52,7 +53,7 @@ class ProbeRecorder:
         self._took_loss = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {**dict.fromkeys(_OF_ONE_FIT)}
+        return self.__dict__ | dict.fromkeys(_OF_ONE_FIT)
 
     def read_variables(self) -> None:
         """Let environment variables override the settings.
@@ -142,13 +143,7 @@ class ProbeRecorder:
         """Take the gradients that an optimizer is about to use."""
         if self._probes is None or self._model_tensors is None or "gradient" not in self._kinds:
             return
-        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self._model_tensors.parameters.items()
-            if id(parameter) in used and parameter.grad is not None
-        }
-        self._probes.add_tensors("gradient", gradients)
+        take_gradients(self._model_tensors, optimizer, self._probes)
 
     def end_batch(self, trainer: "Trainer", outputs: Any) -> None:
         """Record the results of the batch, and write its records."""
@@ -189,7 +184,7 @@ class ProbeRecorder:
                     wrap_method(stack, strategy, name, ops.entered)
             stack.enter_context(hook_model(module, self._settings, self._kinds, probes))
             if "monitor" in self._kinds:
-                stack.enter_context(monitors_heard(_add_monitored(probes)))
+                stack.enter_context(monitors_heard(partial(probes.add, "monitor")))
             return stack.pop_all()
 
     def _start_replay(self, trainer: "Trainer", replay: Replay, batch_idx: int) -> None:
@@ -236,7 +231,3 @@ def _append_after(
         recorder.append(record)
 
     return append
-
-
-def _add_monitored(probes: ProbeCollector) -> Callable[[str, object], None]:
-    return lambda name, value: probes.add("monitor", name, value)
