@@ -25,7 +25,7 @@ from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Update
 from lightning_d9m.patches.reference_check import agrees_with_cpu
-from lightning_d9m.patches.triton.launch import kernels_noted, withdraw
+from lightning_d9m.patches.triton.launch import is_capturing, kernels_noted, withdraw
 
 _MOST_ATTEMPTS = 3  # calls that the CPU cannot compute, after which nothing is compared
 _OVERLAP = 1  # torch's MemOverlap::Yes
@@ -111,7 +111,7 @@ def _find_schema(overload: str) -> torch._C.FunctionSchema:
 def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
     name = f"aten::{overload}"
     # get_kernel would also return a fallback, which is not a kernel of the backend.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key):  # noqa: SLF001
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key):  # noqa: SLF001 - torch has no public check
         return cast(Callable[..., Any], get_kernel(name, device_key).call_boxed)
 
     def call_nothing(*_args: Any, **_kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class Kernel:
         If Triton kernels were used and the results disagree, these are withdrawn: the next
         comparison is that of the torch ops.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return True  # nothing may be copied to the host now
         agrees = agrees_with_cpu(self._replacement, args, kwargs, _as_tuple(returned))
         if used and agrees is False:

@@ -7,6 +7,7 @@ gather.)
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from lightning_d9m.patches.primitives.pooling_windows import (
     build_adaptive_table,
     build_mean_table,
     count_outputs,
+    is_pooled,
     read_windows,
 )
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
@@ -40,43 +42,26 @@ def avg_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
 ) -> Tensor:
     """Return the gradient of ``avg_pool3d`` with respect to its input."""
     dims = 3
+    shape, means = (kernel_size, stride, padding, ceil_mode), (count_include_pad, divisor_override)
     windows = read_windows(dims, kernel_size, stride, padding)
     sizes = self.shape[-dims:]
     if (
-        not _can_divide(grad_output, self, dims)
+        not is_pooled(grad_output, self, dims)
         or not self.shape[-dims - 1]
         or divisor_override == 0
         or any(2 * window.padding > window.size or window.stride < 1 for window in windows)
         or list(grad_output.shape[-dims:])
         != [count_outputs(*side, ceil_mode=ceil_mode) for side in zip(sizes, windows, strict=True)]
     ):
-        raise_as_original(
-            original,
-            grad_output,
-            self,
-            kernel_size,
-            stride,
-            padding,
-            ceil_mode,
-            count_include_pad,
-            divisor_override,
-        )
-    return run_kernel(
-        "avg_pool:strided",
-        _gather_strided,
-        grad_output,
-        self,
-        windows,
-        count_include_pad,
-        divisor_override,
-    )
+        raise_as_original(original, grad_output, self, *shape, *means)
+    return run_kernel("avg_pool:strided", _gather_strided, grad_output, self, windows, *means)
 
 
 def _adaptive_backward(
     original: Original, grad_output: Tensor, self: Tensor, *, dims: int
 ) -> Tensor:
     """Return the gradient of an adaptive average pooling with respect to its input."""
-    if not _can_divide(grad_output, self, dims):
+    if not is_pooled(grad_output, self, dims):
         raise_as_original(original, grad_output, self)
     return run_kernel("avg_pool:adaptive", _gather_adaptive, grad_output, self, dims)
 
@@ -97,15 +82,10 @@ def _gather_strided(
         cached_on_device(self.device, build_mean_table, *side, count_include_pad)
         for side in zip(self.shape[-dims:], grad_output.shape[-dims:], windows, strict=True)
     ]
-    if divisor_override is None:
-        divisor = (
-            _broadcast(tables[0].divisor, 2)
-            * _broadcast(tables[1].divisor, 1)
-            * _broadcast(tables[2].divisor, 0)
-        )
-        shares = grad_output.to(accumulation_dtype(grad_output.dtype)) / divisor
-    else:
-        shares = grad_output.to(accumulation_dtype(grad_output.dtype)) / divisor_override
+    divisor = divisor_override or prod(
+        _broadcast(table.divisor, dims - 1 - side) for side, table in enumerate(tables)
+    )
+    shares = grad_output.to(accumulation_dtype(grad_output.dtype)) / divisor
     return cast_like(gather_through(shares, tables), self, keep_format=False)
 
 
@@ -117,17 +97,6 @@ def _gather_adaptive(grad_output: Tensor, self: Tensor, dims: int) -> Tensor:
         # Dividing by one side after the other rounds as torch's kernels do.
         shares = shares / _broadcast(table.divisor, dims - 1 - position)
     return cast_like(gather_through(shares, tables), self, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
-
-
-def _can_divide(grad_output: Tensor, self: Tensor, dims: int) -> bool:
-    return (
-        self.dim() in (dims + 1, dims + 2)
-        and grad_output.shape[:-dims] == self.shape[:-dims]
-        and grad_output.dim() == self.dim()
-        and grad_output.dtype == self.dtype
-        and self.is_floating_point()
-        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
-    )
 
 
 def _broadcast(divisor: Tensor | None, trailing: int) -> Tensor:

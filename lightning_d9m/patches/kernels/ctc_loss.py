@@ -36,21 +36,12 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     (Graves et al. 2006, formula 16), where a label's posterior is the sum over its states of
     ``alpha * beta / (probability * likelihood)``.
     """
-    lengths, label_lengths = (_list_lengths(part) for part in (input_lengths, target_lengths))
+    lengths_given = (input_lengths, target_lengths)
+    lengths, label_lengths = (_list_lengths(part) for part in lengths_given)
     steps, batch, labels = log_probs.shape
     if not batch or not steps or log_probs.dtype not in (torch.float32, torch.float64):
-        raise_as_original(
-            original,
-            grad,
-            log_probs,
-            targets,
-            input_lengths,
-            target_lengths,
-            neg_log_likelihood,
-            log_alpha,
-            blank,
-            zero_infinity,
-        )
+        rest = (neg_log_likelihood, log_alpha, blank, zero_infinity)
+        raise_as_original(original, grad, log_probs, targets, *lengths_given, *rest)
     device = log_probs.device
     time, count = _copy_lengths([lengths, label_lengths], device)[..., None]
     padded = _pad_targets(targets.to(device), max(label_lengths), count)

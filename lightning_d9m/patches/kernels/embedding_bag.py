@@ -41,18 +41,8 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         per_sample_weights: Not for mode max.
         padding_idx: A row that the bags skip, or -1.
     """
-    arguments = (
-        grad,
-        indices,
-        offset2bag,
-        bag_size,
-        maximum_indices,
-        num_weights,
-        scale_grad_by_freq,
-        mode,
-        per_sample_weights,
-        padding_idx,
-    )
+    bags = (grad, indices, offset2bag, bag_size, maximum_indices)
+    arguments = (*bags, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
     if mode != _MODE_MAX:
         result: Tensor = original(*arguments)
         return result

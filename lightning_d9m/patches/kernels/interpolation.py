@@ -66,11 +66,7 @@ def build_triangle_table(
 ) -> GatherTable:
     """Return the gather table of an antialiasing triangle filter."""
     return _build_filter_table(
-        input_size,
-        output_size,
-        torch.tensor(step, dtype=dtype, device="cpu"),
-        2,
-        lambda x: (1 - x).clamp(min=0),
+        input_size, output_size, step, dtype, 2, lambda x: (1 - x).clamp(min=0)
     )
 
 
@@ -84,9 +80,7 @@ def build_keys_table(
         outer = torch.where(distance < 2, outer, torch.zeros_like(outer))  # noqa: PLR2004 - the filter's support
         return torch.where(distance < 1, weigh_cubic_inner(distance, _CUBIC_ANTIALIASED), outer)
 
-    return _build_filter_table(
-        input_size, output_size, torch.tensor(step, dtype=dtype, device="cpu"), 4, weigh
-    )
+    return _build_filter_table(input_size, output_size, step, dtype, 4, weigh)
 
 
 def build_lanczos_table(
@@ -99,9 +93,7 @@ def build_lanczos_table(
         weight = torch.sinc(distance) * torch.sinc(distance / lobes)
         return torch.where(distance < lobes, weight, torch.zeros_like(weight))
 
-    return _build_filter_table(
-        input_size, output_size, torch.tensor(step, dtype=dtype, device="cpu"), 2 * lobes, weigh
-    )
+    return _build_filter_table(input_size, output_size, step, dtype, 2 * lobes, weigh)
 
 
 def _find_step(
@@ -129,13 +121,15 @@ def _collect(inputs: Tensor, weights: Tensor, input_size: int) -> GatherTable:
 def _build_filter_table(
     input_size: int,
     output_size: int,
-    step: Tensor,
+    step: float,
+    dtype: torch.dtype,
     taps: int,
     weigh: Callable[[Tensor], Tensor],
 ) -> GatherTable:
-    shrink = step.clamp(min=1)  # the filter widens where the image shrinks
+    distance = torch.tensor(step, dtype=dtype, device="cpu")
+    shrink = distance.clamp(min=1)  # the filter widens where the image shrinks
     support = taps / 2 * shrink
-    centers = (torch.arange(output_size, dtype=step.dtype, device="cpu") + 0.5) * step
+    centers = (torch.arange(output_size, dtype=dtype, device="cpu") + 0.5) * distance
     # Conversion to an integer truncates toward zero, as in C++.
     starts = (centers - support + 0.5).to(torch.int64).clamp(min=0)
     ends = (centers + support + 0.5).to(torch.int64).clamp(max=input_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.gather_tables import cast_like
-from lightning_d9m.patches.primitives.pooling_windows import count_outputs, read_windows
+from lightning_d9m.patches.primitives.pooling_windows import count_outputs, is_pooled, read_windows
 from lightning_d9m.patches.primitives.segment_reduce import sum_segments
 from lightning_d9m.patches.triton.launch import run_kernel
 
@@ -31,6 +31,7 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
 ) -> Tensor:
     """Return the gradient of ``max_pool3d`` with respect to its input."""
     dims = 3
+    shape = (kernel_size, stride, padding, dilation, ceil_mode)
     windows = read_windows(dims, kernel_size, stride, padding, dilation)
     sizes = self.shape[-dims:]
     if (
@@ -40,17 +41,7 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         or list(grad_output.shape[-dims:])
         != [count_outputs(*side, ceil_mode=ceil_mode) for side in zip(sizes, windows, strict=True)]
     ):
-        raise_as_original(
-            original,
-            grad_output,
-            self,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            ceil_mode,
-            indices,
-        )
+        raise_as_original(original, grad_output, self, *shape, indices)
     reference = partial(_add_chosen, dims=dims, keep_format=True)
     return run_kernel("max_pool:strided", reference, grad_output, self, indices, windows)
 
@@ -115,12 +106,7 @@ def _add_chosen(
 
 def _can_choose(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> bool:
     return (
-        self.dim() in (dims + 1, dims + 2)
-        and grad_output.dim() == self.dim()
-        and grad_output.shape[:-dims] == self.shape[:-dims]
+        is_pooled(grad_output, self, dims)
         and indices.shape == grad_output.shape
         and indices.dtype == torch.int64
-        and grad_output.dtype == self.dtype
-        and self.is_floating_point()
-        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
     )

@@ -11,16 +11,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import (
-    add_at,
-    add_slices,
-    gets_few,
-    unravel,
-)
+from lightning_d9m.patches.kernels.exact_sum import add_at, add_slices, gets_few, unravel
 from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_original
-from lightning_d9m.patches.primitives.segment_reduce import Reduction, Update, multiply_into
+from lightning_d9m.patches.primitives.segment_reduce import Update, multiply_into
 
-_LEGACY: dict[str, Reduction] = {"add": "sum", "multiply": "prod"}
+_LEGACY = {"add": "sum", "multiply": "prod"}
 
 
 def scatter_reduce(
@@ -62,7 +57,7 @@ def _scatter(
     dim: int,
     index: Tensor,
     src: Tensor,
-    reduce: Reduction,
+    reduce: str,
     *,
     include_self: bool = True,
 ) -> Update:

@@ -33,6 +33,18 @@ def read_windows(
     return [Window(*side) for side in zip(*sides, strict=True)]
 
 
+def is_pooled(grad_output: Tensor, self: Tensor, dims: int) -> bool:
+    """Return whether an output's gradient fits the input of a pooling, but for its sizes."""
+    return (
+        self.dim() in (dims + 1, dims + 2)
+        and grad_output.shape[:-dims] == self.shape[:-dims]
+        and grad_output.dim() == self.dim()
+        and grad_output.dtype == self.dtype
+        and self.is_floating_point()
+        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
+    )
+
+
 def count_outputs(size: int, window: Window, *, ceil_mode: bool) -> int:
     """Return the number of windows along one dimension (torch's ``pooling_output_shape``)."""
     extent = window.dilation * (window.size - 1) + 1

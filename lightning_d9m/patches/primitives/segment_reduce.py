@@ -7,18 +7,11 @@ no race changes the rounding. Nothing is read back to the host.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Reduction: TypeAlias = Literal["sum", "prod"]
-
-
-_REDUCTIONS: dict[Reduction, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
-    "sum": (torch.add, 0),
-    "prod": (torch.mul, 1),
-}
 _INT32_LIMIT = 2**31 - 1
 _MODE_SUM = 0
 _LONG = 64  # average number of elements per run from which a block of threads per run pays
@@ -48,10 +41,6 @@ class KeyRuns(NamedTuple):
     run: Tensor
     offsets: Tensor
 
-    def reduce(self, rows: Tensor, reduce: Reduction) -> Tensor:
-        """Reduce sorted rows of shape ``[m, ...]`` to one row for each run."""
-        return _reduce_sorted(rows, self.run, self.offsets, reduce)
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to add in: float32 for half and bfloat16, else the dtype itself."""
@@ -59,26 +48,20 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
-    """Add the values that share a key; see :func:`reduce_segments`."""
-    return reduce_segments(keys, values, count, "sum")
-
-
-def reduce_segments(keys: Tensor, values: Tensor, count: int, reduce: Reduction) -> Tensor:
-    """Reduce the values that share a key.
+    """Add the values that share a key.
 
     Args:
         keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is skipped.
-        values: Floating point or integers, of shape ``[m]`` or ``[m, features]``.
+        values: Floating point, of shape ``[m]`` or ``[m, features]``.
         count: Number of outputs.
-        reduce: The reduction.
 
     Returns:
-        Of shape ``[count]`` or ``[count, features]``. For a key that does not occur: 0 for
-        ``"sum"``, 1 for ``"prod"``. Half and bfloat16 are reduced and returned in float32.
+        Of shape ``[count]`` or ``[count, features]``; 0 for a key that does not occur. Half and
+        bfloat16 are added and returned in float32.
     """
     sorted_keys, order = _sort(keys, count)
     rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
-    return _reduce_sorted(rows, sorted_keys, _find_offsets(sorted_keys, count), reduce)
+    return _reduce_runs(rows, _find_offsets(sorted_keys, count), "sum", 0)
 
 
 def multiply_into(
@@ -109,7 +92,7 @@ def multiply_into(
     if include_self:
         first = torch.cat([torch.ones_like(runs.run[:1]), runs.run.diff()]) != 0
         rows = torch.where(first.view(wide), target[places].to(rows.dtype) * rows, rows)
-    reduced = runs.reduce(rows, "prod")
+    reduced = _multiply_runs(rows, runs)
     # The elements of a run write equal values, so the order of the writes has no effect.
     target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
 
@@ -166,21 +149,22 @@ def _sort_into_runs(keys: Tensor, count: int) -> KeyRuns:
     return KeyRuns(order, run, _find_offsets(run, keys.numel()))
 
 
-def _reduce_sorted(rows: Tensor, keys: Tensor, offsets: Tensor, reduce: Reduction) -> Tensor:
-    fold, initial = _REDUCTIONS[reduce]
+def _multiply_runs(rows: Tensor, runs: KeyRuns) -> Tensor:
+    """Multiply sorted rows of shape ``[m, ...]``: one row for each run, 1 for an empty one."""
+    offsets = runs.offsets
     if rows.is_floating_point():
-        return _reduce_runs(rows, offsets, reduce, initial)
-    # torch.segment_reduce takes floating point only. Integers may be reduced in any order: after
-    # step k of this loop each element holds the reduction of 2**k elements of its run.
-    empty = rows.new_full((offsets.numel() - 1, *rows.shape[1:]), int(reduce == "prod"))
+        return _reduce_runs(rows, offsets, "prod", 1)
+    # torch.segment_reduce takes floating point only. Integers may be multiplied in any order: after
+    # step k of this loop each element holds the product of 2**k elements of its run.
+    empty = rows.new_ones((offsets.numel() - 1, *rows.shape[1:]))
     if not rows.numel():
         return empty
     wide = (-1, *[1] * (rows.dim() - 1))
-    keys = keys.view(wide)
+    keys = runs.run.view(wide)
     step = 1
     while step < len(rows):
         same = keys[step:] == keys[:-step]
-        folded = torch.where(same, fold(rows[step:], rows[:-step]), rows[step:])
+        folded = torch.where(same, rows[step:] * rows[:-step], rows[step:])
         rows = torch.cat([rows[:step], folded])
         step *= 2
     last = (offsets[1:] - 1).clamp_(min=0)

@@ -16,11 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9m.patches.triton.geometry import (
-    find_block,
-    find_coordinates,
-    make_zeros,
-)
+from lightning_d9m.patches.triton.geometry import find_block, find_coordinates, make_zeros
 from lightning_d9m.patches.triton.input_gradient import Side, launch_gradient_of_lines
 from lightning_d9m.patches.triton.launch import encode_float
 

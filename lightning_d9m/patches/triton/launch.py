@@ -56,7 +56,7 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # TritonError is a plain Exception; any failure falls back
-        if _is_capturing():
+        if is_capturing():
             raise D9mError(
                 f"A CUDA graph is being captured, and the Triton kernel {path} failed "
                 f"({type(error).__name__}: {error}). It is compiled and loaded at its first use. "
@@ -70,7 +70,8 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
     return result
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured, into which nothing may be copied."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

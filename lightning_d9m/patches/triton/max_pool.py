@@ -109,16 +109,7 @@ def strided(
         )
         for one in windows
     ]
-    return launch_gradient(
-        add_chosen,
-        [grad_output, indices],
-        self.shape,
-        sides,
-        neutral=_NEUTRAL,
-        memory_format=suggest_memory_format(self),
-        KIND=STRIDED,
-        DILATED=dilated,
-    )
+    return _launch(grad_output, self, indices, sides, STRIDED, dilated=dilated)
 
 
 def adaptive(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> Tensor:
@@ -128,16 +119,7 @@ def adaptive(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> T
         for sizes in zip(self.shape[-dims:], grad_output.shape[-dims:], strict=True)
     ]
     keeps_format = dims == 2  # noqa: PLR2004 - as torch's kernels
-    return launch_gradient(
-        add_chosen,
-        [grad_output, indices],
-        self.shape,
-        sides,
-        neutral=_NEUTRAL,
-        memory_format=suggest_memory_format(self) if keeps_format else torch.contiguous_format,
-        KIND=ADAPTIVE,
-        DILATED=False,
-    )
+    return _launch(grad_output, self, indices, sides, ADAPTIVE, keeps_format=keeps_format)
 
 
 def fractional(
@@ -153,13 +135,26 @@ def fractional(
         # A window that contains an input starts near one of size + 4 neighbors.
         reads = (size + 3) * (outputs - 1) // span + 1
         sides.append(Side((size, as_divisor(span), 0, 1), reads))
+    return _launch(grad_output, self, indices, sides, FRACTIONAL, keeps_format=False)
+
+
+def _launch(
+    grad_output: Tensor,
+    self: Tensor,
+    indices: Tensor,
+    sides: Sequence[Side],
+    kind: tl.constexpr,
+    *,
+    dilated: bool = False,
+    keeps_format: bool = True,
+) -> Tensor:
     return launch_gradient(
         add_chosen,
         [grad_output, indices],
         self.shape,
         sides,
         neutral=_NEUTRAL,
-        memory_format=torch.contiguous_format,
-        KIND=FRACTIONAL,
-        DILATED=False,
+        memory_format=suggest_memory_format(self) if keeps_format else torch.contiguous_format,
+        KIND=kind,
+        DILATED=dilated,
     )

@@ -94,6 +94,6 @@ def unpool(values: Tensor, places: Tensor, output_size: Sequence[int]) -> Tensor
         mark_last, places, places, last, as_divisor(inputs), outputs, result.numel(), WIDE=wide
     )
     # On a device the host does not wait; a failed check surfaces at a later call, as in torch.
-    torch.ops.aten._assert_async(last[-1] < 0)  # noqa: SLF001
+    torch.ops.aten._assert_async(last[-1] < 0)  # noqa: SLF001 - it does not wait for the device
     launch_blocks(read_last, result, values, last, result, inputs, as_divisor(outputs), WIDE=wide)
     return result

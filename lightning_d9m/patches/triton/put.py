@@ -113,6 +113,6 @@ def put_last(target: Tensor, places: Tensor, values: Tensor) -> None:
     launch_blocks(clear_marks, places, places, last, size, WIDE=wide)
     launch_blocks(mark_last, places, places, last, size, WIDE=wide)
     # On a device the host does not wait; a failed check surfaces at a later call, as in torch.
-    torch.ops.aten._assert_async(last[-1] < 0)  # noqa: SLF001
+    torch.ops.aten._assert_async(last[-1] < 0)  # noqa: SLF001 - it does not wait for the device
     more = {"WORDS": words.numel() // elements, "WIDE": wide}
     launch_blocks(write_last, places, places, last, words, written, size, **more)

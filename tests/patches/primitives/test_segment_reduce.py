@@ -11,20 +11,18 @@ from lightning_d9m.patches.primitives import segment_reduce
 from lightning_d9m.patches.primitives.segment_reduce import (
     find_last,
     multiply_into,
-    reduce_segments,
     sum_segments,
 )
 
 keys_of = st.lists(st.integers(-2, 7), max_size=60)
 
 
-def loop(keys: list[int], values: Tensor, count: int, start: Tensor, product: bool) -> Tensor:
-    """Reduce one element after the other."""
-    result = start
+def loop(keys: list[int], values: Tensor, sums: Tensor) -> Tensor:
+    """Add one element after the other."""
     for key, value in zip(keys, values, strict=True):
-        if 0 <= key < count:
-            result[key] = result[key] * value if product else result[key] + value
-    return result
+        if 0 <= key < len(sums):
+            sums[key] += value
+    return sums
 
 
 @settings(deadline=None, max_examples=60)
@@ -33,20 +31,8 @@ def test_sums_have_the_bits_of_a_loop(keys: list[int], seed: int, features: int)
     """Any keys, of which some name no output; vectors and rows."""
     shape = (len(keys), features) if features else (len(keys),)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    expected = loop(keys, values, 6, torch.zeros(6, *shape[1:]), product=False)
+    expected = loop(keys, values, torch.zeros(6, *shape[1:]))
     actual = sum_segments(torch.tensor(keys, dtype=torch.int64), values, 6)
-    assert torch.equal(actual, expected)
-
-
-@settings(deadline=None, max_examples=60)
-@given(keys=keys_of, seed=st.integers(0, 9), whole=st.booleans())
-def test_products_have_the_bits_of_a_loop(keys: list[int], seed: int, whole: bool) -> None:
-    """Floating point in order; integers, which overflow alike in any order."""
-    values = torch.randn(len(keys), generator=torch.Generator().manual_seed(seed))
-    values = (values * 1e9).long() if whole else values
-    start = torch.ones(6, dtype=values.dtype)
-    expected = loop(keys, values, 6, start, product=True)
-    actual = reduce_segments(torch.tensor(keys, dtype=torch.int64), values, 6, "prod")
     assert torch.equal(actual, expected)
 
 
@@ -65,13 +51,14 @@ def test_last_is_the_last(keys: list[int]) -> None:
     count=st.sampled_from([7, 1000]),
     whole=st.booleans(),
     include_self=st.booleans(),
+    rest=st.sampled_from([(), (2,)]),
 )
 def test_an_update_has_the_bits_of_a_loop(
-    keys: list[int], count: int, whole: bool, include_self: bool
+    keys: list[int], count: int, whole: bool, include_self: bool, rest: tuple[int, ...]
 ) -> None:
-    """With more places than values and with fewer."""
+    """With more places than values and with fewer; integers overflow alike in any order."""
     draws = torch.Generator().manual_seed(len(keys))
-    target, values = (torch.randn(rows, 2, generator=draws) for rows in (count, len(keys)))
+    target, values = (torch.randn(rows, *rest, generator=draws) for rows in (count, len(keys)))
     if whole:
         target, values = (target * 1e9).long(), (values * 1e9).long()
     expected, seen = target.clone(), set()

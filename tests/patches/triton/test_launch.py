@@ -64,7 +64,7 @@ def test_a_first_use_while_a_graph_is_captured_is_refused(monkeypatch, withdrawn
         raise RuntimeError("operation not permitted when stream is capturing")
 
     install(monkeypatch, fail)
-    monkeypatch.setattr(launch, "_is_capturing", lambda: True)
+    monkeypatch.setattr(launch, "is_capturing", lambda: True)
     with pytest.raises(D9mError, match="Run the same step once before the capture"):
         launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3)
     assert not withdrawn
