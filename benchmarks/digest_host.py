@@ -33,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 class LikeCuda(torch.Tensor):
     """A CPU tensor that says that it is on a CUDA device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - documented in "Extending PyTorch"
     is_cpu = property(lambda _: False)
     device = property(lambda _: CUDA)
 
@@ -116,14 +116,14 @@ def list_checks(weights: list[torch.nn.Parameter]) -> dict[str, Callable[[], Non
         list(map(torch.Tensor.data_ptr, weights))
 
     def compare_addresses() -> None:
-        torch._C._tensors_data_ptrs_at_indices_equal(weights, addresses, places)  # noqa: SLF001
+        torch._C._tensors_data_ptrs_at_indices_equal(weights, addresses, places)  # noqa: SLF001 - torch has no public one
 
     def check_forms() -> None:
         with torch.no_grad():
             assert guards.check(*weights)
 
     # The comparison in C++ is in CUDA builds only, for CUDA graphs.
-    in_cpp = hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal")  # noqa: SLF001
+    in_cpp = hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal")  # noqa: SLF001 - as above
     return {
         "weights: calls of data_ptr alone": read_addresses,
         **({"weights: addresses compared in C++ alone": compare_addresses} if in_cpp else {}),

@@ -230,9 +230,9 @@ def work(setting, rounds, folder):
     logical.step()
     found["bytes_sent"] = logical.sums.bytes_sent - before
     found["gradient_bytes"] = sum(p.nbytes for p in logical.model.parameters())
-    # The flat buckets are counted, too: they live on between the steps.
-    packed = [each for each in logical.sums._buckets if isinstance(each, RootBucket)]  # noqa: SLF001
-    buffers = sum(bucket._bucket.flat.nbytes for bucket in packed)  # noqa: SLF001
+    # The flat buckets are counted, too: they live on between the steps. Only the sums know them.
+    packed = [each for each in logical.sums._buckets if isinstance(each, RootBucket)]  # noqa: SLF001 - see above
+    buffers = sum(bucket._bucket.flat.nbytes for bucket in packed)  # noqa: SLF001 - see above
     if model == "large":
         bare = measure_peak(Dropped(*arguments), folder)
         found["peak"] = measure_peak(logical, folder) + buffers - bare

@@ -99,7 +99,7 @@ def launches_recorded() -> Iterator[list[Launch]]:
         yield recorded
     finally:
         JITFunction.run = original
-        launch._device_types.discard("cpu")  # noqa: SLF001
+        launch._device_types.discard("cpu")  # noqa: SLF001 - as above
 
 
 def _describe_launch(kernel: Any, given: dict[str, Any]) -> Launch:

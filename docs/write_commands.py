@@ -53,7 +53,7 @@ def format_page() -> str:
 def _list_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parser of each command that does something, and of those below it."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list commands
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
             for child in action.choices.values():
                 below = list(_list_commands(child))
                 yield from below or [child]
@@ -79,8 +79,8 @@ def _wrap_usage(usage: str) -> str:
 
 
 def _format_arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
-    for action in parser._actions:  # noqa: SLF001
-        if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):  # noqa: SLF001
+    for action in parser._actions:  # noqa: SLF001 - as above
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):  # noqa: SLF001 - as above
             continue
         names = ", ".join(action.option_strings)
         value = action.metavar or (

@@ -206,7 +206,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     def _setup_model(self, model: Module) -> Module:
         module = cast(Module, self.lightning_module)
-        self._buffers = [m._buffers for m in module.modules() if m._buffers]  # noqa: SLF001
+        self._buffers = [m._buffers for m in module.modules() if m._buffers]  # noqa: SLF001 - a module may replace the tensor
         self.communicator.agree(
             CollectiveIntent("the first broadcast of the model", _signature(module))
         )

@@ -184,8 +184,8 @@ class TorchTransport:
         groups = []
         for _ in range(2):
             options = gloo._Options()  # noqa: SLF001 - the public constructor takes no device
-            options._devices = [_make_device(gloo)]  # noqa: SLF001
-            options._timeout = timedelta(seconds=limit_seconds)  # noqa: SLF001
+            options._devices = [_make_device(gloo)]  # noqa: SLF001 - as above
+            options._timeout = timedelta(seconds=limit_seconds)  # noqa: SLF001 - as above
             groups.append(gloo(_GatheredStore(gather), rank, size, options))
         self._tensors, self._control = groups
 

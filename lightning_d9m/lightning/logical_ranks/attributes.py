@@ -70,6 +70,6 @@ class ModuleAttributes:
 def _describe(value: object) -> tuple[object, object]:
     """Return what two reads of an unchanged attribute have in common."""
     if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version  # noqa: SLF001
+        return id(value), None if value.is_inference() else value._version  # noqa: SLF001 - torch has no public counter
     plain: Any = value if isinstance(value, int | float | str | bytes | None) else id(value)
     return repr(plain), len(value) if isinstance(value, Sized) else None

@@ -40,10 +40,10 @@ class LogicalSteps:
         gradients: The sums of gradients; None outside a fit.
 
     Attributes:
+        logical_rank: The logical rank whose micro-batch is computed now, or None.
         step_rank: The same, while code of the user runs.
         metrics: The states of metrics by logical rank.
         kept: The gradients of earlier batches, to which later ones are added.
-        logical_rank: The logical rank whose micro-batch is computed now, or None.
     """
 
     def __init__(
