@@ -16,7 +16,7 @@ from lightning_d9m.output.comparison_text import (
 )
 from lightning_d9m.output.distance_table import format_distances, list_distances
 from lightning_d9m.output.markdown import format_markdown
-from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
+from lightning_d9m.output.next_steps import find_command, format_next_steps, list_next_steps
 from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.terminal import print_lines, terminal_width
 from lightning_d9m.text import printable
@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         if timeline.distances.moments and not comparison.equal:
             print("\n".join(format_distances(timeline.distances, terminal_width())))
         if not comparison.equal:
+            command = printable(find_command((expected, actual)) or "COMMAND")
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
-            print("\n".join(format_next_steps(list_next_steps("COMMAND", ledgers))))
+            print("\n".join(format_next_steps(list_next_steps(command, ledgers))))
     return 0 if comparison.equal else 1

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.text import pluralize, printable
 
 if TYPE_CHECKING:
@@ -48,15 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(format_findings(findings))
         print(f"\n{_summarize(findings)}")
+        if any(finding.shell for finding in findings):
+            steps = [('eval "$(d9m doctor --fix)"', "fixes what variables can fix")]
+            print("\n".join(format_next_steps(steps)))
     return int(any(finding.status == "problem" for finding in findings))
 
 
 def _summarize(findings: Sequence["CheckResult"]) -> str:
-    """Return one sentence, and the command that fixes what variables can fix."""
+    """Return one sentence."""
     problems = sum(finding.status == "problem" for finding in findings)
-    verdict = f"{pluralize(problems, 'problem') if problems else 'No problems'} found."
-    fixable = any(finding.shell for finding in findings)
-    return verdict + ('\nNext: eval "$(d9m doctor --fix)"' if fixable else "")
+    return f"{pluralize(problems, 'problem') if problems else 'No problems'} found."
 
 
 def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:

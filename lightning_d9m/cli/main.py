@@ -30,7 +30,7 @@ _GROUPS = {
         ),
         "ls": (
             "lightning_d9m.cli.ls",
-            "list the ledgers under a folder, each with its verdict against the one before",
+            "list ledgers, each compared with the one before it",
         ),
         "verify": (
             "lightning_d9m.cli.verify",
@@ -40,7 +40,7 @@ _GROUPS = {
     "Why does it differ?": {
         "locate": (
             "lightning_d9m.cli.locate",
-            "find the step, rank, module and op at which a command's runs diverge",
+            "find the step, rank, module and op at which runs diverge",
         ),
         "scan": ("lightning_d9m.cli.scan", "find code in a program that makes its runs differ"),
         "report": (
@@ -51,15 +51,15 @@ _GROUPS = {
     "What is on this machine?": {
         "doctor": (
             "lightning_d9m.cli.doctor",
-            "check this machine for settings that make runs nondeterministic",
+            "check this machine for what makes runs nondeterministic",
         ),
         "ops": (
             "lightning_d9m.cli.ops",
-            "list the ops that torch leaves nondeterministic, and what is done about each",
+            "list the ops that torch leaves nondeterministic",
         ),
         "audit": (
             "lightning_d9m.cli.audit.command",
-            "measure the nondeterminism of ops, trainings and inference on this machine",
+            "measure the nondeterminism of ops, trainings and inference",
         ),
         "install-horovod": (
             "lightning_d9m.cli.install_horovod",
@@ -74,9 +74,9 @@ _GROUPS = {
 COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
 _EXAMPLES = """\
 examples:
-  d9m repeat -- python train.py            run it twice; are the weights equal?
-  d9m locate -- python train.py            which step, module and op differ?
-  d9m scan .                               which lines can make runs differ?
+  d9m repeat -- python train.py    run it twice; are the weights equal?
+  d9m locate -- python train.py    which step, module and op differ?
+  d9m scan                         which lines can make runs differ?
 
 exit status: 0 equal or no findings, 1 different or findings, 2 an error
 """
@@ -90,13 +90,19 @@ class _Parser(argparse.ArgumentParser):
         lines = ["usage: d9m [-h] [--version] COMMAND ...", "", self.description or ""]
         column = max(map(len, COMMANDS)) + 4
         for title, commands in _GROUPS.items():
-            lines += ["", title]
+            lines += ["", _embolden(title)]
             for name, (_, summary) in commands.items():
                 head = f"  {name:{column - 2}}"
                 lines += textwrap.wrap(
                     summary, width, initial_indent=head, subsequent_indent=" " * column
                 )
         return "\n".join([*lines, "", self.epilog or ""])
+
+
+def _embolden(title: str) -> str:
+    """Return a title in bold on a terminal, without rich, so that help is fast."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return title if plain or not sys.stdout.isatty() else f"\x1b[1m{title}\x1b[0m"
 
 
 def build_parser(*chosen: str) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterable
 
+from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.catalog.listing import render_markdown, render_op
 from lightning_d9m.patches.catalog.op import Op
@@ -28,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(render_markdown(ops), end="")
     elif arguments.name is None:
         print(_format_table(ops))
+        if sys.stdout.isatty():
+            print("\n".join(format_next_steps([("d9m ops NAME", "prints all facts about an op")])))
     else:
         from lightning_d9m.output.terminal import terminal_width
 
@@ -40,7 +43,7 @@ def _format_table(ops: Iterable[Op]) -> str:
     from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
 
     table = make_table(
-        ["", "", ""],
+        ["op", "status", "instead, or why not"],
         [(op.name, style(op.status), op.instead or op.reason) for op in ops],
     )
     return render(table, terminal_width(200) if sys.stdout.isatty() else measure(table))

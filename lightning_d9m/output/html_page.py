@@ -31,6 +31,7 @@ from lightning_d9m.output.comparison_text import (
     state_verdict,
 )
 from lightning_d9m.output.distance_table import make_distance_table
+from lightning_d9m.output.next_steps import find_command
 from lightning_d9m.output.run_table import RunRow
 from lightning_d9m.output.svg.heat_map import HeatMap, HeatMapRow
 from lightning_d9m.output.svg.timeline import draw_growth, draw_timeline
@@ -115,7 +116,7 @@ def render_page(
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
         facts=list(list_facts(ledgers)),
-        command=_find_command(ledgers),
+        command=find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
         advice=advise(comparison.first[1]) if comparison.first else "",
@@ -159,12 +160,6 @@ def _name_pair(one: Path, other: Path) -> str:
     ends = zip(reversed(one.parts), reversed(other.parts), strict=False)
     equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
     return " and ".join("/".join(path.parts[-1 - equal :]) for path in (one, other))
-
-
-def _find_command(ledgers: Sequence[Ledger]) -> str:
-    """Return the command that trains, if all runs have the same; "" otherwise."""
-    commands = {str(ledger.header.program.get("command") or "") for ledger in ledgers}
-    return commands.pop() if len(commands) == 1 else ""
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:

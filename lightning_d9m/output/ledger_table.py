@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _TITLES = ("ledger", "date", "program", "seed", "epochs", "weights", "commit", "verdict")
-_DIGEST, _COMMIT = 8, 7
+# A digest is as long as `d9m repeat` shows it; the line fits 80 columns.
+_DIGEST, _COMMIT = 16, 6
 _MOST_PROGRAM = 80
 
 
@@ -143,13 +144,15 @@ def _make_table(rows: Sequence[LedgerRow], width: int) -> "Table":
     for column in table.columns:
         column.no_wrap = True
         column.overflow = "ellipsis"
-        # Only the program's name is cut if the terminal is narrow.
+        # The program's name is cut if the terminal is narrow, then the digest.
         column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
-    program = table.columns[_TITLES.index("program")]
-    program.min_width = len("program")
+    program, weights = (table.columns[_TITLES.index(title)] for title in ("program", "weights"))
+    program.min_width = weights.min_width = shortest = len("program")
     # rich would cut all columns alike.
-    others = sum((column.min_width or 0) + 2 for column in table.columns if column is not program)
-    program.max_width = max(len("program"), width - others)
+    needed = sum((column.min_width or 0) + 2 for column in table.columns) - 2
+    spare = max(0, width - needed)
+    weights.min_width = weights.max_width = min(_DIGEST, shortest + spare)
+    program.max_width = 2 * shortest + spare - weights.max_width
     for title in ("seed", "epochs"):
         table.columns[_TITLES.index(title)].justify = "right"
     return table

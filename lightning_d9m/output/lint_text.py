@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.join import OpRow
 from lightning_d9m.lint.rules import RULES, Severity
+from lightning_d9m.output.next_steps import format_next_steps
 from lightning_d9m.output.terminal import WIDTH, make_table, measure, render, wrap
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
@@ -59,7 +60,8 @@ def render_text(
         f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
     )
     if findings:
-        lines.append("Next: d9m repeat -- python PROGRAM shows whether its runs really differ.")
+        step = ("d9m repeat -- python PROGRAM", "shows whether its runs really differ")
+        lines += format_next_steps([step])
     return "\n".join(lines)
 
 

@@ -1,8 +1,18 @@
 """The commands that help now, printed below a verdict."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_d9m.ledger.folder import Ledger
 
 from lightning_d9m.output.terminal import WIDTH
+
+
+def find_command(ledgers: Sequence["Ledger"]) -> str:
+    """Return the command that trains, if all runs have the same; "" otherwise."""
+    commands = {str(ledger.header.program.get("command") or "") for ledger in ledgers}
+    return commands.pop() if len(commands) == 1 else ""
 
 
 def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:

@@ -250,7 +250,9 @@ def test_the_printed_commands_fix_what_variables_can_fix(healthy, monkeypatch, c
     monkeypatch.setenv("PL_GLOBAL_SEED", "twelve")
     monkeypatch.setenv("OMP_DYNAMIC", "true")
     assert main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith('\nNext: eval "$(d9m doctor --fix)"\n')
+    assert capsys.readouterr().out.endswith(
+        '\n\nNext:\n  eval "$(d9m doctor --fix)"  fixes what variables can fix\n'
+    )
     assert main(["doctor", "--fix"]) == 0
     shell = capsys.readouterr().out
     assert "unset PL_GLOBAL_SEED\n" in shell

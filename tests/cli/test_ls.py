@@ -37,17 +37,27 @@ def ls(capsys, *words):
 def test_a_table_at_80_columns(folder, capsys):
     lines = ls(capsys).splitlines()
     assert max(map(len, lines)) <= 80
-    weights = "92b5bf65"
+    # The seed of the last one has ten digits, which leaves less room.
+    weights = "92b5bf6594…"
     cells = [line.split() for line in lines]
     titles = "ledger date program seed epochs weights commit verdict"
     assert " ".join(cells[0]) == titles
     assert cells[2] == ["runs/"]
-    assert cells[3] == ["fit-000", "01-01", "12:30", "train.py", "42", "3", weights, "1a2b1a2*"]
-    assert cells[4] == f"fit-001 01-02 12:30 train.py 42 3 {weights} 1a2b1a2 equal".split()
-    assert cells[5] == ["fit-002", "01-03", "12:30", "42", "3", "ffffffff", "differs"]
+    assert cells[3] == ["fit-000", "01-01", "12:30", "train.…", "42", "3", weights, "1a2b1a*"]
+    assert cells[4] == f"fit-001 01-02 12:30 train.… 42 3 {weights} 1a2b1a equal".split()
+    assert cells[5] == ["fit-002", "01-03", "12:30", "42", "3", "f" * 10 + "…", "differs"]
     assert cells[7] == ["runs/other/"]
     assert cells[8][3:5] == ["4294967295", "2"]
     assert cells[8][-1] == "other"
+
+
+def test_usual_lines_fit_80_columns_uncut(tmp_path, runs, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    runs.write(3, program=PROGRAM)
+    runs.write(3, program=PROGRAM)
+    *_, line = ls(capsys).splitlines()
+    assert line.split()[3:] == ["train.py", "42", "3", "92b5bf6594ae602d", "1a2b1a*", "equal"]
 
 
 def test_a_long_name_of_a_program_does_not_cut_verdicts(folder, runs, capsys):

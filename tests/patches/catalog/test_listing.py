@@ -37,7 +37,8 @@ def test_the_page_names_every_op() -> None:
 def test_the_table_has_a_line_for_each_op(capsys: pytest.CaptureFixture[str]) -> None:
     """Name, status, what is done."""
     assert run() == 0
-    lines = capsys.readouterr().out.splitlines()
+    titles, *lines = capsys.readouterr().out.splitlines()
+    assert titles.split()[:2] == ["op", "status"]
     assert [line.split()[:2] for line in lines] == [[op.name, op.status] for op in OPS]
 
 
