@@ -23,8 +23,9 @@ _ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor, np.n
 _CONTAINERS = (dict, list, tuple)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
 _MODULE = frozenset(vars(torch.nn.Module()))
-# How deep objects are searched for generators: loader -> dataset -> transform -> its list -> item.
-_DEPTH = 4
+# How deep objects are searched for generators: dataset -> transform -> its list -> a transform ->
+# its list -> a transform -> generator, in a loader that replaces the dataset by a proxy.
+_DEPTH = 8
 # A longer list holds data, and one kind of data has no generators in it: no list of transforms is
 # that long.
 _MOST_ITEMS = 1000
@@ -37,6 +38,9 @@ _MOST_NESTED_ITEMS = 10_000
 # Objects that one search visits below the owners' own attributes. A thousand objects with dozens of
 # attributes each would otherwise take seconds.
 _MOST_VISITED = 20_000
+# The same below a depth at which most objects are data.
+_SHALLOW = 4
+_MOST_DEEP = 2000
 
 
 def encode_rng(state: RngState) -> dict[str, Any]:
@@ -86,8 +90,9 @@ def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, Any])
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     """Return the generators in attributes, lists and dicts of objects, by path.
 
-    The search goes from the outside in, four levels deep. It leaves out lists that are too long to
-    hold anything but data, and ends when it has visited 20,000 objects. A list of more than 50
+    The search goes from the outside in, eight levels deep. It leaves out lists that are too long to
+    hold anything but data, and ends when it has visited 20,000 objects, and 2,000 below the fourth
+    level. A list of more than 50
     objects, none of which is a generator, is searched only if one of the first five of a type holds
     one.
     """
@@ -99,6 +104,7 @@ class _Search:
 
     def __init__(self) -> None:
         self._left = _MOST_VISITED
+        self._deep_left = _MOST_DEEP
         self._known: dict[type, bool] = {}
 
     def run(self, start: Iterable[tuple[str, object, int, int]]) -> dict[str, Any]:
@@ -124,7 +130,10 @@ class _Search:
                     if type(part) not in _ATOMS
                 ]
                 # Each owner's own attributes are visited, however many owners there are.
-                if depth:
+                if depth >= _SHALLOW:
+                    parts = parts[: self._deep_left]
+                    self._deep_left -= len(parts)
+                elif depth:
                     parts = parts[: self._left]
                     self._left -= len(parts)
                 pending += parts

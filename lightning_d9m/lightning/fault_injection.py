@@ -45,6 +45,12 @@ def apply_interrupt_variables(
     Raises:
         SettingError: If a variable has a value that is not allowed.
     """
+    # A Trainer that fits again still has those of its first fit.
+    trainer.callbacks = [  # type: ignore[attr-defined] # set in its constructor
+        callback
+        for callback in list_callbacks(trainer)
+        if not isinstance(callback, EpochShapeCallback | CheckpointAndKill)
+    ]
     if stage != "fit":
         return
     request = read_request(environment)

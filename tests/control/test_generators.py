@@ -3,6 +3,7 @@
 import io
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,7 +126,18 @@ def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(mon
 
     owners = {f"loader{number}": Dataset() for number in range(2)}
     assert list(find_generators(owners)) == [f"{name}.transforms.1.generator" for name in owners]
-    assert visited <= 21_000
+    assert visited <= 23_000
+
+
+def test_generators_in_nested_transforms_are_found():
+    """As in Albumentations: each transform has two, and a list of transforms is one itself."""
+    dataset = Sample()
+    dataset.transform = SimpleNamespace(
+        transforms=[SimpleNamespace(transforms=[SimpleNamespace(rng=random.Random(1))])]
+    )
+    assert list(find_generators({"loader": SimpleNamespace(dataset=dataset)})) == [
+        "loader.dataset.transform.transforms.0.transforms.0.rng"
+    ]
 
 
 class Sample:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,14 @@ def test_only_the_first_fit_of_a_process_is_steered(steered, fit):
     assert not (steered.folder / "killed").exists()
 
 
+def test_a_second_fit_of_the_same_trainer_is_not_steered(steered, fit):
+    steered(interrupt="survey")
+    trainer = fit.trainer
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(trainer.lightning_module, make_loader(), make_loader(shuffle=False))
+    assert len(json.loads((steered.folder / "survey").read_text())) == 2
+
+
 def test_an_evaluation_is_not_steered(steered, fit, monkeypatch):
     steered()
     monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
@@ -117,5 +126,5 @@ def test_misuse_is_named(steered, monkeypatch):
     monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
         fault_injection.apply_interrupt_variables(
-            None, "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
+            SimpleNamespace(callbacks=[]), "fit", {"LIGHTNING_D9M_INTERRUPT": "survey"}
         )

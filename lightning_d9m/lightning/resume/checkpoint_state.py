@@ -18,13 +18,16 @@ from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import run_state
 from lightning_d9m.lightning.resume.epoch_length import EpochLength
 from lightning_d9m.lightning.resume.exactness import (
+    describe_inexact_resume,
     describe_reloaded_generators,
     describe_settings,
     describe_unmatched_state,
+    find_lost_progress,
     find_missing_state,
     find_problems,
     is_at_end,
     is_cut_by_max_steps,
+    reaches_max_steps,
     report_unresumable,
 )
 from lightning_d9m.lightning.resume.logged_results import restore_latest
@@ -75,6 +78,7 @@ class CheckpointState:
     def _clear(self) -> None:
         """Forget the checkpoint of the last fit."""
         self._resumed: SavedState | None = None
+        self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._reasons: list[str] = []
         self._unvalidated: SavedRank | None = None
         self._before_evaluation: run_state.RngAndMetricState | None = None
@@ -147,7 +151,7 @@ class CheckpointState:
         if problems := find_problems(state, trainer, describe_settings(trainer, session)):
             self._raise_or_warn(trainer, problems)
         self._resumed = state
-        if state.position.phase == "cut":
+        if state.position.phase == "cut" and not reaches_max_steps(trainer, state.position.step):
             reopen_epoch(checkpoint)
         rank = self._rank_state(trainer)
         if state.fits(trainer.world_size, get_logical_ranks(trainer)):
@@ -213,7 +217,7 @@ class CheckpointState:
         self, session: TrainerSession, trainer: "Trainer", start: Callable[[], None]
     ) -> None:
         # After `on_train_start`, where modules reset their metrics.
-        if self._resumed is not None:
+        if self._resumed is not None and self._has_begun:
             report = partial(self._report_problem, trainer)
             run_state.restore_outside(trainer, self._rank_state(trainer), report)
             if self._was_saved_between_epochs:
@@ -307,12 +311,14 @@ class CheckpointState:
 
     def begin(self, trainer: "Trainer", recorder: TrainerRecorder) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
+        self._has_begun = True
         if self._resumed is None and not self._reasons:
             report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
-        position = self._position(trainer)
-        rank = self._rank_state(trainer)
+        position, rank = self._position(trainer), self._rank_state(trainer)
         if (resumed := self._resumed) is not None:
+            if problem := find_lost_progress(trainer, position):
+                self._raise_or_warn(trainer, [problem])
             run_state.restore_frozen(trainer, resumed.settings)
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
                 self._raise_or_warn_on_all_ranks(trainer, rank)
@@ -331,6 +337,8 @@ class CheckpointState:
 
     def _restore(self, trainer: "Trainer") -> None:
         """Restore the generators of training, as late as possible before the next batch."""
+        if not self._has_begun:
+            return
         if self._resumed is not None and self._resumed.position.phase != "epoch":
             report = partial(self._report_problem, trainer)
             run_state.restore_within(trainer, self._rank_state(trainer), report)
@@ -388,12 +396,7 @@ class CheckpointState:
 
     def _raise_or_warn(self, trainer: "Trainer", problems: list[str]) -> None:
         self._reasons += problems
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        text = (
-            f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
-            "To resume anyway, with a break that the ledger records, pass "
-            'DeterminismCallback(on_inexact_resume="warn").'
-        )
+        text = describe_inexact_resume(problems)
         if self._on_inexact != "warn":
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:

@@ -76,7 +76,7 @@ def _find_lost_masks(trainer: "Trainer") -> list[str]:
 
 def is_cut_by_max_steps(trainer: "Trainer") -> bool:
     """Return whether ``max_steps`` has ended the fit, and batches of the epoch are left."""
-    by_steps = _reaches_max_steps(trainer, trainer.global_step) and not trainer.should_stop
+    by_steps = reaches_max_steps(trainer, trainer.global_step) and not trainer.should_stop
     return by_steps and _has_batches_left(trainer)
 
 
@@ -228,10 +228,20 @@ def find_problems(
             f"It was saved while batch {position.batch} of epoch {position.epoch} was trained: it "
             "holds part of the changes of that batch, which would be trained again."
         )
-    if not _reaches_max_steps(trainer, position.step):
+    if not reaches_max_steps(trainer, position.step):
         # Those of all ranks, so that all ranks agree. If no step remains, they do not matter.
         problems += dict.fromkeys(reason for rank in state.ranks for reason in rank.inexact)
     return problems
+
+
+def describe_inexact_resume(problems: Iterable[str]) -> str:
+    """Return the message about a resume that cannot be exact."""
+    listed = "\n".join(f"- {problem}" for problem in problems)
+    return (
+        f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
+        "To resume anyway, with a break that the ledger records, pass "
+        'DeterminismCallback(on_inexact_resume="warn").'
+    )
 
 
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
@@ -260,12 +270,24 @@ def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
     return [problem]
 
 
+def find_lost_progress(trainer: "Trainer", position: LoopPosition) -> str | None:
+    """Return why a fit does not begin where its checkpoint was saved, or None."""
+    if trainer.global_step == position.step:
+        return None
+    return (
+        f"The fit begins at step {trainer.global_step}, and the checkpoint was saved at step "
+        f"{position.step}: a callback such as LearningRateFinder or BatchSizeFinder has loaded a "
+        "checkpoint since, and Lightning forgets the first one then. Resume without that callback."
+    )
+
+
 def is_at_end(trainer: "Trainer") -> bool:
     """Return whether no batch of the epoch is left."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
-def _reaches_max_steps(trainer: "Trainer", step: int) -> bool:
+def reaches_max_steps(trainer: "Trainer", step: int) -> bool:
+    """Return whether the fit has no step left after this one."""
     return 0 <= trainer.max_steps <= step  # -1: unlimited
 
 

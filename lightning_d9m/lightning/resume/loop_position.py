@@ -76,7 +76,7 @@ def finish_pending_work(
             if not lightning_private.accumulates_gradients(trainer):
                 lightning_private.count_step_batch(trainer)
             at_end = True
-    reset()
+    _reset_by_epoch(progress, reset)
     return at_end
 
 
@@ -166,6 +166,22 @@ def _begin_epoch(fit: Any) -> None:
     loops += [fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization]
     for loop in loops:
         lightning_private.clear_restart(loop)
+
+
+def _reset_by_epoch(progress: Any, reset: Callable[[], None]) -> None:
+    """Let Lightning tell by the counts of this epoch which batch is not completed.
+
+    It tells by the totals. A batch that ``on_train_batch_start`` skipped by -1, which ends an
+    epoch, is never completed there, and the last batch before the checkpoint was trained again.
+    """
+    before = {name: getattr(progress.total, name) for name in _COUNTERS}
+    for name in _COUNTERS:
+        setattr(progress.total, name, getattr(progress.current, name))
+    counted = {name: getattr(progress.total, name) for name in _COUNTERS}
+    reset()
+    for name in _COUNTERS:
+        added = getattr(progress.total, name) - counted[name]
+        setattr(progress.total, name, before[name] + added)
 
 
 def _complete(progress: Any) -> None:

@@ -309,6 +309,10 @@ def test_a_search_for_the_learning_rate_is_no_resume(fits):
     folder = fits.fit(**words, extra=search)
     assert find_breaks(folder / "rank-0.jsonl") == ()
     assert {("initial", 0), ("epoch", 0), ("final", 0)} <= set(evidence(folder))
+    # Lightning forgets the checkpoint that a fit resumes from when the search loads its own.
+    fits.interrupt(**words, at={"batch": 2, "epoch": 0})
+    with pytest.raises(InexactResumeError, match=r"begins at step 0, and .* at step 2"):
+        fits.fit(**words, extra=search, resume=fits.checkpoint)
 
 
 def test_a_wrong_policy_is_refused():

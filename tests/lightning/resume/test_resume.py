@@ -188,6 +188,10 @@ def unfreezing():
     return model
 
 
+def end_at_batch_5(self, batch, batch_idx):
+    return -1 if batch_idx == 5 else None
+
+
 def swa():
     return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
 
@@ -234,6 +238,7 @@ RUNS = {
     "validation within the epoch": {"val_check_interval": 2},
     "a limit of batches": {"limit_train_batches": 5, "limit_val_batches": 2},
     "a limit of steps": {"max_steps": 15, "max_epochs": -1},
+    "epochs that a hook ends": {"model": partial(make_model, on_train_batch_start=end_at_batch_5)},
 }
 
 
