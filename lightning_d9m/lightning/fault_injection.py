@@ -24,7 +24,7 @@ from lightning_d9m.launch.interruption_points import (
     read_request,
     write_survey,
 )
-from lightning_d9m.lightning.lightning_private import resume_next_fit
+from lightning_d9m.lightning.lightning_private import is_search, resume_next_fit
 from lightning_d9m.lightning.packages import combined_base
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 
@@ -51,7 +51,7 @@ def apply_interrupt_variables(
         for callback in list_callbacks(trainer)
         if not isinstance(callback, EpochShapeCallback | CheckpointAndKill)
     ]
-    if stage != "fit":
+    if stage != "fit" or is_search(trainer):
         return
     request = read_request(environment)
     if request.resume is not None:

@@ -165,6 +165,12 @@ def accumulates_gradients(trainer: "Trainer") -> bool:
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
+def is_search(trainer: "Trainer") -> bool:
+    """Return whether a fit only searches for a learning rate or a batch size, for a ``Tuner``."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # set in its constructor
+    return any(getattr(callback, "_early_exit", False) for callback in callbacks)
+
+
 def skips_backward(trainer: "Trainer") -> bool:
     """Return whether the fit runs training steps without backward passes and optimizer steps.
 

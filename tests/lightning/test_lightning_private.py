@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled
 from torch.utils.data import BatchSampler
@@ -298,6 +299,21 @@ def test_steps_without_backward_passes_are_recognized(tmp_path):
     callbacks = [averaging, LambdaCallback(on_train_batch_end=find)]
     fit(model, tmp_path, max_epochs=2, limit_train_batches=2, callbacks=callbacks)
     assert skipped == [False] * 4 + [True] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice to a search that is this short
+def test_the_search_of_a_tuner_is_no_fit(trainer):
+    found = []
+
+    def setup(trainer, *_, **__):
+        found.append(lightning_private.is_search(trainer))
+
+    trainer.callbacks.append(LambdaCallback(setup=setup))
+    model = BoringModel()
+    search = {"num_training": 3, "early_stop_threshold": None, "update_attr": False}
+    Tuner(trainer).lr_find(model, **search)
+    trainer.fit(model)
+    assert found == [True, False]
 
 
 def test_checkpoint_callbacks_that_save_between_batches_are_found():

@@ -15,21 +15,8 @@ from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.checkpoint_io import add_manifests
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
-from lightning_d9m.lightning.resume import run_state
+from lightning_d9m.lightning.resume import exactness, run_state
 from lightning_d9m.lightning.resume.epoch_length import EpochLength
-from lightning_d9m.lightning.resume.exactness import (
-    describe_inexact_resume,
-    describe_reloaded_generators,
-    describe_settings,
-    describe_unmatched_state,
-    find_lost_progress,
-    find_missing_state,
-    find_problems,
-    is_at_end,
-    is_cut_by_max_steps,
-    reaches_max_steps,
-    report_unresumable,
-)
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
     draws_when_iterated,
@@ -148,10 +135,14 @@ class CheckpointState:
             return
         if state.is_untrained:
             return
-        if problems := find_problems(state, trainer, describe_settings(trainer, session)):
+        if problems := exactness.find_problems(
+            state, trainer, exactness.describe_settings(trainer, session)
+        ):
             self._raise_or_warn(trainer, problems)
         self._resumed = state
-        if state.position.phase == "cut" and not reaches_max_steps(trainer, state.position.step):
+        if state.position.phase == "cut" and not exactness.reaches_max_steps(
+            trainer, state.position.step
+        ):
             reopen_epoch(checkpoint)
         rank = self._rank_state(trainer)
         if state.fits(trainer.world_size, get_logical_ranks(trainer)):
@@ -231,7 +222,7 @@ class CheckpointState:
         trainer: "Trainer",
         end: Callable[[], None],
     ) -> None:
-        if is_cut_by_max_steps(trainer):
+        if exactness.is_cut_by_max_steps(trainer):
             recorder.reduce_loss(trainer)
             self._cut = self._capture(trainer, session, recorder)
         end()
@@ -284,7 +275,7 @@ class CheckpointState:
         if early and self._resumed is None:
             return
         position = self._position(trainer)
-        if position.batch and not early and not is_at_end(trainer):
+        if position.batch and not early and not exactness.is_at_end(trainer):
             self._report_problem(trainer, find_position_problem(loader))
         session.resume_loaders(
             position.epoch,
@@ -313,11 +304,11 @@ class CheckpointState:
         """Continue the ledger of the interrupted run; called before training starts."""
         self._has_begun = True
         if self._resumed is None and not self._reasons:
-            report_unresumable(trainer, raises=self._on_inexact == "raise_early")
+            exactness.report_unresumable(trainer, raises=self._on_inexact == "raise_early")
             return
         position, rank = self._position(trainer), self._rank_state(trainer)
         if (resumed := self._resumed) is not None:
-            if problem := find_lost_progress(trainer, position):
+            if problem := exactness.find_lost_progress(trainer, position):
                 self._raise_or_warn(trainer, [problem])
             run_state.restore_frozen(trainer, resumed.settings)
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
@@ -368,14 +359,15 @@ class CheckpointState:
         rank = replace(
             run_state.capture(trainer, session.capture_rng(), user),
             samplers=session.capture_samplers(within=position.phase != "epoch"),
-            inexact=find_missing_state(trainer, position, user.left_out),
+            inexact=exactness.find_missing_state(trainer, position, user.left_out),
             ledger=None if ledger is None else SavedLedger(**ledger),
             pending=recorder.pending,
         )
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=describe_settings(trainer, session) | run_state.capture_frozen(trainer),
+            settings=exactness.describe_settings(trainer, session)
+            | run_state.capture_frozen(trainer),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
@@ -383,9 +375,9 @@ class CheckpointState:
 
     def _raise_or_warn_on_all_ranks(self, trainer: "Trainer", rank: SavedRank) -> None:
         """Raise or warn on all ranks if one of them finds a problem."""
-        problems = describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
+        problems = exactness.describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._position(trainer).epoch)
-        problems += describe_reloaded_generators(reloaded)
+        problems += exactness.describe_reloaded_generators(reloaded)
         ranks_of(trainer).raise_on_all(
             lambda: self._raise_or_warn(trainer, problems) if problems else None
         )
@@ -396,7 +388,12 @@ class CheckpointState:
 
     def _raise_or_warn(self, trainer: "Trainer", problems: list[str]) -> None:
         self._reasons += problems
-        text = describe_inexact_resume(problems)
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        text = (
+            f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
+            "To resume anyway, with a break that the ledger records, pass "
+            'DeterminismCallback(on_inexact_resume="warn").'
+        )
         if self._on_inexact != "warn":
             raise InexactResumeError(text, reasons=problems)
         if trainer.is_global_zero:

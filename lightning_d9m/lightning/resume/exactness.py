@@ -234,16 +234,6 @@ def find_problems(
     return problems
 
 
-def describe_inexact_resume(problems: Iterable[str]) -> str:
-    """Return the message about a resume that cannot be exact."""
-    listed = "\n".join(f"- {problem}" for problem in problems)
-    return (
-        f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
-        "To resume anyway, with a break that the ledger records, pass "
-        'DeterminismCallback(on_inexact_resume="warn").'
-    )
-
-
 def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
     """Return why generators and metrics at these paths cannot be restored."""
     named = ", ".join(paths)
