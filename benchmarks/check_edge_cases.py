@@ -42,7 +42,7 @@ def run(case: EdgeCase) -> object:
     try:
         return answer(case.call)
     except (D9mError, UserWarning) as error:  # a kernel that fails on the CPU at once is withdrawn
-        launch._withdrawn.clear()  # noqa: SLF001
+        launch._withdrawn.clear()  # noqa: SLF001 - so that the next case runs it
         return type(error), str(error)
 
 
@@ -103,7 +103,7 @@ def kernels_counted() -> Iterator[list[str]]:
     try:
         yield used
     finally:
-        launch._device_types.discard("cpu")  # noqa: SLF001
+        launch._device_types.discard("cpu")  # noqa: SLF001 - as above
         launch.resolve_name = resolve
 
 

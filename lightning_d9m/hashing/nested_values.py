@@ -22,9 +22,7 @@ def container_entries(value: object, _depth: int) -> Iterable[tuple[object, Any]
     return enumerate(value) if isinstance(value, list | tuple) and value else None
 
 
-def list_leaves(
-    value: object, path: str = "", entries: Entries = container_entries
-) -> list[tuple[str, Any]]:
+def list_leaves(value: object, entries: Entries = container_entries) -> list[tuple[str, Any]]:
     """Return (path, leaf) for each leaf of a nested value, depth first, in its order.
 
     A container that holds itself is a leaf where it occurs again. To map the leaves to other
@@ -32,7 +30,6 @@ def list_leaves(
 
     Args:
         value: Any value.
-        path: Path of the value.
         entries: Decides which values are containers.
 
     >>> list_leaves({"betas": (0.9, 0.999), "lr": 0.1, "no": []})
@@ -40,28 +37,23 @@ def list_leaves(
     """
     found = entries(value, 0)
     if found is None:
-        return [(path, value)]
+        return [("", value)]
     leaves: list[tuple[str, Any]] = []
-    _collect(found, path, (id(value),), entries, leaves)
+    _collect(found, "", (id(value),), entries, leaves)
     return leaves
 
 
-def list_keyed_leaves(value: object, path: str = "", key: str = "") -> list[tuple[str, str, Any]]:
+def list_keyed_leaves(value: object) -> list[tuple[str, str, Any]]:
     """Return (path, key, leaf) for each leaf of nested mappings, lists and tuples, depth first.
 
     Several leaves may have the same path, as below a dict with the key ``a.b``; each has another
     key. A container that holds itself is a leaf where it occurs again.
 
-    Args:
-        value: Any value.
-        path: Path of the value.
-        key: Key of the value.
-
     >>> list_keyed_leaves({"a.b": 1, "a": {"b": 2}, "c": [3]})
     [('a.b', "{'a.b'}", 1), ('a.b', "{'a'}{'b'}", 2), ('c.0', "{'c'}[0]", 3)]
     """
     leaves: list[tuple[str, str, Any]] = []
-    _collect_keyed(value, path, key, (), leaves)
+    _collect_keyed(value, "", "", (), leaves)
     return leaves
 
 

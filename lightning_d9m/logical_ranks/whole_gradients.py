@@ -66,15 +66,10 @@ class WholeGradient:
         return hasattr(gradient, _MARK)
 
     def fold_small(self, lacking: Collection[int], _fold: GradientFold) -> None:
-        """Note whether the next logical rank, which is not the last one here, has a gradient."""
-        self._note(lacking)
-
-    def pack_small(self, lacking: Collection[int], _fold: GradientFold) -> None:
-        """Note whether the last logical rank has a gradient."""
-        self._note(lacking)
-
-    def _note(self, lacking: Collection[int]) -> None:
+        """Note whether the next logical rank has a gradient; ``pack_small`` does, of the last."""
         self._was_missing = bool(lacking) and self._was_missing is not False
+
+    pack_small = fold_small
 
     def pack_one(self, position: int, gradient: Tensor | None, fold: GradientFold) -> None:
         """Add the gradient of the last logical rank, and take the memory of each root."""

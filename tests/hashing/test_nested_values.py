@@ -25,11 +25,6 @@ def test_leaves_have_dotted_paths_in_order(value, leaves):
     assert list_leaves(value) == leaves
 
 
-def test_a_path_is_the_prefix():
-    assert list_leaves({"a": 1}, "trainer") == [("trainer.a", 1)]
-    assert list_leaves(1, "trainer") == [("trainer", 1)]
-
-
 def test_a_leaf_without_a_truth_value_is_not_compared():
     array = np.ones(3)
     ((path, leaf),) = list_leaves([array])

@@ -46,7 +46,7 @@ def _scattered(
         )
 
 
-def _reduced(reduce: str, words: str | None, op: str | None = None) -> Iterator[Case]:
+def _reduced(reduce: str, words: str | None) -> Iterator[Case]:
     # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
     any_reduction = ("torch.Tensor.scatter_reduce", "CUDA or MPS")
     documented = (("torch.Tensor.scatter_reduce", words), any_reduction) if words else ()
@@ -54,9 +54,8 @@ def _reduced(reduce: str, words: str | None, op: str | None = None) -> Iterator[
     def scatter(target: Tensor, index: Tensor, given: Tensor) -> Tensor:
         return target.scatter_reduce(0, index, given, reduce)
 
-    yield from _scattered(
-        op or f"scatter_reduce_{reduce}", documented, scatter, near_one=reduce == "prod"
-    )
+    op = f"scatter_reduce_{reduce}"
+    yield from _scattered(op, documented, scatter, near_one=reduce == "prod")
 
 
 def _read(

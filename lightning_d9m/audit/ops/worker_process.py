@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _CONDITIONS = ("default", "deterministic", "patched", "oracle")
 _START_SECONDS = 300.0
 _WORKER = [sys.executable, "-m", "lightning_d9m.audit.ops.worker"]
-_MISUSE = 2
 
 
 def measure_rows(

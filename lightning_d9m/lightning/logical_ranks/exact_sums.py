@@ -15,9 +15,9 @@ class ExactMean:
     processes gives the bits that one process would have got.
     """
 
-    def __init__(self, partials: Sequence[float] = (), weight: int = 0) -> None:
-        self.partials = list(partials)
-        self.weight = weight
+    def __init__(self) -> None:
+        self.partials: list[float] = []
+        self.weight = 0
 
     def add(self, value: float, weight: int = 1) -> None:
         """Add a value; the product with its weight is exact for values of float32."""

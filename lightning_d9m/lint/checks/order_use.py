@@ -22,7 +22,6 @@ _COLLECTING = {
     "add_module", "register_module", "register_buffer", "register_parameter", "submit", "send",
 }  # fmt: skip
 _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
-_COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 
 def is_order_used(node: ast.AST, context: NodeContext) -> bool:
