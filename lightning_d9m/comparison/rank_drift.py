@@ -16,6 +16,7 @@ from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 # all ranks agreed on them. If the header says that parameters are sharded, none of them counts.
 _WEIGHT = "weight"
 _MAYBE_SHARDED = frozenset({"optimizer", "gradient"})
+_FLAT = "_flat_param"  # the name that FSDP1 gives them
 # Kind of probe by the group of the entry that the run itself found to differ.
 _KINDS = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
@@ -76,7 +77,7 @@ def _compare_ranks(
                 places = [
                     entry
                     for entry in list_entries(one, other)
-                    if entry.kind == "weights" or _is_known_entry(entry, other, known)
+                    if _must_be_equal(entry) or _is_known_entry(entry, other, known)
                 ]
             elif isinstance(one, Batch) and isinstance(other, Batch):
                 found = [] if one is other else compare_batches(one, other).differing
@@ -91,6 +92,11 @@ def _compare_ranks(
             if places and isinstance(other, Digests | Batch):
                 return _make_divergence(rank, other, places)
     return None
+
+
+def _must_be_equal(entry: PlaceDifference) -> bool:
+    """Return whether an entry is a weight; the digest of a flat one of FSDP1 is a shard's."""
+    return entry.kind == "weights" and not entry.name.endswith(_FLAT)
 
 
 def _is_known_entry(entry: PlaceDifference, record: Digests, known: RankDrift | None) -> bool:

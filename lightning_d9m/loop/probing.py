@@ -1,11 +1,14 @@
 """The probes of a recorded loop: hooks exist only during the probed batches."""
 
+import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_d9m.control.env_settings import variable_of
+from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
@@ -14,6 +17,23 @@ from lightning_d9m.probes.dumps import Dump, StateDump
 from lightning_d9m.probes.monitor import monitors_heard
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector, ProbePoint, StatePoint, Write
+
+
+def read_probe_settings(given: ProbeSettings, world_size: int) -> ProbeSettings:
+    """Return the settings of a loop with the values of variables, which take precedence.
+
+    Raises:
+        SettingError: If a value is not allowed, or steps are to be run twice.
+    """
+    settings = given.overridden(os.environ)
+    if settings.replay_every:
+        raise SettingError(
+            f"{variable_of('replay_every')} is {settings.replay_every}, and a Recorder cannot run "
+            "a step of your own loop twice. Unset it, or train with a Trainer of Lightning and "
+            "DeterminismCallback(replay_every=...)."
+        )
+    settings.check_ranks(world_size)
+    return settings
 
 
 class LoopProbes:

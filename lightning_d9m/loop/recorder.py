@@ -4,7 +4,6 @@ The file has over 400 lines because one class holds the public calls of a loop a
 them. What they do is in the other files of this folder and in ``recording``.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_d9m.launch.interruption_points import InterruptRequest, read_requ
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
-from lightning_d9m.loop.probing import LoopProbes
+from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.run_setup import (
     as_tuple,
@@ -138,8 +137,7 @@ class Recorder:
     def _check_setup(self) -> Session:
         """Check what the arguments and variables name; return the session."""
         session = find_session()
-        self._probe_settings = self._probe_settings.overridden(os.environ)
-        self._probe_settings.check_ranks(self._world_size)
+        self._probe_settings = read_probe_settings(self._probe_settings, self._world_size)
         self._policy.check_reference()
         self._interruption = self._interrupt(read_request())
         return session

@@ -271,8 +271,13 @@ def _find_op(name: str) -> OpOverload:
 
 @torch.no_grad()
 def _keep_tensor(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides, even if elements overlap, and no more of its storage."""
+    """Copy a tensor with its strides, even if elements overlap, and no more of its storage.
+
+    Of a DTensor this rank's shard: only processes that have its mesh could read the DTensor.
+    """
     tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()

@@ -8,7 +8,7 @@ from scripts import load_script
 lightning = load_script("tests/lightning/test_strategies.py")
 fabric = load_script("tests/loop/test_fabric_strategies.py")
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
-# The tests of each column but the last, which one test decides.
+# The tests of each column but the last, of replays.
 LIGHTNING = (
     (lightning.test_two_runs_agree_on_every_rank,),
     (lightning.test_a_change_on_one_rank_differs_from_the_reference,),
@@ -18,6 +18,7 @@ LIGHTNING = (
     ),
     (lightning.test_resumed_within_an_epoch_it_ends_with_the_same_bits,),
     (lightning.test_probes_agree_in_two_runs,),
+    (lightning.test_locate_names_step_rank_and_weight_of_a_fault_on_one_rank,),
 )
 FABRIC = (
     (fabric.test_two_loops_agree_on_every_rank,),
@@ -28,6 +29,7 @@ FABRIC = (
     ),
     (fabric.test_a_loop_resumed_within_an_epoch_ends_with_the_same_bits,),
     (fabric.test_probes_of_a_loop_agree_in_two_runs,),
+    (fabric.test_locate_names_step_rank_and_weight_of_a_fault_in_a_loop,),
 )
 
 
@@ -59,7 +61,7 @@ def test_each_cell_is_a_test():
     trained = {*lightning.ALL, *(f"Fabric, {name}" for name in fabric.ALL)}
     assert table.keys() == trained
     for name, columns in table.items():
-        told = [cell not in ("", "refused") for cell in columns[:5]]
+        told = [cell not in ("", "refused") for cell in columns[:6]]
         assert told == show(name), name
 
 
@@ -67,5 +69,28 @@ def test_what_is_refused_is_a_test():
     table = read_table()
     not_resumed = {name for name, columns in table.items() if columns[3] == "refused"}
     assert not_resumed == trainings_of([lightning.test_hybrid_sharding_of_fsdp1_is_not_resumed])
-    replayed = {name for name, columns in table.items() if columns[5] == "yes"}
-    assert replayed == {*lightning.ON_ONE, *lightning.REPLICATED, *lightning.LAUNCHED}
+    replayed = {name for name, columns in table.items() if columns[6] == "yes"}
+    assert replayed == set(lightning.REPEATED)
+    assert {columns[6] for columns in table.values()} == {"yes", "refused"}
+
+
+def test_replicated_parameters_are_a_test():
+    of_copies = {name for name, columns in read_table().items() if "replicated" in columns[2]}
+    lightnings = trainings_of([lightning.test_parameters_that_each_rank_has_are_compared])
+    loops = trainings_of([fabric.test_parameters_of_a_loop_that_each_rank_has_are_compared])
+    assert of_copies == lightnings | {f"Fabric, {name}" for name in loops}
+
+
+def test_full_checkpoints_are_a_test():
+    full = {name for name, columns in read_table().items() if "full" in columns[3]}
+    of_fabric = fabric.test_a_loop_resumed_from_a_full_checkpoint_ends_with_the_same_bits
+    lightnings = lightning.test_resumed_from_a_full_checkpoint_it_ends_with_the_same_bits
+    loops = {f"Fabric, {name}" for name in trainings_of([of_fabric])}
+    assert full == trainings_of([lightnings]) | loops
+
+
+def test_patched_operations_are_called_in_all():
+    patched = lightning.test_patched_operations_are_called_and_give_the_same_bits
+    assert trainings_of([patched]) == set(lightning.ALL)
+    loops = trainings_of([fabric.test_patched_operations_of_a_loop_give_the_same_bits])
+    assert loops == set(fabric.ALL)

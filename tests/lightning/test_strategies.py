@@ -11,7 +11,7 @@ from shutil import copytree
 
 import pytest
 import torch
-from forking_python import shared_python
+from forking_python import HOROVOD, shared_python
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from rank_processes import run_ranks
 
@@ -47,22 +47,26 @@ REPLICATED = [
     "ddp, unused parameters",
     "ddp, fp16_compress_hook",
     "ddp, static_graph",
+    "ddp_d9m, logical ranks",
 ]
 SHARDED = [
     "fsdp1",
     "fsdp1, wrapped layers",
     "fsdp2",
     "fsdp2, bf16-true",
-    "fsdp2, full checkpoints",
     "tp",
-    "tp, full checkpoints",
 ]
 FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
 ON_FOUR = ["hsdp", "fsdp2 and tp", HYBRID]
+TENSOR_PARALLEL = ["tp", "fsdp2 and tp"]
+FULL = ["fsdp1", "fsdp2", "tp", "hsdp", "fsdp2 and tp"]
+RACING = ["ddp", "fsdp1", "fsdp2", "tp"]
 # Lightning starts two processes for each training.
 LAUNCHED = ["ddp_spawn", "ddp_fork"]
-ALL = [*ON_ONE, *REPLICATED, *SHARDED, FLAT, *ON_FOUR, *LAUNCHED]
+WITH_HOROVOD = ["horovod_d9m", "horovod_d9m, logical ranks"]
+REPEATED = [*ON_ONE, *REPLICATED, *LAUNCHED, *WITH_HOROVOD]
+ALL = [*ON_ONE, *REPLICATED, *SHARDED, FLAT, *ON_FOUR, *LAUNCHED, *WITH_HOROVOD]
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +102,22 @@ def launched(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def horovod(tmp_path_factory):
+    """Train every cell of two processes of Horovod once for all tests."""
+    pytest.importorskip("horovod", reason="`d9m install-horovod` builds it")
+    folder = tmp_path_factory.mktemp("horovod")
+    python = shared_python(*HOROVOD)
+    command = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo", python, SCRIPT]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    subprocess.run([*command, folder, *WITH_HOROVOD], env=os.environ | variables, check=True)
+    return folder
+
+
 @pytest.fixture
 def cell(request):
     """Return the folder of a cell, and what each rank found."""
-    launches = {"one": ON_ONE, "four": ON_FOUR, "launched": LAUNCHED}
+    launches = {"one": ON_ONE, "four": ON_FOUR, "launched": LAUNCHED, "horovod": WITH_HOROVOD}
     found = [launch for launch, names in launches.items() if request.param in names]
     folder = request.getfixturevalue(*found or ["two"]) / request.param
     files = sorted(folder.glob("found-*.json"))
@@ -110,6 +126,10 @@ def cell(request):
 
 def ledger(folder, name="first"):
     return read_ledger(folder / name / "fit-000")
+
+
+def name_of_weight(folder):
+    return "_flat_param" if folder.name == FLAT else "layers.0.weight"
 
 
 def records(folder, name="first", rank=0):
@@ -126,17 +146,20 @@ def test_two_runs_agree_on_every_rank(cell):
     assert len(comparison.ranks) == len(found)
 
 
-@pytest.mark.parametrize("cell", [name for name in ALL if name != FLAT], indirect=True)
+@pytest.mark.parametrize("cell", ALL, indirect=True)
 def test_a_change_on_one_rank_differs_from_the_reference(cell):
-    _, found = cell
+    folder, found = cell
     for error in (entry["fault"] for entry in found):
         assert error["type"] == "DriftError"
         assert (error["group"], error["epoch"]) in {("weights", "1"), ("", "1")}
-    assert "layers.0.weight" in found[-1]["fault"]["names"]
+    assert name_of_weight(folder) in found[-1]["fault"]["names"]
     assert found[-1]["fault"]["count"] == "1"
 
 
-@pytest.mark.parametrize("cell", [*REPLICATED, *LAUNCHED, "hsdp", HYBRID], indirect=True)
+COPIES = [*REPLICATED, *LAUNCHED, *WITH_HOROVOD, "hsdp", HYBRID]
+
+
+@pytest.mark.parametrize("cell", COPIES, indirect=True)
 def test_copies_that_differ_on_one_rank_raise_on_all(cell):
     _, found = cell
     for error in (entry["fault without reference"] for entry in found):
@@ -144,12 +167,40 @@ def test_copies_that_differ_on_one_rank_raise_on_all(cell):
         assert "from rank 0 in epoch 1" in error["message"]
 
 
-@pytest.mark.parametrize("cell", [*SHARDED, "fsdp2 and tp"], indirect=True)
+@pytest.mark.parametrize("cell", [*SHARDED, FLAT, "fsdp2 and tp"], indirect=True)
 def test_shards_are_not_compared_with_each_other(cell):
     folder, found = cell
     assert [entry["fault without reference"] for entry in found] == [None] * len(found)
     assert find_rank_drift(ledger(folder)) == find_rank_drift(ledger(folder, "probed")) == ()
-    assert ledger(folder).header.stack["world.sharded_parameters"] in {3, 4}
+    expected = {1} if folder.name == FLAT else {3, 4}
+    assert ledger(folder).header.stack["world.sharded_parameters"] in expected
+
+
+@pytest.mark.parametrize("cell", TENSOR_PARALLEL, indirect=True)
+def test_parameters_that_each_rank_has_are_compared(cell):
+    _, found = cell
+    for error in (entry["fault of a copy"] for entry in found):
+        assert (error["type"], error["names"]) == ("DriftError", "('layers.3.bias',)")
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_locate_names_step_rank_and_weight_of_a_fault_on_one_rank(cell):
+    folder, found = cell
+    located = found[0]["located"]
+    assert located["cause"] == "weights", located
+    assert (located["ranks"], located["moment"], located["step"]) == ([len(found) - 1], "batch", 1)
+    assert (located["kind"], located["name"]) == ("weight", name_of_weight(folder))
+    assert located["magnitude"]["count"] == 1
+
+
+@pytest.mark.parametrize("cell", RACING, indirect=True)
+def test_locate_names_step_rank_and_operation_of_a_race_on_one_rank(cell):
+    _, found = cell
+    located = found[0]["located op"]
+    assert (located["cause"], located["kind"]) == ("op", "op"), located
+    assert (located["ranks"], located["step"]) == ([len(found) - 1], 0)
+    assert located["name"] == "layers.1::d9m_strategies.race.default"
+    assert located["op"]["inputs_equal"]
 
 
 @pytest.mark.parametrize("cell", ALL, indirect=True)
@@ -165,7 +216,7 @@ def test_probes_agree_in_two_runs(cell):
 @pytest.mark.parametrize("cell", ALL, indirect=True)
 def test_steps_run_twice_or_not_at_all(cell, request):
     _, found = cell
-    replicated = request.node.callspec.params["cell"] in ON_ONE + REPLICATED + LAUNCHED
+    replicated = request.node.callspec.params["cell"] in REPEATED
     for error in (entry["replayed"] for entry in found):
         if replicated:
             assert error is None
@@ -178,7 +229,15 @@ def test_steps_run_twice_or_not_at_all(cell, request):
 def test_resumed_within_an_epoch_it_ends_with_the_same_bits(cell):
     _, found = cell
     for entry in found:
-        assert entry["resumed at 1"] is entry["resumed at 2"] is None
+        resumed = [entry[name] for name in entry if name.startswith("resumed at")]
+        assert resumed == [None] * (2 if len(found) > 2 else 1)
+
+
+@pytest.mark.parametrize("cell", FULL, indirect=True)
+def test_resumed_from_a_full_checkpoint_it_ends_with_the_same_bits(cell):
+    _, found = cell
+    for entry in found:
+        assert entry["full"] is entry["resumed from full"] is None
 
 
 @pytest.mark.parametrize("cell", ALL, indirect=True)
@@ -187,8 +246,8 @@ def test_patched_operations_are_called_and_give_the_same_bits(cell):
     folder, found = cell
     for rank, entry in enumerate(found):
         assert entry["patched"] is None
-        # One call for each batch of two epochs on this rank: of 6 batches, of 3 or of 2.
-        assert int((folder / "patched" / f"calls-{rank}").read_text()) in {12, 6, 4}
+        # One call for each batch of two epochs on this rank, of 3 or 2; with logical ranks, of 4.
+        assert int((folder / "patched" / f"calls-{rank}").read_text()) in {6, 4, 8}
 
 
 @pytest.mark.parametrize("cell", [HYBRID], indirect=True)
@@ -303,13 +362,15 @@ def find_last(folder):
 
 
 @pytest.mark.parametrize(
-    ("launch", "name"), [*(("two", name) for name in SHARDED), ("four", "fsdp2 and tp")]
+    ("kind", "cell"),
+    [("", name) for name in [*SHARDED, "fsdp2 and tp"]] + [("full ", name) for name in FULL[:-2]],
+    indirect=["cell"],
 )
-def test_a_checkpoint_has_the_weights_of_the_ledger(request, capsys, launch, name):
+def test_a_checkpoint_has_the_weights_of_the_ledger(capsys, kind, cell):
     """A full one or a sharded one; the first parameter that differs is named."""
-    folder = request.getfixturevalue(launch) / name
-    last = find_last(folder / "checkpoints")
-    assert last.is_dir() == ("full" not in name)
+    folder, _ = cell
+    last = find_last(folder / f"{kind}checkpoints")
+    assert last.is_dir() == (not kind)
     command = ["verify", "--allow-objects", str(last)]
     assert main([*command, str(ledger(folder).path)]) == 0
     assert "its weights are those of epoch 1 (step" in capsys.readouterr().out

@@ -11,8 +11,11 @@ from lightning_d9m.comparison.rank_drift import find_rank_drift
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fabric_training.py"
 REPLICATED = ["single device", "ddp"]
-SHARDED = ["fsdp1", "fsdp2", "fsdp2, full checkpoints", "tp", "tp, full checkpoints"]
-ALL = [*REPLICATED, *SHARDED]
+SHARDED = ["fsdp1", "fsdp2", "tp"]
+FULL = ["fsdp2", "tp", "hsdp", "fsdp2 and tp"]
+ON_FOUR = ["hsdp", "fsdp2 and tp"]
+ALL = [*REPLICATED, *SHARDED, *ON_FOUR]
+TENSOR_PARALLEL = ["tp", "fsdp2 and tp"]
 WEIGHTS = ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
@@ -21,7 +24,8 @@ def trained(tmp_path_factory):
     """Train every cell once for all tests."""
     folder = tmp_path_factory.mktemp("fabric")
     run_ranks(SCRIPT, 1, folder, ALL[0])
-    run_ranks(SCRIPT, 2, folder, *ALL[1:])
+    run_ranks(SCRIPT, 2, folder, *REPLICATED[1:], *SHARDED)
+    run_ranks(SCRIPT, 4, folder, *ON_FOUR)
     return folder
 
 
@@ -53,19 +57,54 @@ def test_a_change_on_one_rank_of_a_loop_differs_from_the_reference(cell):
     assert "0.weight" in found[-1]["fault"]["names"]
 
 
-@pytest.mark.parametrize("cell", ["ddp"], indirect=True)
+@pytest.mark.parametrize("cell", ["ddp", "hsdp"], indirect=True)
 def test_copies_of_a_loop_that_differ_raise_on_all_ranks(cell):
     _, found = cell
     for error in (entry["fault without reference"] for entry in found):
         assert (error["type"], error["names"]) == ("DriftError", "('0.weight',)")
 
 
-@pytest.mark.parametrize("cell", SHARDED, indirect=True)
+@pytest.mark.parametrize("cell", [*SHARDED, "fsdp2 and tp"], indirect=True)
 def test_shards_of_a_loop_are_not_compared_with_each_other(cell):
     folder, found = cell
     assert [entry["fault without reference"] for entry in found] == [None] * len(found)
     assert find_rank_drift(ledger(folder)) == ()
     assert ledger(folder).header.stack["world.sharded_parameters"] in {3, 4}
+
+
+@pytest.mark.parametrize("cell", TENSOR_PARALLEL, indirect=True)
+def test_parameters_of_a_loop_that_each_rank_has_are_compared(cell):
+    _, found = cell
+    for error in (entry["fault of a copy"] for entry in found):
+        assert (error["type"], error["names"]) == ("DriftError", "('3.bias',)")
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_locate_names_step_rank_and_weight_of_a_fault_in_a_loop(cell):
+    _, found = cell
+    located = found[0]["located"]
+    assert located["cause"] == "weights", located
+    assert (located["ranks"], located["moment"], located["step"]) == ([len(found) - 1], "batch", 1)
+    assert (located["kind"], located["name"]) == ("weight", "0.weight")
+    assert (located["magnitude"]["count"], located["magnitude"]["ulps"]) == (1, 64)
+
+
+@pytest.mark.parametrize("cell", ["fsdp2"], indirect=True)
+def test_locate_names_step_rank_and_operation_of_a_race_in_a_loop(cell):
+    _, found = cell
+    located = found[0]["located op"]
+    assert (located["cause"], located["kind"]) == ("op", "op"), located
+    assert (located["ranks"], located["step"]) == ([len(found) - 1], 0)
+    assert located["name"] == "1::d9m_strategies.race.default"
+
+
+@pytest.mark.parametrize("cell", ALL, indirect=True)
+def test_patched_operations_of_a_loop_give_the_same_bits(cell):
+    folder, found = cell
+    for rank, entry in enumerate(found):
+        assert entry["patched"] is None
+        # One call for each batch of two epochs on this rank: of 6 batches, of 3 or of 2.
+        assert int((folder / "patched" / f"calls-{rank}").read_text()) in {12, 6, 4}
 
 
 @pytest.mark.parametrize("cell", ALL, indirect=True)
@@ -84,6 +123,13 @@ def test_a_loop_resumed_within_an_epoch_ends_with_the_same_bits(cell):
     for entry in found:
         assert entry["stopped"] is entry["resumed"] is None
     assert compare(ledger(folder), ledger(folder, "resumed")).verdict == "equal"
+
+
+@pytest.mark.parametrize("cell", FULL, indirect=True)
+def test_a_loop_resumed_from_a_full_checkpoint_ends_with_the_same_bits(cell):
+    _, found = cell
+    for entry in found:
+        assert entry["stopped with full"] is entry["resumed from full"] is None
 
 
 def test_a_sharded_loop_has_the_digests_of_the_whole_model(trained):

@@ -197,6 +197,15 @@ def test_a_loop_without_a_loader(tmp_path):
     assert (last.moment, last.step, last.loss) == ("final", 1, (0.5).hex())
 
 
+def test_no_step_of_a_loop_is_run_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_REPLAY_EVERY", "2")
+    with (
+        deterministic(seed=1),
+        pytest.raises(SettingError, match="REPLAY_EVERY is 2, and a Recorder cannot run a step of"),
+    ):
+        Recorder(tmp_path, make_parts()[0]).__enter__()
+
+
 def test_misuse_is_told(tmp_path):
     model = make_parts()[0]
     with pytest.raises(SettingError, match="There is no deterministic session"):

@@ -1,39 +1,54 @@
 """One rank of trainings under strategies and precisions; see lightning/test_strategies.py.
 
 ``python strategy_training.py FOLDER CELL...`` runs each cell: the same training twice, with a fault
-on one rank, with probes twice, with patched operations, interrupted and resumed. Of the cells in
-``LAUNCHED`` this is the process that starts two ranks for each training.
+on one rank, with probes twice, with patched operations, interrupted and resumed, and those of
+``d9m locate``. Of the cells in ``LAUNCHED`` this is the process that starts two ranks for each
+training.
 """
 
 import json
 import os
 import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from located_runs import locate
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from trainings import QUIET, make_loader
 
-from lightning_d9m import DeterminismCallback, deterministic
+from lightning_d9m import (
+    DDPDeterministicStrategy,
+    DeterminismCallback,
+    HorovodDeterministicStrategy,
+    deterministic,
+)
 from lightning_d9m.control import session
 from lightning_d9m.errors import D9mError
+from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.patches import registration
 
-RANK = int(os.environ.get("RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 PLAN = {"0": ColwiseParallel(), "3": RowwiseParallel()}
 
@@ -101,16 +116,58 @@ def apply_float8(layers, images):
     return layers[1:](Float8Product.apply(images, layers[0].weight) + layers[0].bias)
 
 
+class Fault(NamedTuple):
+    """A fault on one rank.
+
+    Attributes:
+        rank: The rank.
+        epoch: Its epoch.
+        batch: The batch after whose step a weight changes; the last one of the epoch if None.
+        name: The weight; the first one if empty.
+        races: Whether an operation is not deterministic instead.
+    """
+
+    rank: int
+    epoch: int = 1
+    batch: int | None = None
+    name: str = ""
+    races: bool = False
+
+
+@torch.library.custom_op("d9m_strategies::race", mutates_args=())
+def race(values: torch.Tensor) -> torch.Tensor:
+    """Return values whose last bits differ from call to call, as those of racing threads do."""
+    return values * (1 + int.from_bytes(os.urandom(2), "big") * 2.0**-23)
+
+
+race.register_autograd(lambda ctx, gradient: gradient)
+
+
+class RacingReLU(nn.ReLU):
+    """Calls an operation that is not deterministic."""
+
+    def forward(self, values):
+        return race(super().forward(values))
+
+
+def change_one_bit(model, name=""):
+    """Flip one bit of one weight of this rank: not the last, which the next step may round away."""
+    weights = {plain_name(own): weight for own, weight in model.named_parameters()}
+    weight = next(own for key, own in weights.items() if key.endswith(name)).detach()
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    weight.view(-1)[:1].view(INTEGERS[weight.element_size()])[0] ^= 64
+
+
 class Net(L.LightningModule):
     """A small classifier that is divided as ``layout`` says."""
 
-    def __init__(self, layout="", faulty=None, apply=apply_plainly):
+    def __init__(self, layout="", fault=None, apply=apply_plainly):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
         )
         self.layout = layout
-        self.faulty = faulty
+        self.fault = fault
         self.apply_layers = apply
 
     def configure_model(self):
@@ -142,29 +199,46 @@ class Net(L.LightningModule):
         images, classes = batch
         self.log("val_loss", nn.functional.cross_entropy(self.layers(images), classes))
 
-    def on_train_batch_end(self, *_):
-        """Change one weight of one rank by one unit in the last place, after the last step."""
+    def on_fit_start(self):
+        fault = self.fault
+        if fault is not None and fault.races and fault.rank == self.global_rank:
+            self.layers[1] = RacingReLU()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        fault = self.fault
+        if fault is None or fault.races:
+            return
         last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if self.faulty == self.global_rank and last and self.current_epoch == 1:
-            weight = next(self.parameters()).detach()
-            weight = weight.to_local() if hasattr(weight, "to_local") else weight
-            weight.view(-1)[:1].view(INTEGERS[weight.element_size()])[0] += 1
+        at = last if fault.batch is None else batch_idx == fault.batch
+        if (fault.rank, fault.epoch) == (self.global_rank, self.current_epoch) and at:
+            change_one_bit(self.trainer.model, fault.name)
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
-def model_parallel(*, data, tensor=1, full=False):
+def model_parallel(*, data, tensor=1):
     """Return a maker of a strategy that divides parameters as DTensors."""
-    return lambda: ModelParallelStrategy(
+    return lambda full=False: ModelParallelStrategy(
         data_parallel_size=data, tensor_parallel_size=tensor, save_distributed_checkpoint=not full
     )
 
 
+def keep_in_place(kind, offload_to_cpu, rank0_only):
+    """Return how torch gathers a full checkpoint, without moving it."""
+    return kind(offload_to_cpu=False, rank0_only=rank0_only)
+
+
 def fsdp1(**words):
-    """Return a maker of FSDP1; full checkpoints of it crash torch on a CPU."""
-    return lambda: FSDPOnCPU(state_dict_type="sharded", **words)
+    """Return a maker of FSDP1.
+
+    It gathers full checkpoints where the tensors are: torch crashes if it is to move those of a CPU
+    to a CPU.
+    """
+    fsdp.FullStateDictConfig = partial(keep_in_place, FullStateDictConfig)
+    fsdp.api.FullOptimStateDictConfig = partial(keep_in_place, FullOptimStateDictConfig)
+    return lambda full=False: FSDPOnCPU(state_dict_type="full" if full else "sharded", **words)
 
 
 def fsdp1_hybrid():
@@ -218,22 +292,35 @@ CELLS = {
     "ddp, unused parameters": Cell(lambda: "ddp_find_unused_parameters_true"),
     "ddp, fp16_compress_hook": Cell(lambda: DDPStrategy(ddp_comm_hook=fp16_compress_hook)),
     "ddp, static_graph": Cell(lambda: DDPStrategy(static_graph=True)),
+    "ddp_d9m, logical ranks": Cell(lambda: DDPDeterministicStrategy(logical_ranks=4)),
     "fsdp1": Cell(fsdp1()),
     "fsdp1, wrapped layers": Cell(fsdp1(auto_wrap_policy={nn.Linear})),
     "fsdp1, flat parameters": Cell(fsdp1(use_orig_params=False)),
     "fsdp1, hybrid": Cell(fsdp1_hybrid),
     "fsdp2": Cell(model_parallel(data=WORLD), "fsdp"),
     "fsdp2, bf16-true": Cell(model_parallel(data=WORLD), "fsdp", words={"precision": "bf16-true"}),
-    "fsdp2, full checkpoints": Cell(model_parallel(data=WORLD, full=True), "fsdp"),
     "hsdp": Cell(model_parallel(data=WORLD), "hsdp"),
     "tp": Cell(model_parallel(data=1, tensor=WORLD), "tp"),
-    "tp, full checkpoints": Cell(model_parallel(data=1, tensor=WORLD, full=True), "tp"),
     "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
 }
 LAUNCHED = ("ddp_spawn", "ddp_fork")
 CELLS |= {name: Cell(name.__str__, devices=2) for name in LAUNCHED}
+# horovodrun starts a process for each rank, in which Lightning has one device.
+CELLS |= {
+    "horovod_d9m": Cell(lambda: "horovod_d9m", devices=1),
+    "horovod_d9m, logical ranks": Cell(
+        lambda: HorovodDeterministicStrategy(logical_ranks=4), devices=1
+    ),
+}
 FLAT = "fsdp1, flat parameters"
+# These are resumed from full checkpoints, too.
+FULL = ("fsdp1", "fsdp2", "tp", "hsdp", "fsdp2 and tp")
+# In these an operation races, too.
+RACING = ("ddp", "fsdp1", "fsdp2", "tp")
+COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+SHORT = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1}
+SHORTEST = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
 
 
 class ErrorKeepingCallback(DeterminismCallback):
@@ -249,33 +336,44 @@ class ErrorKeepingCallback(DeterminismCallback):
             trainer.strategy.barrier()
 
 
+@contextmanager
+def patches_counted(folder, rank, *, on=True):
+    """Patch the operations of a CPU, and write how often one was called."""
+    if not on:
+        yield
+        return
+    calls = []
+    call = registration.Kernel.__call__
+
+    def count(kernel, *args, **kwargs):
+        calls.append(kernel)
+        return call(kernel, *args, **kwargs)
+
+    counted = mock.patch.object(registration.Kernel, "__call__", count)
+    with counted, registration.patches_applied("CPU"):
+        yield
+    (folder / f"calls-{rank}").write_text(str(len(calls)))
+
+
 class PatchingCallback(L.Callback):
-    """Patches the operations of a CPU during a fit, and writes how often one was called."""
+    """Patches operations during a fit."""
 
     def __init__(self, folder):
         self.folder = folder
 
     def setup(self, trainer, pl_module, stage):
-        self.calls = 0
-        call = registration.Kernel.__call__
-
-        def count(kernel, *args, **kwargs):
-            self.calls += 1
-            return call(kernel, *args, **kwargs)
-
         self.stack = ExitStack()
-        self.stack.enter_context(mock.patch.object(registration.Kernel, "__call__", count))
-        self.stack.enter_context(registration.patches_applied("CPU"))
+        self.stack.enter_context(patches_counted(self.folder, trainer.global_rank))
 
     def teardown(self, trainer, pl_module, stage):
         self.stack.close()
-        (self.folder / f"calls-{trainer.global_rank}").write_text(str(self.calls))
 
 
-def fit(
-    folder, cell, name, *, faulty=None, resume_from=None, every=None, patched=False, **words
+def fit(  # noqa: PLR0913 - one keyword for each kind of run
+    folder, cell, name, *, fault=None, resume_from=None, every=None, full=False, patched=False,
+    limits=SHORT, **words,
 ):  # fmt: skip
-    """Train; return the callback."""
+    """Train; return the Trainer and the callback."""
     callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
     callbacks = [callback, *([PatchingCallback(folder / name)] if patched else [])]
     settings = dict(QUIET)
@@ -283,7 +381,7 @@ def fit(
         settings["enable_checkpointing"] = True
         callbacks.append(
             ModelCheckpoint(
-                folder / "checkpoints",
+                folder / ("full checkpoints" if full else "checkpoints"),
                 every_n_train_steps=every,
                 save_top_k=-1,
                 filename="{step}",
@@ -292,21 +390,21 @@ def fit(
         )
     kind = CELLS[cell]
     torch.manual_seed(7)
-    model = kind.compile(Net(kind.layout, faulty, kind.apply))
+    model = kind.compile(Net(kind.layout, fault, kind.apply))
     if cell == FLAT:
         model.configure_optimizers = lambda: torch.optim.Adam(
             model.trainer.model.parameters(), lr=0.01
         )
     trainer = L.Trainer(
-        max_epochs=2,
-        strategy=kind.make_strategy(),
+        strategy=kind.make_strategy(full=True) if full else kind.make_strategy(),
         devices=kind.devices,
         callbacks=callbacks,
+        **limits,
         **settings,
         **kind.words,
     )
     trainer.fit(model, make_loader(), make_loader(shuffle=False), ckpt_path=resume_from)
-    return callback
+    return trainer, callback
 
 
 def describe(error):
@@ -334,10 +432,25 @@ def list_outcomes(folder, cell, name, **words):
     return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
+def locate_fault(folder, cell, trainer, fault):
+    """Locate a fault that one rank has in each second run; return what rank 0 printed."""
+
+    def train(number):
+        session._fits = 0
+        present = fault if fault.races or number % 2 == 0 else None
+        fit(folder, cell, "located", fault=present, limits=SHORTEST)
+
+    name = "located op" if fault.races else "located"
+    share = (lambda request: request) if cell in LAUNCHED else trainer.strategy.broadcast
+    return locate(train, folder / f"{name} runs", rank=RANK, share=share)
+
+
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
-    first = fit(folder, cell, "first")
+    trainer, first = fit(folder, cell, "first")
+    if WORLD > 2 and cell == "fsdp2":  # it is compared with that of two ranks
+        return [{}]
     reference = folder / "first" / "fit-000"
     found = [{} for _ in range(2 if cell in LAUNCHED else 1)]
 
@@ -353,16 +466,25 @@ def run(folder, cell):
             fit(folder, cell, "next", seed=None)
     else:
         attempt("second", reference=reference, every=1)
-    if cell != FLAT:
-        attempt("fault", faulty=CELLS[cell].devices - 1, reference=reference)
-        attempt("fault without reference", faulty=CELLS[cell].devices - 1)
+    last = max(WORLD, CELLS[cell].devices) - 1
+    attempt("fault", fault=Fault(last), reference=reference)
+    attempt("fault without reference", fault=Fault(last))
+    if "tp" in CELLS[cell].layout:
+        attempt("fault of a copy", fault=Fault(last, name=COPIED))
     attempt("probed", probes="all")
     attempt("probed again", probes="all")
     attempt("replayed", replay_every=2)
     attempt("patched", patched=True, reference=reference)
-    for step in (1, 2):
+    for step in (1, 2) if WORLD > 2 else (1,):  # the second ends an epoch of four ranks
         path = folder / "checkpoints" / f"step={step}.ckpt"
         attempt(f"resumed at {step}", resume_from=path, reference=reference)
+    if cell in FULL:
+        attempt("full", every=1, full=True)
+        path = folder / "full checkpoints" / "step=1.ckpt"
+        attempt("resumed from full", resume_from=path, reference=reference, full=True)
+    found[0]["located"] = locate_fault(folder, cell, trainer, Fault(last, epoch=0, batch=0))
+    if cell in RACING:
+        found[0]["located op"] = locate_fault(folder, cell, trainer, Fault(last, races=True))
     return found
 
 

@@ -1,0 +1,56 @@
+"""``d9m locate`` whose runs are trainings of this process, and of the ranks beside it."""
+
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from unittest import mock
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import CommandError
+from lightning_d9m.launch import run_pair
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+
+
+def locate(train, output, *, rank=0, share=lambda request: request):
+    """Locate what differs between trainings, which all ranks run together.
+
+    Args:
+        train: Trains once; it gets the number of the run, from 1. Variables say where its ledger
+            goes and what is probed, as those of a process.
+        output: The new folder of all runs.
+        rank: This rank; rank 0 runs the command.
+        share: Returns what rank 0 gave, on each rank.
+
+    Returns:
+        What the command prints as JSON; None on the other ranks.
+    """
+
+    def run(request):
+        number, variables = request
+        with mock.patch.dict(os.environ, variables):
+            try:
+                train(number)
+            except Exception as error:
+                raise CommandError(str(error)) from error
+
+    def run_here(command, folder, *, title, timeout, variables):
+        own = {LEDGER_VARIABLE: str(folder), **variables}
+        run(share((int(folder.name.rpartition("-")[2]), own)))
+
+    if rank == 0:
+        words = ["locate", "--json", "--tries", "1", "-o", str(output), "--", sys.executable]
+        printed = io.StringIO()
+        try:
+            with mock.patch.object(run_pair, "run_once", run_here), redirect_stdout(printed):
+                assert main([*words, __file__]) < 2
+        finally:
+            share(None)
+        return json.loads(printed.getvalue())
+    while (request := share(None)) is not None:
+        try:
+            run(request)
+        except CommandError:
+            continue  # rank 0 has it too
+    return None
