@@ -147,6 +147,7 @@ def test_words_go_to_one_run(dev, monkeypatch):
         monkeypatch.setattr(dev, name, lambda *_, **__: None)
     monkeypatch.setattr(dev, "run", lambda *words, **_: commands.append(words))
     dev.test(["tests/control", "-x"])
+    assert ("mkdocs", "build", "--strict") in commands  # with --quiet it never fails
     assert commands[-1][1:] == ("-m", "pytest", "tests/control", "-x")
 
 
