@@ -117,13 +117,14 @@ def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) ->
     shares = [step.differing / step.compared for step in steps]
     limit = round_up(max(shares))
     across, up = _scale_steps(steps), Scale(0.0, limit, _BOTTOM, _TOP)
-    start = next(step.first for step in steps if step.differing)
+    start, share = next((s.first, p) for s, p in zip(steps, shares, strict=True) if s.differing)
     x = across.at(start)
+    label = _TOP + 4 if share < limit / 2 else _BOTTOM - 8  # beside the line, not on the curve
     anchor, gap = ("end", -6) if x > 3 * LEFT else ("start", 6)
     parts = [
         line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis"),
         line(x, _TOP - 6, x, _BOTTOM, class_="mark"),
-        text(x + gap, _TOP + 4, f"from step {start:,}", anchor),
+        text(x + gap, label, f"from step {start:,}", anchor),
     ]
     for share in (0.0, limit / 2, limit):
         y = up.at(share)
