@@ -32,7 +32,7 @@ from lightning_d9m.loop.run_setup import (
 )
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
-from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.ledger_recorder import Policy
 from lightning_d9m.recording.replicated_state import find_replicated_state
@@ -388,6 +388,8 @@ class Recorder:
         return self._batches
 
     def _record(self, moment: str, epoch: int) -> None:
+        if self._probes is not None:
+            self._probes.save_state(StatePoint(epoch, self.global_step, moment))
         digests = self._run.take(
             moment,
             epoch=epoch,

@@ -11,6 +11,7 @@ from trainings import NoisyDigits, make_loader
 
 from lightning_d9m import DriftError, Recorder, SettingError, compare, deterministic, read_ledger
 from lightning_d9m.errors import CheckpointError, LedgerError, ReferenceRefusedError
+from lightning_d9m.probes.dumps import find_states, read_index
 
 EPOCHS = 2
 
@@ -167,6 +168,16 @@ def test_gradients_outputs_and_losses_are_probed(tmp_path):
     layouts = [r for r in read_ledger(run.ledger).records(0) if hasattr(r, "places")]
     assert {kind for layout in layouts for kind, _, _ in layout.places} == set(kinds)
     assert {step for _, step, _, _ in list_batches(read_ledger(run.ledger))} == {2, 3}
+
+
+@pytest.mark.parametrize(("moment", "step"), [("initial", 0), ("epoch", 6), ("final", 12)])
+def test_the_state_at_a_record_is_saved_with_the_values(tmp_path, monkeypatch, moment, step):
+    """`d9m locate` measures what differs across ranks outside of steps."""
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "0.bias")
+    train(tmp_path, probes="weight", probe_steps=f"{step}:{step + 1}")
+    (folder,) = find_states(tmp_path / "dump", step=step, rank=0, moment=moment)
+    assert [entry["name"] for entry in read_index(folder)] == ["0.bias"]
 
 
 def test_the_ledger_folder_of_a_command_takes_precedence(tmp_path, monkeypatch):
