@@ -334,14 +334,7 @@ def _list_values(record: Item | None) -> dict[str, float]:
     if not isinstance(record, Digests):
         return {}
     written = ({} if record.loss is None else {"loss": record.loss}) | dict(record.scalars)
-    return {name: value for name, text in written.items() if (value := _parse(text)) is not None}
-
-
-def _parse(text: str) -> float | None:
-    try:
-        return float.fromhex(text)
-    except (ValueError, OverflowError):
-        return None
+    return {name: float.fromhex(text) for name, text in written.items()}
 
 
 def module_of(kind: str, name: str) -> str:

@@ -95,8 +95,7 @@ def _format_divergences(comparison: Comparison, *, bits: bool) -> Iterator[str]:
     same: dict[str, list[int]] = {}
     for number, found in enumerate(comparison.divergences):
         rank = ranks[found.rank]
-        if rank.first is None:
-            continue
+        assert rank.first is not None, "it diverges"
         if number == 0:
             yield from _format_divergence(rank, rank.first, bits=bits)
             continue

@@ -178,6 +178,10 @@ def test_the_spread_is_zero_exactly_when_there_is_one_output(runs):
         assert (figure == 0) == (len(distinct) == 1)
 
 
+def test_an_output_of_another_shape_varies_in_every_element():
+    assert spread_of([torch.zeros(3), torch.zeros(1, 3)]).varying == 1
+
+
 def test_the_spread_keeps_a_copy_of_its_reference():
     """A call may write into the tensor that it returned before."""
     buffer, meter = torch.zeros(4), SpreadMeter()

@@ -185,8 +185,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         except FieldError as error:
             self._refuse_newer(body, error)
             raise self._not_a_ledger(f"has a first record whose {error}") from error
-        if not isinstance(header, Header):
-            raise self._not_a_ledger("does not begin with a header")
+        assert isinstance(header, Header), "told by the first bytes"
         if header.schema > SCHEMA:
             raise self._newer(header.schema, header.package)
         self.line = 1
