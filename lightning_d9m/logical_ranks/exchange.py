@@ -5,8 +5,10 @@
   With one root for each process this sends as many bytes as a ring all-reduce. While one chunk is
   folded, the next ones travel.
 - ``"pair"``: an all-reduce of two processes with one root each, as two numbers have one sum.
-- ``"collectives"``: the same as ``"shards"``, by one all-to-all and one all-gather, for transports
-  whose messages between two processes must not wait for each other (NCCL).
+- ``"collectives"``: the same as ``"shards"``, by one all-to-all and one all-gather. They do not
+  overlap, but NCCL's messages between two processes must not wait for each other, and on a CPU
+  they take less time for a small sum: a thread that sends messages, and is preempted, holds a lock
+  for which Gloo's thread polls.
 
 The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
 shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
@@ -44,7 +46,7 @@ from lightning_d9m.logical_ranks.tree import Node, find_parent, list_roots
 Algorithm = Literal["gather", "shards", "pair", "collectives"]
 # Up to this size the second phase of "shards" costs more than the additional bytes of "gather".
 _GATHER_BYTES = 2**16
-_PAIR_GATHER_BYTES = 2**20
+_SMALL_BYTES = 2**20
 _PAIR_DTYPES = (torch.float32, torch.float64)  # halves are rounded once, after the division
 _FIRST_TAG = 2**20  # others use small tags
 _TAGS = 2**20
@@ -167,9 +169,11 @@ class RootExchange:
         if result.device.type != "cpu":
             return "collectives"
         # Two processes send as many bytes either way, but "gather" adds everything twice.
-        limit = _PAIR_GATHER_BYTES if self.blocks.processes == 2 else _GATHER_BYTES  # noqa: PLR2004
+        limit = _SMALL_BYTES if self.blocks.processes == 2 else _GATHER_BYTES  # noqa: PLR2004
         if result.nbytes <= limit:
             return "gather"
+        if result.nbytes <= _SMALL_BYTES:
+            return "collectives"
         is_pair = len(self._nodes) == 2 and roots[0].dtype in _PAIR_DTYPES  # noqa: PLR2004
         return "pair" if is_pair and not self.flushes else "shards"
 
@@ -205,7 +209,8 @@ class RootExchange:
 
     def keep_scratch(self, scratch: Tensor) -> None:
         """Let a later sum use memory."""
-        self._scratch.setdefault((scratch.dtype, len(scratch)), []).append(scratch)
+        if scratch.device.type == "cpu":  # CUDA's allocator keeps memory itself
+            self._scratch.setdefault((scratch.dtype, len(scratch)), []).append(scratch)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Start to send a tensor that nobody changes until it has arrived."""

@@ -214,24 +214,22 @@ class CollectiveSum:
         self._fold = fold
         processes = exchange.blocks.processes
         self._size = size = round_up(math.ceil(len(result) / processes), STEP)
-        length = size * processes
-        padded = roots[0].new_zeros(processes, len(roots), size)
-        for index, root in enumerate(roots):
-            whole = (
-                root
-                if len(root) == length
-                else torch.nn.functional.pad(root, (0, length - len(root)))
-            )
-            padded[:, index] = whole.view(processes, size)
+        sent = roots[0]
+        if len(roots) > 1 or len(sent) < size * processes:
+            sent = exchange.take_scratch(sent, len(roots) * size * processes)
+            rows = sent.view(processes, len(roots), size)
+            for index, root in enumerate(roots):
+                for row, part in zip(rows, root.split(size), strict=False):
+                    row[index, : len(part)] = part
         counts = [len(nodes) * size for nodes in exchange.roots]
-        self._received = roots[0].new_empty(sum(counts))
+        self._received = exchange.take_scratch(sent, sum(counts))
+        # They live until all has arrived.
+        self._scratch = [self._received] if sent is roots[0] else [self._received, sent]
         self._counts = counts
-        sent = padded.view(-1)
         exchange.bytes_sent += len(roots) * size * (processes - 1) * sent.element_size()
         self._work = exchange.group.alltoall_base(
             self._received, sent, counts, [len(roots) * size] * processes
         )
-        self._sent = sent  # until it has arrived
 
     def fold(self) -> None:
         """Wait for `finish`."""
@@ -242,12 +240,14 @@ class CollectiveSum:
         processes = exchange.blocks.processes
         self._work.wait()
         values = [list(part.view(-1, size).unbind()) for part in self._received.split(self._counts)]
-        mine = result.new_empty(size)
+        mine = exchange.take_scratch(result, size)
         self._fold(values, mine)
-        gathered = result.new_empty(size * processes)
+        gathered = exchange.take_scratch(result, size * processes)
         exchange.bytes_sent += mine.nbytes * (processes - 1)
         exchange.group.allgather([list(gathered.chunk(processes))], [mine]).wait()
         result.copy_(gathered[: len(result)])
+        for scratch in (mine, gathered, *self._scratch):
+            exchange.keep_scratch(scratch)
 
 
 def round_up(number: int, step: int) -> int:

@@ -189,3 +189,31 @@ def test_a_group_of_another_size_or_order_is_refused():
 def test_several_processes_without_a_group_are_refused():
     with pytest.raises(SettingError, match=r"call torch.distributed.init_process_group first"):
         RootExchange(Blocks(2, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "names"),
+    [
+        (2, ["GatheredSum", "GatheredSum", "PairSum"]),
+        (4, ["GatheredSum", "CollectiveSum", "ShardedSum"]),
+    ],
+)
+def test_the_size_decides_how_values_travel(processes, names):
+    """No process sends more than a ring all-reduce, except for the smallest sums."""
+    blocks = Blocks(4, processes)
+
+    def exchange(process, group):
+        it = RootExchange(blocks, process, group)
+        found = []
+        for length in (2**14, 2**18, 2**18 + 64):
+            before, root = it.bytes_sent, torch.ones(length)
+            pending = it.start([root], root)
+            pending.finish()
+            assert root.unique().tolist() == [processes]
+            found.append((type(pending).__name__, it.bytes_sent - before))
+        return found
+
+    ring = [2 * 4 * length * (processes - 1) // processes for length in (2**18, 2**18 + 64)]
+    for found in run_processes(processes, exchange):
+        assert [name for name, _ in found] == names
+        assert [sent for _, sent in found[1:]] == ring
