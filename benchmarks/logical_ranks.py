@@ -1,6 +1,6 @@
 """Measure what gradients of logical ranks cost: time, bytes on the wire, memory, seeds.
 
-    python benchmarks/logical_ranks.py             everything, about 15 minutes on two cores
+    python benchmarks/logical_ranks.py             everything, about 20 minutes on two cores
     python benchmarks/logical_ranks.py --rounds 3 --settings small-2-of-2
 
 Processes on this machine, Gloo, one thread each. The processes stay; in each round they run every
@@ -9,7 +9,7 @@ is that of one round, and the result is the median over rounds. Time is that of 
 forward, backward, reduction, SGD. CPU time is the sum of all processes. The memory of gradients is
 the peak that torch's allocator reports for a step, less that of a forward and backward pass that
 drops each gradient as soon as it is there.
-Results go to ``benchmarks/results/logical-ranks-cpu.json``.
+Results go to ``benchmarks/results/logical-ranks-cpu.json``; other settings there are kept.
 """
 
 import argparse
@@ -312,23 +312,25 @@ def main():
     words = parser.parse_args()
     if words.work:
         work(words.work, words.rounds, words.folder)
-    result = {
-        "machine": {
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cores": os.cpu_count(),
-            "load_average_before": round(os.getloadavg()[0], 2),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "rounds": words.rounds,
-        "ratios_are": "quartiles over rounds",
-        "seeding_microseconds": time_seeding(),
-        "settings": {},
+    result = json.loads(words.output.read_text()) if words.output.exists() else {"settings": {}}
+    result["machine"] = {
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
     }
+    result["ratios_are"] = "quartiles over rounds"
+    result["seeding_microseconds"] = time_seeding()
     for setting in words.settings:
-        result["settings"][setting] = summarize(setting, launch(setting, words.rounds))
-        print(setting, json.dumps(result["settings"][setting], indent=1), flush=True)
-    words.output.write_text(json.dumps(result, indent=1) + "\n")
+        load = [round(os.getloadavg()[0], 2)]
+        found = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rounds": words.rounds,
+            **summarize(setting, launch(setting, words.rounds)),
+        }
+        found["load_average"] = [*load, round(os.getloadavg()[0], 2)]
+        result["settings"][setting] = found
+        print(setting, json.dumps(found, indent=1), flush=True)
+        words.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
