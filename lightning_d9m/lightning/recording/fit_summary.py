@@ -11,7 +11,7 @@ from lightning_d9m.text import escape, pluralize
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_DIGITS = 8
+_DIGITS = 16
 _LONGEST = 4096
 
 
@@ -49,7 +49,7 @@ class FitSummary:
             folder = str(self.ledger) if folder.startswith("..") else folder
             rank_zero().rank_zero_info(
                 f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
-                f"{self.digest[:_DIGITS]}…, ledger {escape(folder, _LONGEST)}"
+                f"{self.digest[:_DIGITS]}, ledger {escape(folder, _LONGEST)}"
                 + (_describe_second_fit(seed) if fit == 1 else "")
             )
 

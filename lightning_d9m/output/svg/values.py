@@ -18,7 +18,7 @@ from lightning_d9m.output.svg.timeline import LEFT, RIGHT, draw_axis, frame
 
 _BOTTOM, _TOP, _HEIGHT = 172, 14, 216
 _MAX_TICKS = 6
-_LONGEST_TICK = 6
+_FEWEST_DIGITS, _MOST_DIGITS = 3, 7
 
 # (step, value), in order of the steps.
 Points = Sequence[tuple[int, float]]
@@ -39,8 +39,9 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
     up = Scale(low - margin, high + margin, _BOTTOM, _TOP)
     across = _scale_steps(finite)
     parts = [line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis")]
-    for value in dict.fromkeys((low, (low + high) / 2, high)):
-        parts += _draw_tick(up.at(value), _describe_tick(value))
+    ticks = list(dict.fromkeys((low, (low + high) / 2, high)))
+    for value, name in zip(ticks, _describe_ticks(ticks), strict=True):
+        parts += _draw_tick(up.at(value), name)
     for number, run in enumerate(finite):
         points = [(across.at(step), up.at(value)) for step, value in run]
         color, dashes = _choose_style(number)
@@ -132,17 +133,26 @@ def _choose_style(number: int) -> tuple[str, str]:
     return f"var(--line-{name},{COLORS[name]})", dashed
 
 
-def _describe_tick(value: float) -> str:
-    """Return a number in few characters.
+def _describe_ticks(values: Sequence[float]) -> list[str]:
+    """Return different numbers in as few characters as tell them apart.
 
-    >>> _describe_tick(0.7874), _describe_tick(0.009563), _describe_tick(-12345.0)
-    ('0.787', '9.6e-3', '-1.2e4')
+    >>> _describe_ticks([0.7874, 0.009563, -12345.0]), _describe_ticks([2.2463, 2.2527])
+    (['0.787', '9.6e-3', '-1.2e4'], ['2.246', '2.253'])
     """
-    text = f"{value:.3g}"
-    if len(text) <= _LONGEST_TICK and "e" not in text:
+    texts = []
+    for digits in range(_FEWEST_DIGITS, _MOST_DIGITS + 1):
+        texts = [_describe_tick(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
+
+
+def _describe_tick(value: float, digits: int) -> str:
+    text = f"{value:.{digits}g}"
+    if len(text) <= digits + 3 and "e" not in text:
         return text
-    digits, _, power = f"{value:.1e}".partition("e")
-    return f"{digits}e{int(power)}"
+    mantissa, _, power = f"{value:.{digits - 2}e}".partition("e")
+    return f"{mantissa}e{int(power)}"
 
 
 def _draw_powers(up: LogScale) -> list[str]:

@@ -32,7 +32,7 @@ def test_one_line_when_a_fit_ends_unless_progress_bars_are_off(tmp_path, caplog,
     assert (
         repr(callback) == f"DeterminismCallback(ledger={str(callback.ledger)!r}, digest={digest!r})"
     )
-    line = f"d9m: 2 epochs recorded, weights {digest[:8]}…, ledger runs/fit-000"
+    line = f"d9m: 2 epochs recorded, weights {digest[:16]}, ledger runs/fit-000"
     assert list_lines(caplog) == [line] * bar
 
 
