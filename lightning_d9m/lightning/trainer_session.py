@@ -147,7 +147,8 @@ class TrainerSession:
 
     def capture_samplers(self, *, within: bool) -> dict[str, Any]:
         """Return the states of the user's samplers and datasets, for ``resume_loaders``."""
-        return self._loaders.capture_samplers("train", within=within)
+        at_end = bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+        return self._loaders.capture_samplers("train", within=within, at_end=at_end)
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a switch has been changed since the run began."""

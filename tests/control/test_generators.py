@@ -88,11 +88,11 @@ def test_long_lists_of_data_are_not_searched():
 
 
 class Item:
-    """An object with ten attributes, each of which is such an object too."""
+    """An object with ten attributes or more, each of which is such an object too."""
 
-    def __init__(self, levels):
-        parts = {f"part{number}": Item(levels - 1) for number in range(10)} if levels else {}
-        vars(self).update(parts)
+    def __init__(self, levels, width=10):
+        numbers = range(width if levels else 0)
+        vars(self).update({f"part{number}": Item(levels - 1, width) for number in numbers})
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,9 @@ class Item:
         lambda: {number: [(number, [other]) for other in range(300)] for number in range(300)},
         lambda: [Item(2) for _ in range(800)],
         lambda: [Item(3) for _ in range(40)],
+        lambda: [Item(2, width=30) for _ in range(40)],
     ],
-    ids=["lists", "pairs", "dicts", "objects", "too few objects to search a sample"],
+    ids=["lists", "pairs", "dicts", "objects", "too few objects to search a sample", "wide"],
 )
 def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(monkeypatch, data):
     """The bound of one list is not enough: nested ones used to cost a second or two a call."""
@@ -138,6 +139,15 @@ def test_generators_in_nested_transforms_are_found():
     assert list(find_generators({"loader": SimpleNamespace(dataset=dataset)})) == [
         "loader.dataset.transform.transforms.0.transforms.0.rng"
     ]
+
+
+def test_nested_lists_of_data_leave_room_for_the_search_of_deeper_objects():
+    owner = SimpleNamespace(
+        data=[[[[0.5, None] for _ in range(40)] for _ in range(40)] for _ in range(40)]
+    )
+    owner.transform = Item(4)
+    owner.transform.part0.part0.part0.rng = random.Random(1)
+    assert list(find_generators({"owner": owner})) == ["owner.transform.part0.part0.part0.rng"]
 
 
 class Sample:

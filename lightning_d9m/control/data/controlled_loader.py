@@ -21,6 +21,12 @@ from lightning_d9m.control.data.dataset_numbers import (
     write_numbers,
 )
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_foreign, unwrap
+from lightning_d9m.control.data.sampler_state import (
+    ATTRIBUTES,
+    read_attributes,
+    write_attributes,
+)
+from lightning_d9m.control.data.sampler_state import find_changed as find_changed_attributes
 from lightning_d9m.control.data.samplers import find_samplers, is_rankless, make_generator
 from lightning_d9m.control.data.seeded_dataset import (
     NoRngGuard,
@@ -104,7 +110,9 @@ class ControlledLoader:
         self._dataset = weakref.ref(loader.dataset) if numbers is not None else None
         self._first_numbers = numbers or {}
         self._has_numbers = False
-        self._foreign = is_foreign(find_samplers(loader))
+        samplers = find_samplers(loader)
+        self._foreign = is_foreign(samplers)
+        self._first_attributes = read_attributes(samplers)
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         draws = not draws_nothing(loader)
         self._requests = ResumableSampler(
@@ -113,7 +121,7 @@ class ControlledLoader:
             foreign=self._foreign,
             draws=draws,
             # torch makes this iterator first, and then that of the dataset.
-            on_start=self._keep_numbers,
+            on_start=self._keep_start,
         )
         batching = loader.batch_sampler is not None
         replacements.replace(loader, "batch_sampler" if batching else "sampler", self._requests)
@@ -141,9 +149,24 @@ class ControlledLoader:
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             iterator._shutdown_workers()  # noqa: SLF001 - the only way
 
-    def capture_samplers(self) -> dict[str, Any]:
-        """Return the states of the samplers' generators, and the numbers of the dataset."""
-        return capture_generators(self._owners()) | self._capture_numbers()
+    def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
+        """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
+        if not within:
+            return self._capture_now()
+        if self._iterable and not at_end:  # read again from the start of the epoch
+            return self.at_start
+        at_start = {name: state for name, state in self.at_start.items() if name != NUMBERS}
+        return at_start | self._capture_numbers()
+
+    def _capture_now(self) -> dict[str, Any]:
+        """Return the states of the samplers and the numbers of the dataset."""
+        found = capture_generators(self._owners())
+        return found | self._capture_attributes() | self._capture_numbers()
+
+    def _capture_attributes(self) -> dict[str, Any]:
+        attributes = read_attributes(self._owners().values())
+        changed = find_changed_attributes(self._first_attributes, attributes)
+        return {ATTRIBUTES: changed} if changed else {}
 
     def _capture_numbers(self) -> dict[str, Any]:
         dataset = None if self._dataset is None else self._dataset()
@@ -152,9 +175,10 @@ class ControlledLoader:
         changed = find_changed(self._first_numbers, read_numbers(dataset))
         return {NUMBERS: changed} if changed else {}
 
-    def _keep_numbers(self) -> None:
-        self.at_start.pop(NUMBERS, None)
-        self.at_start |= self._capture_numbers()
+    def _keep_start(self) -> None:
+        for name in (NUMBERS, ATTRIBUTES):
+            self.at_start.pop(name, None)
+        self.at_start |= self._capture_attributes() | self._capture_numbers()
 
     def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore the numbers that the dataset had where the run was interrupted."""
@@ -196,11 +220,13 @@ class ControlledLoader:
             self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            restore_generators(self._owners(), consumed.samplers.get(str(self.number), {}))
+            states = consumed.samplers.get(str(self.number), {})
+            restore_generators(self._owners(), states)
+            write_attributes(self._owners().values(), states.get(ATTRIBUTES, {}))
             if not self._has_numbers:  # otherwise hooks may have set them since
                 self.restore_numbers(epoch, consumed)
         self._seed_samplers(loader, epoch)
-        self.at_start = self.capture_samplers()
+        self.at_start = self._capture_now()
         # A loader of an iterable dataset restores its position itself, or cannot.
         if consumed is not None and resumed and not self._iterable:
             self._requests.start_epoch(consumed.batches, consumed.cycled)

@@ -81,22 +81,23 @@ class LoaderControl:
         """
         self._consumed[stage] = ReachedPosition(epoch, batches, cycled, samplers or {})
 
-    def capture_samplers(self, stage: str, *, within: bool) -> dict[str, Any]:
+    def capture_samplers(self, stage: str, *, within: bool, at_end: bool = False) -> dict[str, Any]:
         """Return what the order of batches depends on beside the random streams.
 
-        These are the states of the generators that the user's samplers hold, and the numbers that
-        an iterable dataset has changed.
+        These are the states of the generators that the user's samplers hold, their attributes, and
+        the numbers among the attributes of datasets, if they have changed.
 
         Args:
             stage: The stage of the loaders.
-            within: True within an epoch: return the states at its start, from which its order was
-                drawn.
+            within: True within an epoch: return the states of samplers at its start, from which its
+                order was drawn.
+            at_end: True if no batch of the epoch is left.
 
         Returns:
             Plain values.
         """
         found = {
-            str(control.number): control.at_start if within else control.capture_samplers()
+            str(control.number): control.capture(within=within, at_end=at_end)
             for control in self._controlled
             if control.stage == stage
         }
@@ -193,18 +194,23 @@ class LoaderControl:
             self._replacements,
             per_sample=self._per_sample_rng,
             host_sets_epochs=self._host_sets_epochs,
-            numbers=self._find_first_numbers(loader.dataset),
+            numbers=self._find_first_numbers(loader),
         )
         self._controlled.append(control)
         return loader
 
-    def _find_first_numbers(self, dataset: Any) -> Numbers | None:
+    def _find_first_numbers(self, loader: Any) -> Numbers | None:
         """Return the numbers of a dataset before it was iterated; None if they do not matter.
 
-        The batches of a dataset with indices are seeded one by one, and a dataset with a
-        ``state_dict`` says itself where it is.
+        A dataset with a ``state_dict`` says itself where it is. Persistent workers have a copy of a
+        dataset with indices, which changes of the program do not reach.
         """
-        if not isinstance(dataset, IterableDataset) or hasattr(dataset, "load_state_dict"):
+        dataset = loader.dataset
+        stays = loader.num_workers > 0 and loader.persistent_workers
+        iterable = isinstance(dataset, IterableDataset)
+        if hasattr(dataset, "load_state_dict") or not hasattr(dataset, "__dict__"):
+            return None
+        if stays and not iterable:
             return None
         known = [numbers for owner, numbers in self._first_numbers if owner() is dataset]
         if not known:

@@ -237,17 +237,16 @@ class CheckpointState:
     def _start_batches(
         self, session: TrainerSession, trainer: "Trainer", start: Callable[..., None], *args: Any
     ) -> None:
+        between = self._was_saved_between_epochs
         if makes_iterator_again(trainer):
             session.restart_epoch(trainer.current_epoch)
-        elif (
-            trainer.current_epoch
-            and self._was_saved_between_epochs
-            and draws_when_iterated(trainer)
-        ):
+        elif trainer.current_epoch and between and draws_when_iterated(trainer):
             session.restart_epoch(trainer.current_epoch)
             iterate_again(trainer, self._loader_states)
         self._loader_states = []
         start(*args)
+        if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
+            session.restore_numbers(self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(trainer.fit_loop)
         if self._at_end:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelPruning
 from resuming import DrawingDigits, Fits, agree, in_order, stream
-from torch.utils.data import DataLoader
-from trainings import QUIET, make_loader, make_model
+from torch.utils.data import DataLoader, IterableDataset
+from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.errors import InexactResumeError
@@ -62,10 +62,27 @@ def test_a_validation_whose_loaders_come_later_goes_on(fits):
     agree(straight, fits.resume(**run))
 
 
+class CountedNumbers(IterableDataset):
+    """An endless stream that counts what it has read, one batch ahead of the training."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __iter__(self):
+        digits = NoisyDigits()
+        while True:
+            self.read += 1
+            yield digits[self.read % 96]
+
+
+def counted_stream():
+    return DataLoader(CountedNumbers(), batch_size=16)
+
+
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
 def test_a_stream_is_resumed_when_nothing_of_its_epoch_is_left(fits, hook):
     """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
-    run = {"loader": stream, "max_epochs": 3}
+    run = {"loader": counted_stream, "max_epochs": 3, "limit_train_batches": 6}
     straight = fits.fit(**run)
     fits.interrupt(**run, at={"hook": hook, "batch": 6})
     agree(straight, fits.resume(**run))

@@ -202,6 +202,41 @@ def ema():
     return [callbacks.EMAWeightAveraging(decay=0.9)]
 
 
+class Curriculum:
+    """A batch sampler that counts its epochs, and shuffles a list and an array in place."""
+
+    def __init__(self):
+        self.epoch, self.order, self.weights = 0, list(range(96)), np.arange(96)
+
+    def __iter__(self):
+        self.epoch += 1
+        random.shuffle(self.order)
+        np.random.shuffle(self.weights)
+        for batch in range(6):
+            order = self.order[16 * batch : 16 * batch + 15]
+            yield [*order, int(self.weights[batch + self.epoch])]
+
+    def __len__(self):
+        return 6
+
+
+class Noisier(NoisyDigits):
+    def __init__(self):
+        super().__init__()
+        self.noise = 0.0
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + self.noise, label
+
+
+class Difficulty(callbacks.Callback):
+    """Sets a number of the dataset in a hook that a resume within an epoch does not call."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.train_dataloader.dataset.noise = 0.1 * trainer.current_epoch
+
+
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 RUNS = {
     "workers": {"loader": partial(make_loader, num_workers=2)},
@@ -228,6 +263,11 @@ RUNS = {
     "averaged weights": {"callbacks": swa},
     "exponentially averaged weights": {"callbacks": ema},
     "batches of the user's": {"loader": drawn_batches},
+    "batches of a sampler that changes": {"loader": partial(drawn_batches, Curriculum)},
+    "data that a callback changes": {
+        "loader": lambda: DataLoader(Noisier(), 16, shuffle=True),
+        "callbacks": lambda: [Difficulty()],
+    },
     "two loaders": {"loader": two_loaders, "model": partial(make_model, training_step=step_on_two)},
     "means of what is logged": {"model": partial(make_model, training_step=logging_step)},
     "a datamodule that reloads": {
