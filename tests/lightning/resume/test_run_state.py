@@ -217,7 +217,6 @@ SHARED = {
     "its epoch": (["position", "epoch"], lambda n: n - 1),
     "its batch": (["position", "batch"], lambda n: n - 1),
     "its phase": (["position", "phase"], lambda _: "epoch"),
-    "its step": (["position", "step"], lambda n: n - 1),
     "which fit it is": (["fit"], lambda n: n + 1),
 }
 # What makes a resume inexact, and is said.
@@ -242,6 +241,11 @@ REFUSED = {
         ["callbacks", KEY, "position", "phase"],
         lambda n: "within",
         "while batch 5 of epoch 1 was trained",
+    ),
+    "another step": (
+        ["callbacks", KEY, "position", "step"],
+        lambda n: n - 1,
+        "begins at step 5, and the checkpoint was saved at step 4",
     ),
     "a generator": (
         ["callbacks", KEY, "ranks", 0, "generators", "model.own"],
