@@ -1,4 +1,4 @@
-"""What a user's sampler changes in its attributes: a count of epochs, an order shuffled in place.
+"""The attributes that a user's sampler changes, such as a count of epochs or a shuffled list.
 
 A resumed run starts with a new sampler, whose attributes have their first values.
 """
@@ -19,7 +19,7 @@ ATTRIBUTES = "sampler attributes"
 """The key of the attributes of a loader's samplers, beside the states of their generators."""
 
 _MOST_ITEMS = 2**22  # of a list; a longer one is not read
-_LARGEST = 2**63  # integers of more bits are no tensor
+_LARGEST = 2**63  # a tensor holds integers of 64 bits
 _NUMBERS = (bool, int, float)
 
 
