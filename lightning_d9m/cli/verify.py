@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.output.terminal import print_wrapped
 from lightning_d9m.text import describe_names, escape, pluralize
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": found.ok, **asdict(found), "checkpoint": str(path)}, indent=2))
     else:
-        print("\n".join(found.lines))
+        print_wrapped(found.lines)
     return 0 if found.ok else 1
 
 

@@ -120,6 +120,13 @@ def print_lines(lines: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
+def print_wrapped(lines: Sequence[str]) -> None:
+    """Print lines; on a terminal, a long one is wrapped between words."""
+    if sys.stdout.isatty():
+        lines = [part for line in lines for part in wrap(line, "  ", "") or [""]]
+    print("\n".join(lines))
+
+
 def terminal_width(limit: int = 100) -> int:
     """Return the terminal's width, or ``COLUMNS``, or 80; at most ``limit``."""
     return min(shutil.get_terminal_size().columns, limit)

@@ -1,6 +1,10 @@
 """Tables and paragraphs on a terminal."""
 
-from lightning_d9m.output.terminal import make_table, render, style, wrap
+import sys
+
+import pytest
+
+from lightning_d9m.output.terminal import make_table, print_wrapped, render, style, wrap
 
 
 def test_a_name_in_brackets_is_not_a_style():
@@ -15,3 +19,19 @@ def test_a_name_in_brackets_is_not_a_style():
 def test_a_path_is_not_broken():
     path = "/data/" + "run-1" * 30
     assert wrap(f"See {path} there.", "  ", "- ") == ["- See", f"  {path}", "  there."]
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_a_long_line_is_wrapped_on_a_terminal_only(on_terminal, monkeypatch, capsys):
+    """Words and paths are not broken, and an empty line stays."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    lines = ["word " * 19 + "last", "", "folder/" * 12]
+    print_wrapped(lines)
+    shown = capsys.readouterr().out.splitlines()
+    if on_terminal:
+        long, indented, *rest = shown
+        assert len(long) <= 80
+        assert indented.startswith("  word")
+        assert (f"{long} {indented.strip()}", rest) == (lines[0], lines[1:])
+    else:
+        assert shown == lines

@@ -17,6 +17,7 @@ from lightning_d9m.audit.ops.report import (
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.audit.ops.worker_process import measure_rows
 from lightning_d9m.cli.arguments import positive_seconds, whole_number
+from lightning_d9m.output.terminal import print_wrapped
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _QUICK_SECONDS, _SECONDS = 0.25, 30.0
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(summary, indent=1))
     else:
-        print(render_findings(summary))
+        print_wrapped(render_findings(summary).splitlines())
         for key in broken:
             print(f"the patched op varied: {key}")
         print(f"audit: {folder / 'ops.md'}, ops.json, ops.svg")
