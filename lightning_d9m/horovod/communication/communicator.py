@@ -378,6 +378,8 @@ class Communicator:
 
     def make_lost_error(self, activity: str, error: Exception) -> RankLostError:
         """Return the error of a collective that failed, with the ranks that are lost."""
+        if isinstance(self._transport, TorchTransport):
+            self._transport.fail()  # a rank that waits for this one would seem to hang
         lost = {} if self.liveness is None else self.liveness.find_lost()
         cause = " ".join(lost.values()) or (
             "Another rank ended or Horovod stopped: look at the output of the other ranks for the "

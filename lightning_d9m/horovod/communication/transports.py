@@ -213,10 +213,14 @@ class TorchTransport:
         """See `Transport`."""
         return TorchPending(self._tensors.broadcast(tensor, 0), tensor)
 
-    def close(self) -> None:
-        """Close the connections."""
+    def fail(self) -> None:
+        """Let every collective fail, here and where this rank is waited for."""
         for group in (self._tensors, self._control):
             close_connections(group)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.fail()
         del self._tensors, self._control
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed
 
 from lightning_d9m.errors import D9mError
+from lightning_d9m.lightning.ranks.process_group import close_default_group
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
 
@@ -41,5 +42,7 @@ def add_lost_ranks(error: BaseException, liveness: RankLiveness | None) -> None:
     is_failure = isinstance(error, RuntimeError) and not isinstance(error, D9mError)
     if not (is_failure and _FAILURE.search(str(error))):
         liveness.report_error(error)
-    elif lost := liveness.find_lost():
+        return
+    close_default_group()  # a rank that waits for this one would seem to hang
+    if lost := liveness.find_lost():
         error.args = ("\n".join([str(error), *lost.values()]),)
