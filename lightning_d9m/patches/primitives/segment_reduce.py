@@ -157,8 +157,6 @@ def _multiply_runs(rows: Tensor, runs: KeyRuns) -> Tensor:
     # torch.segment_reduce takes floating point only. Integers may be multiplied in any order: after
     # step k of this loop each element holds the product of 2**k elements of its run.
     empty = rows.new_ones((offsets.numel() - 1, *rows.shape[1:]))
-    if not rows.numel():
-        return empty
     wide = (-1, *[1] * (rows.dim() - 1))
     keys = runs.run.view(wide)
     step = 1

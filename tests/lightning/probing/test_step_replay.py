@@ -116,6 +116,27 @@ class FlipsOnce:
         return None
 
 
+def test_a_skipped_batch_leaves_no_step_wrapped(fit):
+    """Lightning calls no hook at the end of a batch that ``on_train_batch_start`` skips."""
+    ledgers, runs = [], []
+
+    def step(self, batch, _):
+        runs[-1] += 1
+        images, classes = batch
+        return nn.functional.cross_entropy(self.layers(images), classes)
+
+    def skip(self, _, batch_idx):
+        return -1 if batch_idx == 1 else None
+
+    for words in ({}, {"replay_every": 1}):
+        runs.append(0)
+        model = make_model(training_step=step, on_train_batch_start=skip)
+        ledgers.append(fit(model=model, **words))
+        assert "training_step" not in vars(model)
+    assert runs[1] == 2 * runs[0]
+    assert final(ledgers[0]) == final(ledgers[1])
+
+
 def test_a_bit_flipped_once_in_an_activation_is_named(fit):
     model = make_model()
     # The 5th call is in the first run of the 3rd batch; the first validation makes two.
