@@ -1,4 +1,8 @@
-"""Saving and restoring what an exact resume needs beyond Lightning's own; see ``saved_state``."""
+"""Saving and restoring what an exact resume needs beyond Lightning's own; see ``saved_state``.
+
+The file has over 400 lines because one class wraps the methods of Lightning's loops, and each
+wrapper repeats a signature.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +21,11 @@ from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
 from lightning_d9m.lightning.resume.epoch_length import EpochLength
+from lightning_d9m.lightning.resume.late_changes import (
+    LateChanges,
+    describe_hook,
+    describe_validation,
+)
 from lightning_d9m.lightning.resume.logged_results import restore_latest
 from lightning_d9m.lightning.resume.loop_position import (
     draws_when_iterated,
@@ -37,6 +46,7 @@ from lightning_d9m.lightning.saved_state import (
     SavedRank,
     SavedState,
 )
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
@@ -65,6 +75,8 @@ class CheckpointState:
     def _clear(self) -> None:
         """Forget the checkpoint of the last fit."""
         self._resumed: SavedState | None = None
+        self._saved, self._validated = LateChanges(), LateChanges()
+        self._late: list[str] = []
         self._has_begun = False  # not yet, while a callback searches for a learning rate
         self._reasons: list[str] = []
         self._unvalidated: SavedRank | None = None
@@ -108,6 +120,8 @@ class CheckpointState:
         if session is not None and session.stage == "fit":
             recorder.reduce_loss(trainer)
             state = self._cut or self._capture(trainer, session, recorder)
+            if state.position.phase == "batch" and not is_sharded(trainer.strategy):
+                self._saved.note(trainer.lightning_module)
             state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
@@ -173,6 +187,7 @@ class CheckpointState:
             (fit, "on_advance_end", partial(self._keep_and_end, session, recorder)),
             (epoch_loop, "reset", self._reset_epoch),
             (epoch_loop, "on_run_start", partial(self._start_batches, session)),
+            (epoch_loop, "on_advance_end", self._end_batch),
             (val_loop, "setup_data", self._load_validation),
             (val_loop, "run", self._run_validation),
         ]
@@ -254,6 +269,18 @@ class CheckpointState:
             finish_last_batch(trainer)
         self._restore(trainer)
 
+    def _end_batch(self, trainer: "Trainer", end: Callable[..., None], *args: Any) -> None:
+        self._find_late_changes(trainer)
+        end(*args)
+
+    def _find_late_changes(self, trainer: "Trainer") -> None:
+        """Report what has changed since a checkpoint was saved in this batch or validation."""
+        names = self._saved.find(trainer.lightning_module)
+        self._saved.forget()
+        if names and not self._late:
+            self._late = [describe_hook(names)]
+            exactness.report_late(self._late[0], raises=self._on_inexact == "raise_early")
+
     def _load_validation(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         load()
         loop = trainer.fit_loop.epoch_loop.val_loop
@@ -264,7 +291,11 @@ class CheckpointState:
     def _run_validation(self, trainer: "Trainer", run: Callable[[], object]) -> object:
         if not trainer.sanity_checking:
             self._before_evaluation = run_state.capture_rng_and_metrics(trainer, "validation")
+            if not is_sharded(trainer.strategy):
+                self._validated.note(trainer.lightning_module)
         outputs = run()
+        self._find_late_changes(trainer)
+        self._validated.forget()
         self._before_evaluation = None  # after an exception a checkpoint may still need it
         return outputs
 
@@ -354,11 +385,16 @@ class CheckpointState:
         position = find_position(trainer)
         user = self._before_evaluation if position.phase == "validation" else None
         user = user or run_state.capture_rng_and_metrics(trainer, position.phase)
+        late = self._late if position.phase == "batch" else []
+        if position.phase == "validation" and (
+            names := self._validated.find(trainer.lightning_module)
+        ):
+            late = [describe_validation(names)]
         ledger = recorder.ledger_position
         rank = replace(
             run_state.capture(trainer, session.capture_rng(), user),
             samplers=session.capture_samplers(within=position.phase != "epoch"),
-            inexact=exactness.find_missing_state(trainer, position, user.left_out),
+            inexact=exactness.find_missing_state(trainer, position, user.left_out) + late,
             ledger=None if ledger is None else SavedLedger(**ledger),
             pending=recorder.pending,
         )

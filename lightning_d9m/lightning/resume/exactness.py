@@ -127,6 +127,18 @@ def find_unsaved_loader_state(loader: Any) -> str | None:
     return find_worker_problem(loader) if getattr(loader, "persistent_workers", False) else None
 
 
+def report_late(problem: str, *, raises: bool) -> None:
+    """Report a problem of a checkpoint that was saved a moment before.
+
+    Raises:
+        InexactResumeError: If ``raises``.
+    """
+    text = f"The checkpoint that was just saved cannot be resumed exactly:\n- {problem}"
+    if raises:
+        raise InexactResumeError(text, reasons=[problem])
+    rank_zero().rank_zero_info(text)
+
+
 def _find_unresumable_loaders(trainer: "Trainer") -> list[str]:
     """Return why checkpoints that a fit saves within an epoch could not be resumed exactly."""
     fit = trainer.fit_loop

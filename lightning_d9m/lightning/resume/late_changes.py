@@ -1,0 +1,61 @@
+"""Detection of weights that change after a checkpoint was saved, in hooks that a resume skips.
+
+Lightning calls the hook of the module after those of callbacks, where checkpoints are saved. And a
+validation that was interrupted is run again, from weights that it may have replaced.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+_Versions = dict[str, tuple[int, int]]
+
+
+class LateChanges:
+    """The parameters and buffers of a module that change from one moment to another."""
+
+    def __init__(self) -> None:
+        self._noted: _Versions = {}
+
+    def note(self, module: nn.Module) -> None:
+        """Note the present state; values are not read."""
+        self._noted = _read_versions(module)
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        self._noted = {}
+
+    def find(self, module: nn.Module) -> list[str]:
+        """Return the names of what has changed since."""
+        if not self._noted:
+            return []
+        now = _read_versions(module)
+        return [name for name, version in self._noted.items() if now.get(name) != version]
+
+
+def describe_hook(names: list[str]) -> str:
+    """Return why a checkpoint that was saved before a hook cannot be resumed exactly."""
+    return (
+        "A hook that runs after the checkpoint is saved, such as the module's on_train_batch_end, "
+        f"changes {names[0]}, and a resumed run does not call it again. Do it in a callback's "
+        "on_train_batch_end, or save checkpoints at the end of an epoch."
+    )
+
+
+def describe_validation(names: list[str]) -> str:
+    """Return why a checkpoint that was saved within a validation cannot be resumed exactly."""
+    return (
+        f"The checkpoint was saved within a validation that had changed {names[0]}, as one of "
+        "averaged weights does, and a resumed run begins the validation again. Use one that was "
+        "saved before it or after it."
+    )
+
+
+def _read_versions(module: nn.Module) -> _Versions:
+    found = {}
+    tensor: Any
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor) and not tensor.is_inference():
+            found[name] = (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - torch has no other
+    return found

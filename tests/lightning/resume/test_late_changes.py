@@ -1,0 +1,94 @@
+"""Weights that change after a checkpoint was saved, or within a validation, are named."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from resuming import Fits, agree
+from torch import nn
+from trainings import make_model
+
+from lightning_d9m import InexactResumeError
+from lightning_d9m.lightning.resume.late_changes import LateChanges
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+
+
+@pytest.fixture
+def fits(tmp_path, new_process):
+    return Fits(tmp_path, new_process)
+
+
+def averaging():
+    """Return a model that averages its last bias in the module's own hook."""
+
+    def average(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.average.lerp_(self.layers[4].bias, 0.1)
+
+    model = make_model(on_train_batch_end=average)
+    model.register_buffer("average", torch.zeros(10))
+    return model
+
+
+class Swap(Callback):
+    """Validates averaged weights, as by a second set of them."""
+
+    def on_validation_start(self, trainer, pl_module):
+        self.trained = pl_module.layers[4].bias.data
+        pl_module.layers[4].bias.data = self.trained * 0.9
+
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.layers[4].bias.data = self.trained
+
+
+def test_a_hook_of_the_module_is_named_and_later_checkpoints_are_refused(fits, caplog):
+    with caplog.at_level("INFO"):
+        fits.fit(model=averaging, extra=[saver(fits, 2)])
+    assert "just saved cannot be resumed exactly" in caplog.text
+    with pytest.raises(InexactResumeError, match="on_train_batch_end, changes average"):
+        fits.resume(model=averaging)
+    words = {"on_inexact_resume": "raise_early"}
+    with pytest.raises(InexactResumeError, match="changes average"):
+        fits.interrupt(model=averaging, words=words, at={"batch": 2, "stop": False})
+
+
+def saver(fits, batch):
+    """Return a callback that saves in two batches; the second overwrites the first."""
+
+    class Saver(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, data, batch_idx):
+            if batch_idx in (batch, batch + 1) and trainer.current_epoch == 0:
+                trainer.save_checkpoint(fits.checkpoint)
+
+    return Saver()
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_is_resumed(fits):
+    straight = fits.fit(model=averaging)
+    fits.interrupt(model=averaging, at={"hook": "on_train_epoch_end", "batch": 6})
+    agree(straight, fits.resume(model=averaging))
+
+
+def test_weights_that_a_validation_has_swapped_are_named(fits):
+    words = {"callbacks": lambda: [Swap()]}
+    straight = fits.fit(**words)
+    fits.interrupt(**words, at={"hook": "on_validation_batch_end", "batch": 6})
+    with pytest.raises(InexactResumeError, match=r"a validation that had changed layers\.4\.bias"):
+        fits.resume(**words)
+    fits.interrupt(**words, at={"hook": "on_validation_end", "batch": 6})
+    agree(straight, fits.resume(**words))
+
+
+def test_each_way_to_change_a_tensor_is_found():
+    module = nn.BatchNorm1d(3)
+    changes = LateChanges()
+    assert changes.find(module) == []
+    changes.note(module)
+    assert changes.find(module) == []
+    with torch.no_grad():
+        module.weight.mul_(1)
+    module.bias.data = torch.zeros(3)
+    module.running_mean = torch.zeros(3)
+    assert changes.find(module) == ["weight", "bias", "running_mean"]
+    changes.forget()
+    assert changes.find(module) == []
