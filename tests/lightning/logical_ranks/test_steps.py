@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m import DeterminismCallback
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 
 
 def load(data):
@@ -37,6 +37,16 @@ def test_one_logical_rank_accumulates_as_lightning_does(fit):
     assert all(map(torch.equal, weights, expected))
     _, others = train(fit, ranks=1, max_epochs=2)
     assert not torch.equal(weights[0], others[0])
+
+
+def test_without_a_number_the_bits_are_those_of_lightnings_strategy(fit):
+    strategy = DDPDeterministicStrategy()
+    assert strategy.logical_ranks is None
+    words = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    steps, weights = train(fit, strategy=strategy, **words)
+    expected_steps, expected = train(fit, strategy="ddp", **words)
+    assert steps == expected_steps
+    assert all(map(torch.equal, weights, expected))
 
 
 def test_a_batch_of_accumulation_is_one_step_of_more_samples(fit):
