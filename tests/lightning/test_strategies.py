@@ -12,6 +12,7 @@ from shutil import copytree
 import pytest
 import torch
 from forking_python import HOROVOD, shared_python
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from rank_processes import run_ranks
 
@@ -203,6 +204,19 @@ def test_locate_names_step_rank_and_operation_of_a_race_on_one_rank(cell):
     assert located["op"]["inputs_equal"]
 
 
+@pytest.mark.parametrize(
+    ("cell", "moment", "step"), [("ddp", "batch", 1), ("tp", "epoch", 2)], indirect=["cell"]
+)
+def test_locate_names_a_copy_that_differs_in_every_run(cell, moment, step):
+    """Where ranks hold shards, the end of the epoch: probes of shards are not compared."""
+    located = cell[1][0]["located drift"]
+    assert (located["cause"], located["ranks"]) == ("rank drift", [1]), located
+    assert (located["moment"], located["step"]) == (moment, step)
+    assert located["name"] == "layers.3.bias"
+    assert located["magnitude"]["examples"][0][0] == [0]
+    assert "last batch began" not in located["text"]
+
+
 @pytest.mark.parametrize("cell", ALL, indirect=True)
 def test_probes_agree_in_two_runs(cell):
     folder, found = cell
@@ -303,6 +317,11 @@ def test_other_strategies_are_refused_at_setup(strategy, reason, fit, tmp_path, 
     with pytest.raises(SettingError, match=f"strategy of the Trainer is {name}, .*{reason}"):
         fit(trainer_strategy=strategy(torch.device("cpu")))
     assert not list(tmp_path.glob("**/fit-*"))
+
+
+def test_lightning_refuses_fsdp1_on_a_cpu():
+    with pytest.raises(ValueError, match="`fsdp` requires a GPU accelerator, but received"):
+        Trainer(accelerator="cpu", strategy="fsdp")
 
 
 def test_notebooks_fork():

@@ -317,6 +317,8 @@ FLAT = "fsdp1, flat parameters"
 FULL = ("fsdp1", "fsdp2", "tp", "hsdp", "fsdp2 and tp")
 # In these an operation races, too.
 RACING = ("ddp", "fsdp1", "fsdp2", "tp")
+# In these a rank drifts apart in every run.
+DRIFTING = ("ddp", "tp")
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 SHORT = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1}
@@ -432,15 +434,14 @@ def list_outcomes(folder, cell, name, **words):
     return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
-def locate_fault(folder, cell, trainer, fault):
-    """Locate a fault that one rank has in each second run; return what rank 0 printed."""
+def locate_fault(folder, cell, trainer, fault, name="located"):
+    """Locate a fault that one rank has in each second run, or in all; return what is printed."""
 
     def train(number):
         session._fits = 0
-        present = fault if fault.races or number % 2 == 0 else None
-        fit(folder, cell, "located", fault=present, limits=SHORTEST)
+        present = fault if name != "located" or number % 2 == 0 else None
+        fit(folder, cell, name, fault=present, limits=SHORTEST)
 
-    name = "located op" if fault.races else "located"
     share = (lambda request: request) if cell in LAUNCHED else trainer.strategy.broadcast
     return locate(train, folder / f"{name} runs", rank=RANK, share=share)
 
@@ -484,7 +485,11 @@ def run(folder, cell):
         attempt("resumed from full", resume_from=path, reference=reference, full=True)
     found[0]["located"] = locate_fault(folder, cell, trainer, Fault(last, epoch=0, batch=0))
     if cell in RACING:
-        found[0]["located op"] = locate_fault(folder, cell, trainer, Fault(last, races=True))
+        race, name = Fault(last, races=True), "located op"
+        found[0][name] = locate_fault(folder, cell, trainer, race, name)
+    if cell in DRIFTING:
+        drift, name = Fault(last, epoch=0, batch=0, name=COPIED), "located drift"
+        found[0][name] = locate_fault(folder, cell, trainer, drift, name)
     return found
 
 
