@@ -114,7 +114,7 @@ def train(  # noqa: PLR0913 - one keyword for each kind of run
     epochs=2,
     **words,
 ):
-    """Train as a run of its own would, and return Fabric; save at a step and stop."""
+    """Train as a run of its own would; save at a step and stop."""
     session._fits = 0
     fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=make_strategy(cell, full))
     fabric.launch()
@@ -144,16 +144,15 @@ def train(  # noqa: PLR0913 - one keyword for each kind of run
                     if run.global_step == stop:
                         fabric.save(checkpoint, parts)
                         torch.save(run.state_dict(), own)
-                        return fabric
+                        return
                     if faulty and (fault.epoch, fault.batch) == (epoch, batch):
                         change_one_bit(model, fault.name)
                 if faulty and (fault.epoch, fault.batch) == (epoch, None) and not fault.races:
                     change_one_bit(model, fault.name)
                 run.epoch(epoch)
-    return fabric
 
 
-def locate_fault(folder, cell, fabric, fault):
+def locate_fault(folder, cell, fault):
     """Locate a fault that one rank has in each second run; return what rank 0 printed."""
 
     def train_once(number):
@@ -161,12 +160,12 @@ def locate_fault(folder, cell, fabric, fault):
         train(folder, cell, "located", fault=present, epochs=1)
 
     name = "located op" if fault.races else "located"
-    return locate(train_once, folder / f"{name} runs", rank=RANK, share=fabric.broadcast)
+    return locate(train_once, folder / f"{name} runs", rank=RANK, ranks=WORLD)
 
 
 def run(folder, cell):
     """Run a cell; return the facts of the error of each training, None without one."""
-    fabric = train(folder, cell, "first")
+    train(folder, cell, "first")
     reference = folder / "first" / "fit-000"
     fault = Fault(WORLD - 1)
     trainings = {
@@ -194,9 +193,9 @@ def run(folder, cell):
             found[name] = describe(error)
         else:
             found[name] = None
-    found["located"] = locate_fault(folder, cell, fabric, Fault(WORLD - 1, epoch=0, batch=0))
+    found["located"] = locate_fault(folder, cell, Fault(WORLD - 1, epoch=0, batch=0))
     if cell in RACING:
-        found["located op"] = locate_fault(folder, cell, fabric, Fault(WORLD - 1, races=True))
+        found["located op"] = locate_fault(folder, cell, Fault(WORLD - 1, races=True))
     return found
 
 

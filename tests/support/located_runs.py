@@ -1,11 +1,14 @@
 """``d9m locate`` whose runs are trainings of this process, and of the ranks beside it."""
 
 import io
+import itertools
 import json
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from unittest import mock
+
+from torch.distributed import FileStore
 
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
@@ -13,7 +16,7 @@ from lightning_d9m.launch import run_pair
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 
 
-def locate(train, output, *, rank=0, share=lambda request: request):
+def locate(train, output, *, rank=0, ranks=1):
     """Locate what differs between trainings, which all ranks run together.
 
     Args:
@@ -21,14 +24,18 @@ def locate(train, output, *, rank=0, share=lambda request: request):
             goes and what is probed, as those of a process.
         output: The new folder of all runs.
         rank: This rank; rank 0 runs the command.
-        share: Returns what rank 0 gave, on each rank.
+        ranks: The number of ranks.
 
     Returns:
         What the command prints as JSON; None on the other ranks.
     """
+    # Not through the ranks' process group: an error may close its connections.
+    store, steps = FileStore(f"{output} requested", ranks), itertools.count()
 
-    def run(request):
-        number, variables = request
+    def request(what):
+        store.set(str(next(steps)), json.dumps(what))
+
+    def run(number, variables):
         with mock.patch.dict(os.environ, variables):
             try:
                 train(number)
@@ -37,7 +44,9 @@ def locate(train, output, *, rank=0, share=lambda request: request):
 
     def run_here(command, folder, *, title, timeout, variables):
         own = {LEDGER_VARIABLE: str(folder), **variables}
-        run(share((int(folder.name.rpartition("-")[2]), own)))
+        what = (int(folder.name.rpartition("-")[2]), own)
+        request(what)
+        run(*what)
 
     if rank == 0:
         words = ["locate", "--json", "--tries", "1", "-o", str(output), "--", sys.executable]
@@ -46,11 +55,9 @@ def locate(train, output, *, rank=0, share=lambda request: request):
             with mock.patch.object(run_pair, "run_once", run_here), redirect_stdout(printed):
                 assert main([*words, __file__]) < 2
         finally:
-            share(None)
+            request(None)
         return json.loads(printed.getvalue())
-    while (request := share(None)) is not None:
-        try:
-            run(request)
-        except CommandError:
-            continue  # rank 0 has it too
+    while (what := json.loads(store.get(str(next(steps))))) is not None:
+        with suppress(CommandError):  # rank 0 has it too
+            run(*what)
     return None

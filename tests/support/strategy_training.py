@@ -375,7 +375,7 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
     folder, cell, name, *, fault=None, resume_from=None, every=None, full=False, patched=False,
     limits=SHORT, **words,
 ):  # fmt: skip
-    """Train; return the Trainer and the callback."""
+    """Train; return the callback."""
     callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
     callbacks = [callback, *([PatchingCallback(folder / name)] if patched else [])]
     settings = dict(QUIET)
@@ -406,7 +406,7 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
         **kind.words,
     )
     trainer.fit(model, make_loader(), make_loader(shuffle=False), ckpt_path=resume_from)
-    return trainer, callback
+    return callback
 
 
 def describe(error):
@@ -434,7 +434,7 @@ def list_outcomes(folder, cell, name, **words):
     return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
-def locate_fault(folder, cell, trainer, fault, name="located"):
+def locate_fault(folder, cell, fault, name="located"):
     """Locate a fault that one rank has in each second run, or in all; return what is printed."""
 
     def train(number):
@@ -442,14 +442,13 @@ def locate_fault(folder, cell, trainer, fault, name="located"):
         present = fault if name != "located" or number % 2 == 0 else None
         fit(folder, cell, name, fault=present, limits=SHORTEST)
 
-    share = (lambda request: request) if cell in LAUNCHED else trainer.strategy.broadcast
-    return locate(train, folder / f"{name} runs", rank=RANK, share=share)
+    return locate(train, folder / f"{name} runs", rank=RANK, ranks=WORLD)
 
 
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
-    trainer, first = fit(folder, cell, "first")
+    first = fit(folder, cell, "first")
     if WORLD > 2 and cell == "fsdp2":  # it is compared with that of two ranks
         return [{}]
     reference = folder / "first" / "fit-000"
@@ -483,13 +482,13 @@ def run(folder, cell):
         attempt("full", every=1, full=True)
         path = folder / "full checkpoints" / "step=1.ckpt"
         attempt("resumed from full", resume_from=path, reference=reference, full=True)
-    found[0]["located"] = locate_fault(folder, cell, trainer, Fault(last, epoch=0, batch=0))
+    found[0]["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
     if cell in RACING:
         race, name = Fault(last, races=True), "located op"
-        found[0][name] = locate_fault(folder, cell, trainer, race, name)
+        found[0][name] = locate_fault(folder, cell, race, name)
     if cell in DRIFTING:
         drift, name = Fault(last, epoch=0, batch=0, name=COPIED), "located drift"
-        found[0][name] = locate_fault(folder, cell, trainer, drift, name)
+        found[0][name] = locate_fault(folder, cell, drift, name)
     return found
 
 
