@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.threads import read_threads
+from lightning_d9m.errors import DriftError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
 from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
@@ -334,7 +335,8 @@ class LogicalRanksMixin(_Base):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
-        if self.logical_ranks is not None:
+        # A drift is raised on all ranks together, so none waits, and they may train again.
+        if self.logical_ranks is not None and not isinstance(exception, DriftError):
             self.close_connections(exception)
         if self._steps is not None:
             self._steps.discard()
