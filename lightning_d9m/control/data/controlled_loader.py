@@ -209,6 +209,7 @@ class ControlledLoader:
         loader = self.loader()
         if loader is None or epoch == self.started:
             return
+        self._requests.draw_skipped()
         self.started = epoch
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")

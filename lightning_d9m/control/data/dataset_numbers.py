@@ -27,13 +27,28 @@ _LARGEST = 2**63
 
 def read_numbers(dataset: object) -> Numbers:
     """Return the attributes that are numbers, of a dataset and of the objects in it."""
+    return {path: _keep_numbers(vars(owner)) for path, owner in _find_owners(dataset).items()}
+
+
+def read_first_numbers(dataset: object) -> Numbers:
+    """Return the same with the numbers of classes, which an object may replace later."""
+    found: Numbers = {}
+    of_classes: dict[type, dict[str, float]] = {}
+    for path, owner in _find_owners(dataset).items():
+        kind, own = type(owner), vars(owner)
+        if kind not in of_classes:
+            merged = {name: v for base in reversed(kind.__mro__) for name, v in vars(base).items()}
+            of_classes[kind] = _keep_numbers(merged)
+        inherited = {name: v for name, v in of_classes[kind].items() if name not in own}
+        found[path] = inherited | _keep_numbers(own)
+    return found
+
+
+def _keep_numbers(attributes: Mapping[str, Any]) -> dict[str, float]:
     return {
-        path: {
-            name: value
-            for name, value in vars(owner).items()
-            if type(value) in (bool, float) or (type(value) is int and abs(value) < _LARGEST)
-        }
-        for path, owner in _find_owners(dataset).items()
+        name: value
+        for name, value in attributes.items()
+        if type(value) in (bool, float) or (type(value) is int and abs(value) < _LARGEST)
     }
 
 
@@ -49,11 +64,12 @@ def find_changed(before: Numbers, now: Numbers) -> Numbers:
 
 
 def write_numbers(dataset: object, numbers: Mapping[str, Mapping[str, float]]) -> None:
-    """Set attributes of a dataset and of the objects in it, where they exist."""
+    """Set attributes of a dataset and of the objects in it, if they or their classes have them."""
     owners = _find_owners(dataset) if numbers else {}
     for path, values in numbers.items():
-        attributes = vars(owners[path]) if path in owners else {}
-        attributes.update({name: new for name, new in values.items() if name in attributes})
+        if (owner := owners.get(path)) is not None:
+            own, kind = vars(owner), type(owner)
+            own.update({n: v for n, v in values.items() if n in own or hasattr(kind, n)})
 
 
 class WatchedIterator:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.controlled_loader import ControlledLoader, ReachedPosition
-from lightning_d9m.control.data.dataset_numbers import Numbers, read_numbers
+from lightning_d9m.control.data.dataset_numbers import Numbers, read_first_numbers
 from lightning_d9m.control.data.samplers import (
     copy_loader,
 )
@@ -214,7 +214,7 @@ class LoaderControl:
             return None
         known = [numbers for owner, numbers in self._first_numbers if owner() is dataset]
         if not known:
-            known = [read_numbers(dataset)]
+            known = [read_first_numbers(dataset)]
             self._first_numbers.append((weakref.ref(dataset), known[0]))
         return known[0]
 

@@ -123,8 +123,37 @@ class ResumableSampler:
         self._on_start()
         return self._make_requests()
 
+    def draw_skipped(self) -> None:
+        """Draw the order of an epoch that was resumed at its end, if nothing has asked for it.
+
+        The order of the next epoch may depend on it, as that of a sampler that counts its epochs.
+        """
+        if self._skip:
+            self._begin_round()
+
     def _make_requests(self) -> Iterator[SeededIndex | SeededMicroBatches]:
         # A generator, because torch makes two iterators for new workers and uses only the second.
+        begun = self._begin_round()
+        if begun is None:
+            return
+        number, stream, batches, skipped = begun
+        for place, indices in enumerate(batches, skipped):
+            index = f"{number}.{place}"
+            if type(indices) is not MicroBatchIndices:
+                yield self._seed(indices, stream, index)
+                continue
+            yield SeededMicroBatches(
+                self._seed(part, replace(stream, rank=rank), index)
+                for rank, part in enumerate(indices, indices.first)
+            )
+
+    def _begin_round(self) -> tuple[int, Any, Iterable[Any], int] | None:
+        """Iterate the user's sampler, again after each round that was consumed before.
+
+        Returns:
+            The round, its streams, its batches that are left, and how many were skipped; None if no
+            batch of the epoch is left.
+        """
         while True:
             number = self._round
             # The epoch may change before the last batch is requested.
@@ -135,19 +164,10 @@ class ResumableSampler:
                 batches, skipped = skip_batches(batches, self._skip)
             vars(self).update(_round=number + 1, _skip=self._skip - skipped)
             if not self._skip:
-                break
+                return number, stream, batches, skipped
             if not self._cycled() or not skipped:
                 vars(self)["_skip"] = 0
-                return
-        for place, indices in enumerate(batches, skipped):
-            index = f"{number}.{place}"
-            if type(indices) is not MicroBatchIndices:
-                yield self._seed(indices, stream, index)
-                continue
-            yield SeededMicroBatches(
-                self._seed(part, replace(stream, rank=rank), index)
-                for rank, part in enumerate(indices, indices.first)
-            )
+                return None
 
     def _seed(self, indices: Any, stream: RandomStreams, index: str) -> SeededIndex:
         seed = stream.derive("batch", index=index) if self._draws else 0

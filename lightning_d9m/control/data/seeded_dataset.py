@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as _collate
 
-from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_numbers
+from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_first_numbers
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import SeededIndex, SeededMicroBatches
 from lightning_d9m.control.random_streams import RandomStreams
@@ -177,7 +177,7 @@ class SeededDataset:
         vars(self)["_iterated"] = True
         if info is None or self._stream.shared is None:
             return iter(self._dataset)
-        before = read_numbers(self._dataset)
+        before = read_first_numbers(self._dataset)
         report = self._stream.report_changed_numbers
         return WatchedIterator(self._dataset, iter(self._dataset), before, report)
 

@@ -1,5 +1,6 @@
 """What loaders keep for themselves is restored, or it is said that it cannot be: in good time."""
 
+import random
 from functools import partial
 
 import lightning.pytorch as L
@@ -79,10 +80,29 @@ def counted_stream():
     return DataLoader(CountedNumbers(), batch_size=16)
 
 
+class ShuffledBatches:
+    """A batch sampler that shuffles its order in place, in each epoch that of the last one."""
+
+    def __init__(self):
+        self.order, self.generator = list(range(96)), random.Random(1)
+
+    def __iter__(self):
+        self.generator.shuffle(self.order)
+        return (self.order[start : start + 16] for start in range(0, 96, 16))
+
+    def __len__(self):
+        return 6
+
+
+def shuffled_batches():
+    return DataLoader(NoisyDigits(), batch_sampler=ShuffledBatches())
+
+
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
-def test_a_stream_is_resumed_when_nothing_of_its_epoch_is_left(fits, hook):
+@pytest.mark.parametrize("loader", [counted_stream, shuffled_batches])
+def test_a_run_is_resumed_when_nothing_of_its_epoch_is_left(fits, loader, hook):
     """Where a ModelCheckpoint saves by default: after the validation that ends the epoch."""
-    run = {"loader": counted_stream, "max_epochs": 3, "limit_train_batches": 6}
+    run = {"loader": loader, "max_epochs": 3, "limit_train_batches": 6}
     straight = fits.fit(**run)
     fits.interrupt(**run, at={"hook": hook, "batch": 6})
     agree(straight, fits.resume(**run))

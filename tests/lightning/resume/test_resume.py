@@ -221,9 +221,7 @@ class Curriculum:
 
 
 class Noisier(NoisyDigits):
-    def __init__(self):
-        super().__init__()
-        self.noise = 0.0
+    noise = 0.0
 
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
