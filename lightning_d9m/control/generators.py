@@ -92,9 +92,8 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 
     The search goes from the outside in, eight levels deep. It leaves out lists that are too long to
     hold anything but data, and ends when it has visited 20,000 objects, and 2,000 below the fourth
-    level. A list of more than 50
-    objects, none of which is a generator, is searched only if one of the first five of a type holds
-    one.
+    level. A list of more than 50 objects, none of which is a generator, is searched only if one of
+    the first five of a type holds one.
     """
     return _Search().run((name, owner, 0, 1) for name, owner in owners.items())
 

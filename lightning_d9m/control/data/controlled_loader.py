@@ -160,11 +160,12 @@ class ControlledLoader:
 
     def _capture_now(self) -> dict[str, Any]:
         """Return the states of the samplers and the numbers of the dataset."""
-        found = capture_generators(self._owners())
-        return found | self._capture_attributes() | self._capture_numbers()
+        owners = self._owners()
+        found = capture_generators(owners) | self._capture_attributes(owners)
+        return found | self._capture_numbers()
 
-    def _capture_attributes(self) -> dict[str, Any]:
-        attributes = read_attributes(self._owners().values())
+    def _capture_attributes(self, owners: Mapping[str, object]) -> dict[str, Any]:
+        attributes = read_attributes(owners.values())
         changed = find_changed_attributes(self._first_attributes, attributes)
         return {ATTRIBUTES: changed} if changed else {}
 
@@ -178,7 +179,7 @@ class ControlledLoader:
     def _keep_start(self) -> None:
         for name in (NUMBERS, ATTRIBUTES):
             self.at_start.pop(name, None)
-        self.at_start |= self._capture_attributes() | self._capture_numbers()
+        self.at_start |= self._capture_attributes(self._owners()) | self._capture_numbers()
 
     def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore the numbers that the dataset had where the run was interrupted."""
@@ -221,9 +222,9 @@ class ControlledLoader:
             self._generator.manual_seed(seed)
         resumed = consumed is not None and consumed.epoch == epoch
         if consumed is not None and resumed:
-            states = consumed.samplers.get(str(self.number), {})
-            restore_generators(self._owners(), states)
-            write_attributes(self._owners().values(), states.get(ATTRIBUTES, {}))
+            owners, states = self._owners(), consumed.samplers.get(str(self.number), {})
+            restore_generators(owners, states)
+            write_attributes(owners.values(), states.get(ATTRIBUTES, {}))
             if not self._has_numbers:  # otherwise hooks may have set them since
                 self.restore_numbers(epoch, consumed)
         self._seed_samplers(loader, epoch)

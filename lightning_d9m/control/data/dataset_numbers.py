@@ -1,7 +1,7 @@
-"""Numbers that an iterable dataset changes while it is iterated, such as a count of its epochs.
+"""Numbers of a dataset that change in a run, such as a count of its epochs.
 
-WebDataset's ``detshuffle`` seeds its order by such a number. A resumed run starts with a new
-dataset, which has the first values.
+WebDataset's ``detshuffle`` seeds its order by such a number, and a callback may set one. A resumed
+run starts with a new dataset, which has the first values.
 """
 
 from collections import deque

@@ -46,7 +46,6 @@ from lightning_d9m.lightning.saved_state import (
     SavedRank,
     SavedState,
 )
-from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks
 from lightning_d9m.lightning.trainer_session import TrainerSession
 
@@ -120,8 +119,8 @@ class CheckpointState:
         if session is not None and session.stage == "fit":
             recorder.reduce_loss(trainer)
             state = self._cut or self._capture(trainer, session, recorder)
-            if state.position.phase == "batch" and not is_sharded(trainer.strategy):
-                self._saved.note(trainer.lightning_module)
+            if state.position.phase == "batch":
+                self._saved.note(trainer)
             state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
@@ -275,7 +274,7 @@ class CheckpointState:
 
     def _find_late_changes(self, trainer: "Trainer") -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._saved.find(trainer.lightning_module)
+        names = self._saved.find(trainer)
         self._saved.forget()
         if names and not self._late:
             self._late = [describe_hook(names)]
@@ -291,8 +290,7 @@ class CheckpointState:
     def _run_validation(self, trainer: "Trainer", run: Callable[[], object]) -> object:
         if not trainer.sanity_checking:
             self._before_evaluation = run_state.capture_rng_and_metrics(trainer, "validation")
-            if not is_sharded(trainer.strategy):
-                self._validated.note(trainer.lightning_module)
+            self._validated.note(trainer)
         outputs = run()
         self._find_late_changes(trainer)
         self._validated.forget()
@@ -386,9 +384,7 @@ class CheckpointState:
         user = self._before_evaluation if position.phase == "validation" else None
         user = user or run_state.capture_rng_and_metrics(trainer, position.phase)
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (
-            names := self._validated.find(trainer.lightning_module)
-        ):
+        if position.phase == "validation" and (names := self._validated.find(trainer)):
             late = [describe_validation(names)]
         ledger = recorder.ledger_position
         rank = replace(

@@ -4,10 +4,15 @@ Lightning calls the hook of the module after those of callbacks, where checkpoin
 validation that was interrupted is run again, from weights that it may have replaced.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from lightning_d9m.lightning.strategies import is_sharded
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _Versions = dict[str, tuple[int, int]]
 
@@ -18,19 +23,20 @@ class LateChanges:
     def __init__(self) -> None:
         self._noted: _Versions = {}
 
-    def note(self, module: nn.Module) -> None:
-        """Note the present state; values are not read."""
-        self._noted = _read_versions(module)
+    def note(self, trainer: "Trainer") -> None:
+        """Note the present state, unless ranks hold shards of it; values are not read."""
+        if not is_sharded(trainer.strategy):
+            self._noted = _read_versions(trainer.lightning_module)
 
     def forget(self) -> None:
         """Forget what was noted."""
         self._noted = {}
 
-    def find(self, module: nn.Module) -> list[str]:
+    def find(self, trainer: "Trainer") -> list[str]:
         """Return the names of what has changed since."""
         if not self._noted:
             return []
-        now = _read_versions(module)
+        now = _read_versions(trainer.lightning_module)
         return [name for name, version in self._noted.items() if now.get(name) != version]
 
 
