@@ -134,7 +134,7 @@ def list_checks(weights: list[torch.nn.Parameter]) -> dict[str, Callable[[], Non
 def list_methods(count: int) -> dict[str, Callable[[], None]]:
     """Return the ways to take the digests of ``count`` tensors, up to the last launch."""
     weights = [torch.nn.Parameter(torch.rand(100, 10)) for _ in range(count)]
-    standing = NamedTensors((str(number), weight) for number, weight in enumerate(weights))
+    named_tensors = NamedTensors((str(number), weight) for number, weight in enumerate(weights))
     tensors = [weight.detach().as_subclass(LikeCuda) for weight in weights]
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
     empty = [torch.empty(0).as_subclass(LikeCuda)] * 2
@@ -160,7 +160,7 @@ def list_methods(count: int) -> dict[str, Callable[[], None]]:
 
     return {
         **list_checks(weights),
-        "weights: with the table that is kept": take_state(standing),
+        "weights: with the table that is kept": take_state(named_tensors),
         "weights: located in each step": take_state(named),
         "values: one launch each": take_each,
         "values: one launch for four": take_groups,

@@ -68,13 +68,13 @@ class Counted(Dataset[Tensor]):
         return self.sample
 
 
-def median_seconds(act: Callable[[], object], repeats: int) -> float:
+def median_seconds(func: Callable[[], object], repeats: int) -> float:
     """Return the median time of an action, after one that is not timed."""
-    act()
+    func()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        act()
+        func()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -145,8 +145,8 @@ class Saving(L.Callback):
             return
         (callback,) = (c for c in trainer.callbacks if isinstance(c, DeterminismCallback))
         checkpoint: dict[str, object] = {}
-        act = lambda: callback.on_save_checkpoint(trainer, pl_module, checkpoint)  # noqa: E731
-        self.milliseconds = 1e3 * median_seconds(act, 50)
+        func = lambda: callback.on_save_checkpoint(trainer, pl_module, checkpoint)  # noqa: E731
+        self.milliseconds = 1e3 * median_seconds(func, 50)
         with tempfile.TemporaryDirectory() as folder:
             torch.save(
                 checkpoint["callbacks"]["lightning_d9m"]["ranks"][0], Path(folder, "state.pt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_d9m.ledger.format.entry import Entry, Field, Mark, describe_fields
 from lightning_d9m.ledger.format.fields import MAX_WHOLE
-from lightning_d9m.ledger.format.records import KINDS, LoaderFacts, RankDrift
+from lightning_d9m.ledger.format.records import RECORD_TYPES, LoaderFacts, RankDrift
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"
@@ -28,7 +28,7 @@ This page is written from the code by `python docs/write_ledger_fields.py`.
 
 def format_page() -> str:
     """Return the page."""
-    parts = {f"`{name}`": kind for name, kind in KINDS.items()}
+    parts = {f"`{name}`": kind for name, kind in RECORD_TYPES.items()}
     parts |= {entry.__name__: entry for entry in (LoaderFacts, RankDrift)}
     return "\n".join([_HEAD, *(_format_entry(*part) for part in parts.items())])
 

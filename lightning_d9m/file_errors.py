@@ -18,7 +18,7 @@ _ADVICE = {
 }
 
 
-def explain(error: OSError | ValueError) -> str:
+def explain_file_error(error: OSError | ValueError) -> str:
     """Return the cause of a failed file operation and what to do about it."""
     number = getattr(error, "errno", None)
     if number is None:

@@ -83,7 +83,7 @@ def example_records():
 def test_the_ledger_page_describes_every_kind_of_record():
     table = LEDGER.split("| kind | says |")[1].split("\n\n")[0]
     kinds = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert kinds == {*records.KINDS}
+    assert kinds == {*records.RECORD_TYPES}
     assert f"## Records, schema {records.SCHEMA}\n" in LEDGER
 
 

@@ -10,7 +10,7 @@ from lightning_d9m.cli.arguments import add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.output.comparison_json import as_json
@@ -134,7 +134,7 @@ def _check_output(path: Path, *, force: bool) -> None:
         with path.open("rb") as file:
             ours = GENERATOR.encode() in file.read(1024)
     except OSError as error:
-        raise LedgerError(f"{path} cannot be read: {explain(error)}") from error
+        raise LedgerError(f"{path} cannot be read: {explain_file_error(error)}") from error
     if not ours:
         raise LedgerError(
             f"{path} exists and is not a report of lightning_d9m, so it was left unchanged. Name "
@@ -146,4 +146,6 @@ def _write(path: Path, page: str) -> None:
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise LedgerError(f"The report {path} cannot be written: {explain(error)}") from error
+        raise LedgerError(
+            f"The report {path} cannot be written: {explain_file_error(error)}"
+        ) from error

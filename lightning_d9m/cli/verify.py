@@ -188,10 +188,10 @@ def _find_in(
         if isinstance(record, Digests) and record.groups.get("weights"):
             count += 1
             if not (differing := _list_differing(record, digests)):
-                result.records.append(_name(record))
+                result.records.append(_name_record(record))
             elif not nearest and not isinstance(state, str) and record.step == state.position.step:
                 named = describe_names(differing[:4], len(differing))
-                nearest = f"; of {_name(record)} differ {named}"
+                nearest = f"; of {_name_record(record)} differ {named}"
     between = not isinstance(state, str) and state.position.phase != "epoch"
     if result.records:
         result.verdict = "found"
@@ -241,7 +241,7 @@ def _digest_weights(weights: Mapping[str, Any]) -> dict[str, str]:
     return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
 
 
-def _name(record: Digests) -> str:
+def _name_record(record: Digests) -> str:
     return f"{record.moment} {record.epoch} (step {record.step})"
 
 

@@ -10,15 +10,15 @@ from lightning_d9m.comparison.cursor import LedgerCursor, LedgerRecord
 from lightning_d9m.comparison.frame_diff import find_differences, order_like
 from lightning_d9m.ledger.format.encoding import kind_prefix
 from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import KINDS, Digests
-from lightning_d9m.ledger.keys import START, Item, Key, LedgerPosition
+from lightning_d9m.ledger.format.records import RECORD_TYPES, Digests
+from lightning_d9m.ledger.keys import LEDGER_START, Item, Key, LedgerPosition
 
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 
 # A pair of records with equal bytes whose kind this version does not know; not parsed.
 UNPARSED: RecordPair = (None, None)
 
-_KNOWN = tuple(map(kind_prefix, KINDS.values()))
+_KNOWN = tuple(map(kind_prefix, RECORD_TYPES.values()))
 _EQUAL_DIGESTS = re.compile(
     rb'{"kind":"digests","moment":"(initial|epoch|final)","epoch":([0-9]{1,18}),"step":([0-9]{1,18}),'
 )
@@ -162,7 +162,7 @@ def _unparsed(head: re.Match[bytes], body: bytes | None = None) -> Digests:
 class _Merge:
     """The records of the current step that wait for their counterparts."""
 
-    floor: LedgerPosition = START
+    floor: LedgerPosition = LEDGER_START
     waiting: tuple[dict[Key, deque[Item]], dict[Key, deque[Item]]] = field(
         default_factory=lambda: ({}, {})
     )

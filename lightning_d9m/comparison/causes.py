@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
-from lightning_d9m.ledger.kinds import KINDS, ROOT
+from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
 
 # Operations that draw random numbers: different outputs for equal inputs are different draws.
 _DRAWING = (
@@ -301,7 +301,7 @@ def _is_setting(kind: str, name: str) -> bool:
 def kind_of_place(found: Divergence) -> str | None:
     """Return the kind of probe that can save the values that differ; None if there is none."""
     kind = found.kind if found.moment == "batch" else _KINDS.get(found.kind)
-    return kind if kind in KINDS and kind != "rng" else None
+    return kind if kind in PROBE_KINDS and kind != "rng" else None
 
 
 def name_module(found: Divergence) -> str:

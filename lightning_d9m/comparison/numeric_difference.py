@@ -57,7 +57,7 @@ class Magnitude:
         }
 
 
-def measure(expected: Tensor, actual: Tensor) -> Magnitude | None:
+def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     """Measure the difference of two tensors by their bytes.
 
     Returns:
@@ -66,7 +66,7 @@ def measure(expected: Tensor, actual: Tensor) -> Magnitude | None:
     >>> one = torch.ones(3)
     >>> other = one.clone()
     >>> other[1] += 2**-23
-    >>> found = measure(one, other)
+    >>> found = measure_difference(one, other)
     >>> found.count, found.ulps, found.examples[0][0]
     (1, 1, (1,))
     """

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference
-from lightning_d9m.ledger.kinds import KINDS
+from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.ledger.resumed_runs import Break
 
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
-_COMPUTED = KINDS[KINDS.index("input") : KINDS.index("gradient")]
+_COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
 # Most places of the first divergent batch that are listed; all are counted.
 PLACES_KEPT = 10_000
 
@@ -102,8 +102,8 @@ class Divergence:
         phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
         when = (self.epoch, phase, self.step, self.batch or 0)
         if self.kind in _COMPUTED:
-            return (*when, KINDS.index("input"), self.position)
-        return (*when, KINDS.index(self.kind) if self.kind in KINDS else 0, 0)
+            return (*when, PROBE_KINDS.index("input"), self.position)
+        return (*when, PROBE_KINDS.index(self.kind) if self.kind in PROBE_KINDS else 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ MAX_STEPS = 512
 MAX_MARKS = 256
 MAX_MOMENTS = 400
 MAX_MODULES = 1_500
-MAX_LAYOUTS = 1_500
+MAX_CACHED_LAYOUTS = 1_500
 MAX_EPOCHS = 10_000
 MAX_VALUES = 512
 MAX_SERIES = 24
@@ -250,7 +250,7 @@ class Timeline:
 
     def _note_layouts(self, batch: Batch) -> None:
         key = hash(tuple(batch.layouts))
-        if key not in self._layouts and len(self._layouts) < MAX_LAYOUTS:
+        if key not in self._layouts and len(self._layouts) < MAX_CACHED_LAYOUTS:
             places = (place for token in batch.layouts for place in unpack_places(token))
             self._layouts[key] = self._note_modules(module_of(*place[:2]) for place in places)
         if key in self._layouts:

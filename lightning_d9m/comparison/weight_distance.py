@@ -17,7 +17,7 @@ from lightning_d9m.ledger.format.records import Digests
 # Relative distances below it are those of the rounding of the sketches themselves.
 RESOLUTION = 1e-14
 STANDARD_ERROR = math.sqrt(1 / (2 * SKETCH_BUCKETS))
-MAX_MOMENTS = 256
+MAX_KEPT_EPOCHS = 256
 MAX_LAYERS = 256
 # Stands for all layers beyond the first ``MAX_LAYERS``; no layer has this name.
 OTHERS = "..."
@@ -78,7 +78,7 @@ def measure_distances(expected: Digests, actual: Digests) -> dict[str, Distance 
 def _measure(expected: str | None, actual: str | None, *, equal: bool) -> Distance | None:
     if expected is None or actual is None:
         return None
-    one, other = _read(expected), _read(actual)
+    one, other = _unpack_sketch(expected), _unpack_sketch(actual)
     norm = max(sum(x * x for x in one), sum(x * x for x in other))
     if equal:
         return Distance(0.0, norm, 0)
@@ -86,7 +86,7 @@ def _measure(expected: str | None, actual: str | None, *, equal: bool) -> Distan
     return Distance(square if math.isfinite(norm) else math.nan, norm, 1)
 
 
-def _read(sketch: str) -> tuple[float, ...]:
+def _unpack_sketch(sketch: str) -> tuple[float, ...]:
     return unpack(f"<{SKETCH_BUCKETS}d", bytes.fromhex(sketch))
 
 
@@ -100,7 +100,7 @@ class DistanceSeries:
     """The distances of the layers of two runs, at the ends of epochs.
 
     Of several ranks, the greatest distance of each layer counts. If there are more than
-    ``MAX_MOMENTS`` epochs, every second one is kept.
+    ``MAX_KEPT_EPOCHS`` epochs, every second one is kept.
 
     Attributes:
         moments: For each step, the distance by layer; at most ``MAX_LAYERS`` and ``OTHERS``.
@@ -126,7 +126,7 @@ class DistanceSeries:
             if layer not in known or _rate(distance) > _rate(known[layer]):
                 known[layer] = distance
         self.epochs[actual.step] = actual.epoch
-        if len(self.moments) > MAX_MOMENTS:
+        if len(self.moments) > MAX_KEPT_EPOCHS:
             self._stride *= 2
             left_out = [step for step, epoch in self.epochs.items() if epoch % self._stride]
             for step in left_out or [actual.step]:

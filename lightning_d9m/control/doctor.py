@@ -69,7 +69,9 @@ def sort_results(results: Iterable[CheckResult]) -> list[CheckResult]:
     return sorted(results, key=lambda result: order[result.status])
 
 
-def check_variable(name: str, allowed: Sequence[str], reason: str, *, unset: str) -> CheckResult:
+def check_optional_variable(
+    name: str, allowed: Sequence[str], reason: str, *, unset: str
+) -> CheckResult:
     """Check a variable that need not be set.
 
     Args:
@@ -98,7 +100,7 @@ def _run_checks() -> Iterator[CheckResult]:
     yield _check_hash_seed()
     yield _check_seed()
     for name, (allowed, reason) in _VARIABLES.items():
-        yield check_variable(name, allowed, reason, unset="the callback sets it")
+        yield check_optional_variable(name, allowed, reason, unset="the callback sets it")
     yield _check_nccl()
     yield from _check_flags()
     yield _check_precision()

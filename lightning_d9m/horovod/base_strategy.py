@@ -23,7 +23,7 @@ from lightning_d9m.horovod.communication.reductions import (
 )
 from lightning_d9m.horovod.environment import (
     SavedEnvironment,
-    check_ranks,
+    check_rank_stacks,
     describe_rank,
     import_horovod,
     set_variables,
@@ -183,7 +183,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
             }
         )
         communicator.agree(CollectiveIntent("the start of the run"))
-        check_ranks(communicator.gather_objects(described))
+        check_rank_stacks(communicator.gather_objects(described))
         if self.transport == "torch":
             communicator.connect(limit_seconds=stall, device=self.root_device.type)
         communicator.liveness = connect_liveness(communicator)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_d9m.control.doctor import CheckResult, check_variable
+from lightning_d9m.control.doctor import CheckResult, check_optional_variable
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.environment import PINNED, import_horovod
 
@@ -29,7 +29,7 @@ def check_installation() -> Iterator[CheckResult]:
         return
     yield _check_extension(found)
     for name, wanted in PINNED.items():
-        yield check_variable(name, (wanted,), _REASONS[name], unset="the strategy sets it")
+        yield check_optional_variable(name, (wanted,), _REASONS[name], unset="the strategy sets it")
     yield _check_elastic()
 
 

@@ -125,7 +125,7 @@ def describe_rank(options: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return capture_stack({f"strategy.{n}": v for n, v in options.items()} | variables)
 
 
-def check_ranks(described: Sequence[Mapping[str, Scalar]]) -> None:
+def check_rank_stacks(described: Sequence[Mapping[str, Scalar]]) -> None:
     """Compare the ranks' descriptions.
 
     Raises:

@@ -149,8 +149,8 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
 class _WatchedGradients(LogicalGradients):
     """Sums that name the lost process if an exchange fails."""
 
-    def __init__(self, communicator: Communicator, *args: Any, **words: Any) -> None:
-        super().__init__(*args, **words)
+    def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._communicator = communicator
 
     def set_aside(self, logical_rank: int) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 
 
 def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
@@ -32,7 +32,9 @@ def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "")
                 f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
             ) from error
         except (OSError, ValueError) as error:
-            raise LedgerError(f"The folder {folder} cannot be made: {explain(error)}") from error
+            raise LedgerError(
+                f"The folder {folder} cannot be made: {explain_file_error(error)}"
+            ) from error
         return folder.resolve()
     if chosen is None:
         raise LedgerError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lightning_d9m.errors import CommandError, LedgerError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.launch.progress import RunProgress
@@ -45,7 +45,9 @@ def make_run_folder(output: Path, name: str) -> Path:
     try:
         folder.mkdir()
     except OSError as error:
-        raise LedgerError(f"The folder {folder} cannot be made: {explain(error)}") from error
+        raise LedgerError(
+            f"The folder {folder} cannot be made: {explain_file_error(error)}"
+        ) from error
     return folder
 
 

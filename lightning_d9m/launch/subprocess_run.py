@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import CommandError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.process_tree import ProcessTree, list_children, subreaper_enabled
 from lightning_d9m.text import escape, pluralize, quote
 
@@ -131,7 +131,9 @@ def _start(command: Sequence[str], start: ProcessStart) -> "subprocess.Popen[byt
     try:
         output = start.log.open("wb")
     except OSError as error:
-        raise CommandError(f"The log {start.log} cannot be made: {explain(error)}") from error
+        raise CommandError(
+            f"The log {start.log} cannot be made: {explain_file_error(error)}"
+        ) from error
     with output:
         try:
             return subprocess.Popen(
@@ -259,7 +261,7 @@ def _tail(log: Path) -> str:
             stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             text = stream.read().decode("utf-8", "replace")
     except OSError as error:
-        return f" It cannot be read: {explain(error)}"
+        return f" It cannot be read: {explain_file_error(error)}"
     # A progress bar overwrites its line; only the last state of a line is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     lines = [_printable(line) for line in shown if line.strip()][-_TAIL_LINES:]

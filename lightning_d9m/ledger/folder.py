@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.ledger.format.probe_frames import Frames
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import MAX_RANKS, Digests, End, Header, Record
@@ -49,7 +49,9 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
             else:
                 return folder
     except (OSError, ValueError) as error:
-        raise LedgerError(f"No ledger can be made in {parent}: {explain(error)}") from error
+        raise LedgerError(
+            f"No ledger can be made in {parent}: {explain_file_error(error)}"
+        ) from error
 
 
 def rank_path(folder: Path, rank: int) -> Path:
@@ -192,7 +194,7 @@ def _is_folder(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except (OSError, ValueError) as error:
-        raise LedgerError(f"There is no ledger at {path}: {explain(error)}") from error
+        raise LedgerError(f"There is no ledger at {path}: {explain_file_error(error)}") from error
 
 
 def _find_fit(folder: Path, ignoring: Path | None) -> Path:
@@ -229,4 +231,4 @@ def _scan(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError as error:
-        raise LedgerError(f"{folder} cannot be read: {explain(error)}") from error
+        raise LedgerError(f"{folder} cannot be read: {explain_file_error(error)}") from error

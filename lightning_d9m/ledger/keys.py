@@ -19,7 +19,7 @@ from lightning_d9m.text import describe_moment, escape
 Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
 Item: TypeAlias = Record | Batch | Frames
-START: LedgerPosition = (0, 0, 0)
+LEDGER_START: LedgerPosition = (0, 0, 0)
 # The fields that identify a record of another kind.
 _NAMED = ("moment", "epoch", "step", "batch", "phase", "name", "module", "op", "call")
 _LAST = 2**63

@@ -1,7 +1,7 @@
 """The kinds of probes."""
 
 # In the order in which a batch meets them.
-KINDS = (
+PROBE_KINDS = (
     "rng",
     "weight",
     "buffer",

@@ -20,7 +20,7 @@ from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.launched_runs import launch_run
 from lightning_d9m.lightning.lightning_private import wrap_launches
-from lightning_d9m.lightning.logical_ranks.refusals import check_variable
+from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
 from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
@@ -357,7 +357,7 @@ class DeterminismCallback(_Callback):
         self._validate_trainer(trainer)
         check_strategy(trainer.strategy)
         if stage == "fit":
-            check_variable(trainer.strategy)
+            refuse_unread_variable(trainer.strategy)
         self._early_variables.set()
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)

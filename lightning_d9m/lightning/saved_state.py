@@ -30,7 +30,7 @@ MANIFEST_KEY = "manifest"
 OLD_MANIFEST_KEY = "seal"
 """The key of the manifest up to format 2; its digests still tell damage."""
 
-LOGICAL_RANKS = "logical_ranks"
+LOGICAL_RANKS_KEY = "logical_ranks"
 """The key of their number among the settings of a run."""
 
 FROZEN = "frozen"
@@ -295,7 +295,7 @@ class SavedState(_Stored):
     @property
     def logical_ranks(self) -> int | None:
         """The number of logical ranks, if the run had them."""
-        return self.settings.get(LOGICAL_RANKS)
+        return self.settings.get(LOGICAL_RANKS_KEY)
 
     def fits(self, world_size: int, logical_ranks: int | None) -> bool:
         """Return whether a run gets the same data; with logical ranks, on any number of ranks."""

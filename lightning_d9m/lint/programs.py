@@ -66,7 +66,7 @@ def find_seeded(paths: Iterable[str], known: Iterable[str]) -> set[str]:
     for path in known:
         pure = PurePath(path)
         modules[pure.parent.name if pure.stem == "__init__" else pure.stem].append(path)
-    read = cache(_read)
+    read = cache(_read_program)
     seeded = set()
     for program in paths:
         reached, waiting = {program}, [program]
@@ -81,7 +81,7 @@ def find_seeded(paths: Iterable[str], known: Iterable[str]) -> set[str]:
     return seeded
 
 
-def _read(path: str) -> tuple[bool, frozenset[str]]:
+def _read_program(path: str) -> tuple[bool, frozenset[str]]:
     """Return whether a file seeds torch, and the parts of the names that it imports."""
     try:
         data = Path(path).read_bytes()

@@ -16,7 +16,7 @@ from lightning_d9m.lint.checks.clock import (
 )
 from lightning_d9m.lint.checks.indexing import check_index
 from lightning_d9m.lint.checks.kernels import check_atomic, check_autotuning
-from lightning_d9m.lint.checks.loaders import check_dataset, check_ranks, check_worker_seed
+from lightning_d9m.lint.checks.loaders import check_dataset, check_rank_seeds, check_worker_seed
 from lightning_d9m.lint.checks.memory import check_empty
 from lightning_d9m.lint.checks.ops import check_function_choice, check_op
 from lightning_d9m.lint.checks.order import (
@@ -41,7 +41,7 @@ from lightning_d9m.lint.source import (
     read_python,
 )
 from lightning_d9m.lint.suppression import Suppression, read_suppressions
-from lightning_d9m.lint.triggers import find_lines, has_suppression
+from lightning_d9m.lint.triggers import find_candidate_lines, has_suppression
 from lightning_d9m.lint.walk import Check, ReportFinding, walk
 from lightning_d9m.patches.catalog.catalog import find_op
 
@@ -64,7 +64,7 @@ _CALLS: tuple[Check, ...] = (
     check_atomic,
     check_autotuning,
     check_worker_seed,
-    check_ranks,
+    check_rank_seeds,
     check_dataset,
     check_training,
     check_environment,
@@ -145,7 +145,7 @@ def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[
     for problem in source.problems:
         result.findings.append(_describe_problem(path, problem.line, problem.reason, problem.cell))
     package = _find_package(path) if "from ." in source.text else ""
-    lines = find_lines(data, torch=package.startswith(_TORCH_PACKAGES))
+    lines = find_candidate_lines(data, torch=package.startswith(_TORCH_PACKAGES))
     suppressing = has_suppression(data)
     result.walked = bool(lines) or suppressing
     reports: list[ReportFinding] = []

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Module)
+FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+SCOPES = (*FUNCTION_NODES, ast.ClassDef, ast.Module)
 
 # Longest chain of aliases that is followed.
 _DEPTH = 8
@@ -107,7 +107,7 @@ class Scope:
         return scope
 
     def _read(self, node: ast.AST) -> Iterator[tuple[str, Binding]]:
-        if isinstance(node, FUNCTIONS):
+        if isinstance(node, FUNCTION_NODES):
             arguments = node.args
             for argument in (
                 *arguments.posonlyargs,

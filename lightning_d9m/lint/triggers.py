@@ -91,7 +91,7 @@ _CLOSING = ord("}")
 _LOOK_BACK = 100
 
 
-def find_lines(text: bytes, *, torch: bool = False) -> list[int]:
+def find_candidate_lines(text: bytes, *, torch: bool = False) -> list[int]:
     r"""Return the numbers of the lines that may hold a finding, ascending.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.scopes import (
-    FUNCTIONS,
+    FUNCTION_NODES,
     SCOPES,
     Binding,
     Function,
@@ -84,7 +84,7 @@ class NodeContext:
             found, _ = self.scope.find(node.id)
         elif isinstance(node, ast.Attribute) and read_last_name(node.value) == "self" and enclosing:
             found = enclosing.bindings.get(node.attr, ())
-        return next((entry.node for entry in found if isinstance(entry.node, FUNCTIONS)), None)
+        return next((entry.node for entry in found if isinstance(entry.node, FUNCTION_NODES)), None)
 
 
 Check: TypeAlias = Callable[[ast.AST, NodeContext], Iterator[ReportFinding]]

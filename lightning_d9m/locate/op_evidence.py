@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.comparison.ledgers import Divergence
-from lightning_d9m.comparison.numeric_difference import Magnitude, measure
+from lightning_d9m.comparison.numeric_difference import Magnitude, measure_difference
 from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.ledger.tables import MISSING
 from lightning_d9m.patches.catalog.catalog import OPS
@@ -115,7 +115,7 @@ def measure_recorded(found: Divergence) -> Magnitude | None:
     values = torch.tensor([float.fromhex(text) for text in texts], dtype=torch.float64)
     if torch.equal(values.float().double(), values):
         values = values.float()  # its dtype when it was logged; ulps of float64 are too small
-    return measure(values[0], values[1])
+    return measure_difference(values[0], values[1])
 
 
 def find_patch(dumped: Mapping[str, Any]) -> Op | None:
@@ -190,13 +190,13 @@ def _measure_outputs(expected: list[Any], actual: list[Any], leaf: str) -> Magni
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             continue
         if number == chosen or (chosen is None and digest(one) != digest(other)):
-            return measure(one, other)
+            return measure_difference(one, other)
     return None
 
 
 def _measure(expected: object, actual: object) -> Magnitude | None:
     pair = [_as_tensor(value) for value in (expected, actual)]
-    return None if pair[0] is None or pair[1] is None else measure(pair[0], pair[1])
+    return None if pair[0] is None or pair[1] is None else measure_difference(pair[0], pair[1])
 
 
 def _as_tensor(value: object) -> Tensor | None:

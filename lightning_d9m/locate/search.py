@@ -174,12 +174,12 @@ class Search:
 
     def _find_lines(self) -> None:
         """Search the program's source for lines that may explain the cause."""
-        from lightning_d9m.locate.source_scan import find_lines
+        from lightning_d9m.locate.source_scan import find_cause_lines
 
         found = self._found
         if found.cause is not None:
             order_only = found.samples is not None and found.samples.same
-            lines = find_lines(self._runner.command, found.cause.kind, order_only=order_only)
+            lines = find_cause_lines(self._runner.command, found.cause.kind, order_only=order_only)
             found.lines = lines[:_MOST_LINES]
 
     def _is_caught(self, stage: str, found: "Sequence[Divergence]", steps: str) -> bool:

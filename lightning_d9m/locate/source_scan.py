@@ -23,7 +23,9 @@ _RULES = {
 }
 
 
-def find_lines(command: Sequence[str], cause: str, *, order_only: bool = False) -> list[Finding]:
+def find_cause_lines(
+    command: Sequence[str], cause: str, *, order_only: bool = False
+) -> list[Finding]:
     """Scan the program of a command and the modules beside it that it imports.
 
     Args:

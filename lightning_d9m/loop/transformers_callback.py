@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME, find_checkpoint
 from lightning_d9m.loop.run_setup import find_session
-from lightning_d9m.loop.transformers_interruption import TrainerRecorder, resume_first_training
+from lightning_d9m.loop.transformers_interruption import TransformersRecorder, resume_first_training
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -96,7 +96,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             "probe_steps": probe_steps,
             "probe_ranks": probe_ranks,
         }
-        self.recorder: TrainerRecorder | None = None
+        self.recorder: TransformersRecorder | None = None
         self._is_open = False
         self._loss: Tensor | None = None
         self._loss_hook: RemovableHandle | None = None
@@ -127,7 +127,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._give_up()
         chosen = find_checkpoint()
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
-        self.recorder = TrainerRecorder(
+        self.recorder = TransformersRecorder(
             folder,
             kwargs["model"],
             kwargs["optimizer"],
@@ -217,7 +217,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             self._close(None)
 
     @property
-    def _recorder(self) -> TrainerRecorder:
+    def _recorder(self) -> TransformersRecorder:
         assert self.recorder is not None, "the Trainer calls on_train_begin before other events"
         return self.recorder
 

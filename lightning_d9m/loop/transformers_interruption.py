@@ -59,7 +59,7 @@ class TrainerInterruption(Interruption):
         self._end_save()
 
 
-class TrainerRecorder(Recorder):
+class TransformersRecorder(Recorder):
     """The recorder of a Trainer."""
 
     interruption: TrainerInterruption

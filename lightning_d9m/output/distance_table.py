@@ -51,9 +51,9 @@ def make_distance_table(timeline: Timeline) -> DistanceTable | None:
     label = "Size of the difference of each layer by step"
     return DistanceTable(
         drawing=draw_distances(label, lines, timeline.epochs) if drawn else "",
-        layers=[(_name(layer), draw_key(n)) for n, (layer, _) in enumerate(series)],
+        layers=[(_name_layer(layer), draw_key(n)) for n, (layer, _) in enumerate(series)],
         rows=[
-            (found.epochs[step], step, [_describe(own.get(step)) for _, own in series])
+            (found.epochs[step], step, [_describe_distance(own.get(step)) for _, own in series])
             for step in steps
             if series
         ],
@@ -84,8 +84,8 @@ def format_distances(found: DistanceSeries, width: int) -> list[str]:
     rows = []
     for layer, own in found.list_series(_MAX_LINES):
         differing = [step for step in sorted(own) if own[step].differing]
-        sizes = [_describe(own[step]) for step in (differing[0], max(own))]
-        rows.append((escape(_name(layer)), str(found.epochs[differing[0]]), *sizes))
+        sizes = [_describe_distance(own[step]) for step in (differing[0], max(own))]
+        rows.append((escape(_name_layer(layer)), str(found.epochs[differing[0]]), *sizes))
     if not rows:
         return []
     table = make_table(("layer", "first epoch", "size there", "size at the end"), rows)
@@ -97,11 +97,11 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _name(layer: str) -> str:
+def _name_layer(layer: str) -> str:
     return "all other layers" if layer == OTHERS else layer or ROOT
 
 
-def _describe(distance: Distance | None) -> str:
+def _describe_distance(distance: Distance | None) -> str:
     if distance is None:
         return ""
     if not distance.differing:

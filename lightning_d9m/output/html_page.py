@@ -115,7 +115,7 @@ def render_page(
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
-        facts=list(list_facts(ledgers)),
+        facts=list(list_run_facts(ledgers)),
         command=find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
@@ -142,7 +142,7 @@ def render_page(
     )
 
 
-def list_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
+def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
     """Yield (name, value in each run) of what ran, where a run has it."""
     headers = [ledger.header for ledger in ledgers]
     for name, read in _FACTS.items():

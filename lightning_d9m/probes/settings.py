@@ -15,7 +15,7 @@ from lightning_d9m.control.env_settings import (
     variable_of,
 )
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.kinds import ALL, KINDS, ROOT
+from lightning_d9m.ledger.kinds import ALL, PROBE_KINDS, ROOT
 
 _STEPS = re.compile(r"([0-9]*):([0-9]*)")
 
@@ -71,7 +71,7 @@ class ProbeSettings:
     @cached_property
     def kinds(self) -> frozenset[str]:
         """The kinds that are recorded."""
-        return frozenset(KINDS if ALL in self.probes else self.probes)
+        return frozenset(PROBE_KINDS if ALL in self.probes else self.probes)
 
     @cached_property
     def steps(self) -> range:
@@ -118,7 +118,7 @@ class ProbeSettings:
             raise SettingError(
                 f"No probes are on, so these variables have no effect: {', '.join(idle)}. Unset "
                 f"them, or set {variable_of('probes')} too, to {ALL!r} or to kinds separated by "
-                f"commas ({', '.join(KINDS)})."
+                f"commas ({', '.join(PROBE_KINDS)})."
             )
         return settings
 
@@ -126,7 +126,7 @@ class ProbeSettings:
         """Return the settings as the ledger's header keeps them; nothing where none is on."""
         record: dict[str, str | int] = {}
         if self.kinds:
-            record["probes"] = " ".join(kind for kind in KINDS if kind in self.kinds)
+            record["probes"] = " ".join(kind for kind in PROBE_KINDS if kind in self.kinds)
             record["probe_modules"] = " ".join(self.probe_modules)
             record["probe_steps"] = self.probe_steps
             record["probe_ranks"] = " ".join(map(str, self.probe_ranks))
@@ -165,13 +165,13 @@ def _split(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_kind(kind: object) -> None:
-    if kind == ALL or kind in KINDS:
+    if kind == ALL or kind in PROBE_KINDS:
         return
-    near = get_close_matches(str(kind), KINDS, n=1)
+    near = get_close_matches(str(kind), PROBE_KINDS, n=1)
     raise SettingError(
         f"probes has {kind!r}, which is not a kind of probe. "
         + (f"Did you mean {near[0]!r}? " if near else "")
-        + f"The kinds are {', '.join(KINDS)}, or {ALL!r}."
+        + f"The kinds are {', '.join(PROBE_KINDS)}, or {ALL!r}."
     )
 
 

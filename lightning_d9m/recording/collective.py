@@ -83,8 +83,8 @@ class Ranks:
         rows = self.gather(numbers.tolist())
         return [array("q", row).tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
 
-    def _ranks_where(self, fact: bool) -> list[int]:
-        """Return the ranks on which ``fact`` is so."""
+    def _ranks_where(self, condition: bool) -> list[int]:
+        """Return the ranks on which ``condition`` is so."""
         if self.gather is None:
-            return [self.rank] if fact else []
-        return [rank for rank, row in enumerate(self.gather([int(fact)])) if row[0]]
+            return [self.rank] if condition else []
+        return [rank for rank, row in enumerate(self.gather([int(condition)])) if row[0]]

@@ -41,7 +41,9 @@ def decode_plain(data: bytes) -> Any:
     """
     contents = io.BytesIO(data)
     try:
-        text = _read(contents, int.from_bytes(_read(contents, _SIZE_BYTES), "little"))
+        text = _read_exactly(
+            contents, int.from_bytes(_read_exactly(contents, _SIZE_BYTES), "little")
+        )
         return _from_json(json.loads(text), contents)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise RanksDisagreeError(
@@ -75,7 +77,7 @@ def _from_json(value: Any, contents: io.BytesIO) -> Any:
     return _FORMATS[kind][2](content, contents)
 
 
-def _read(contents: io.BytesIO, size: int) -> bytes:
+def _read_exactly(contents: io.BytesIO, size: int) -> bytes:
     found = contents.read(size)
     if len(found) != size:
         raise ValueError(size)
@@ -111,7 +113,7 @@ def _tensor_from_json(content: Any, contents: io.BytesIO) -> Tensor:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(name)
-    raw = bytearray(_read(contents, size))
+    raw = bytearray(_read_exactly(contents, size))
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 
@@ -126,7 +128,7 @@ _FORMATS: dict[str, tuple[type, _Encode, _Decode]] = {
         lambda content, contents: tuple(_from_json(item, contents) for item in content),
     ),
     "dict": (dict, _dict_to_json, _dict_from_json),
-    "bytes": (bytes, _bytes_to_json, lambda size, contents: _read(contents, size)),
+    "bytes": (bytes, _bytes_to_json, lambda size, contents: _read_exactly(contents, size)),
     "path": (PurePath, lambda path, _: str(path), lambda text, _: Path(text)),
     "tensor": (Tensor, _tensor_to_json, _tensor_from_json),
 }

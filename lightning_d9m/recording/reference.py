@@ -15,7 +15,7 @@ from lightning_d9m.comparison.record_diff import (
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, Header, Record, RunFacts
-from lightning_d9m.ledger.keys import START, describe_record, record_key, record_place
+from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.text import describe_names, describe_value, escape, pluralize
 
@@ -135,7 +135,7 @@ class Reference:
                 return difference
             if expected.moment == "final" and expected.epoch < actual.epoch:
                 break
-            if record_place(expected, START) > record_place(actual, START):
+            if record_place(expected, LEDGER_START) > record_place(actual, LEDGER_START):
                 raise self._lacks(expected, actual)
             self._passed += 1
             self._next = next(self._records, None)

@@ -113,7 +113,7 @@ def test_of_several_ranks_the_greatest_distance_counts():
 
 
 def test_epochs_and_layers_are_bounded(monkeypatch):
-    monkeypatch.setattr(weight_distance, "MAX_MOMENTS", 8)
+    monkeypatch.setattr(weight_distance, "MAX_KEPT_EPOCHS", 8)
     monkeypatch.setattr(weight_distance, "MAX_LAYERS", 3)
     one = {f"{number}.w": torch.ones(1) for number in range(5)}
     other = {name: own * 2 for name, own in one.items()}

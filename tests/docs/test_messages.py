@@ -30,7 +30,7 @@ from lightning_d9m.ledger.format.records import Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
 TESTS = Path(__file__).parents[1]
-ROOM = "lightning_d9m."
+PREFIX = "lightning_d9m."
 
 
 @dataclass
@@ -71,7 +71,7 @@ ABSENT = FileNotFoundError(2, "No such file or directory")
 def asks(function, **words):
     """A case that checks the arguments of a command."""
 
-    def act(g):
+    def func(g):
         given = {
             "runs": 2,
             "tries": 1,
@@ -85,7 +85,7 @@ def asks(function, **words):
         arguments = argparse.Namespace(**given)
         return call(arguments, ["true"]) if call.__code__.co_argcount == 2 else call(arguments)
 
-    return act
+    return func
 
 
 def use_full_folder(g):
@@ -96,7 +96,7 @@ def use_full_folder(g):
 
 
 def repeat_what_fails(g):
-    g.refuse(g.module, "run_once", import_module(f"{ROOM}errors").CommandError("why"))
+    g.refuse(g.module, "run_once", import_module(f"{PREFIX}errors").CommandError("why"))
     g.module._repeat([g.module.PlannedRun(["false"], "run 1 of 2")], g.folder, None)
 
 
@@ -156,11 +156,11 @@ def name_two_ledgers(g):
 
 
 def set_variable(name, value, function, *words, **named):
-    def act(g):
+    def func(g):
         g.patch.setenv(name, value)
         return getattr(g.module, function)(*words, **named)
 
-    return act
+    return func
 
 
 def reduce_a_sparse_gradient(g):
@@ -467,19 +467,21 @@ def split(words):
 
 
 @pytest.mark.parametrize(
-    ("room", "act", "words"), CASES, ids=[f"{room}-{split(words)[0]}" for room, _, words in CASES]
+    ("raiser", "func", "words"),
+    CASES,
+    ids=[f"{raiser}-{split(words)[0]}" for raiser, _, words in CASES],
 )
-def test_a_message(room, act, words, tmp_path, monkeypatch):
-    ground = Ground(tmp_path, monkeypatch, import_module(ROOM + room))
+def test_a_message(raiser, func, words, tmp_path, monkeypatch):
+    ground = Ground(tmp_path, monkeypatch, import_module(PREFIX + raiser))
     with pytest.raises(D9mError) as caught:
-        act(ground)
+        func(ground)
     monkeypatch.undo()
     template, values = split(words)
     text = str(caught.value)
     assert re.search(re.escape(template).replace("…", ".+"), text), text
     for value in values:
         assert value.format(folder=tmp_path) in text
-    assert caught.traceback[-1].frame.f_globals["__name__"] == ROOM + room
+    assert caught.traceback[-1].frame.f_globals["__name__"] == PREFIX + raiser
 
 
 def words_of(text):
@@ -512,7 +514,7 @@ def find_unnamed(messages, texts, cases):
         for module, message in messages
         if not any(count[pair] == 1 and pair in named for pair in pairs[message])
         and not any(
-            ROOM + room == module and split(words)[0] in message for room, _, words in cases
+            PREFIX + raiser == module and split(words)[0] in message for raiser, _, words in cases
         )
     ]
 
@@ -530,15 +532,15 @@ def test_every_message_is_named_in_a_test():
 def test_each_case_raises_one_message():
     """Another message of the same module does not fit its words."""
     messages = read_messages()
-    for room, _, words in CASES:
-        template, own = split(words)[0], [m for module, m in messages if module == ROOM + room]
+    for raiser, _, words in CASES:
+        template, own = split(words)[0], [m for module, m in messages if module == PREFIX + raiser]
         fitting = [m for m in own if m == template] or [m for m in own if template in m]
-        assert len(fitting) == 1, (room, words, fitting)
+        assert len(fitting) == 1, (raiser, words, fitting)
 
 
 def test_few_words_come_with_a_value():
     few = [case for case in CASES if len(words_of(split(case[2])[0])) < 3]
-    assert not [room for room, _, words in few if not split(words)[1]]
+    assert not [raiser for raiser, _, words in few if not split(words)[1]]
 
 
 def test_a_message_without_a_test_is_found():

@@ -10,12 +10,12 @@ from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import ModelTensors, NamedTensors
 
 
-def digest_standing(standing):
+def digest_named(named_tensors):
     """Return the digests of tensors where they are said to lie."""
     queue = DigestQueue()
-    located = standing.locate()
+    located = named_tensors.locate()
     if located is None:
-        queue.add(standing.values())
+        queue.add(named_tensors.values())
     else:
         queue.add_located(located)
     return queue.fetch()
@@ -56,38 +56,38 @@ CHANGES = [zero, point_elsewhere, reshape, cast, view_as_integers, transpose, ne
 @pytest.mark.parametrize("change", CHANGES)
 def test_digests_are_those_of_the_tensors_as_they_are(change):
     weight = torch.randn(4, 4)
-    standing = NamedTensors([("weight", weight), ("other", torch.arange(3))])
-    before = digest_standing(standing)
-    assert before == digest_many(standing.values())
+    named_tensors = NamedTensors([("weight", weight), ("other", torch.arange(3))])
+    before = digest_named(named_tensors)
+    assert before == digest_many(named_tensors.values())
     change(weight)
-    after = digest_standing(standing)
-    assert after == digest_many(standing.values())
+    after = digest_named(named_tensors)
+    assert after == digest_many(named_tensors.values())
     assert after[0] != before[0]
     assert after[1] == before[1]
 
 
 def test_where_tensors_lie_is_found_out_once():
-    standing = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
-    found = standing.locate()
+    named_tensors = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
+    found = named_tensors.locate()
     with torch.no_grad():
-        assert standing.locate() is found
-    assert standing.locate() is found
+        assert named_tensors.locate() is found
+    assert named_tensors.locate() is found
 
 
 def test_nothing_is_cached_if_torch_has_another_check(monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
-    standing = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
-    found = standing.locate()
-    assert standing.locate() is not found
-    assert digest_standing(standing) == digest_many(standing.values())
+    named_tensors = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
+    found = named_tensors.locate()
+    assert named_tensors.locate() is not found
+    assert digest_named(named_tensors) == digest_many(named_tensors.values())
 
 
 def test_a_tensor_that_is_given_twice_is_located_anew():
     """The guards of torch take each tensor once."""
     weight = torch.randn(4, 4)
-    standing = NamedTensors([("weight", weight), ("tied", weight)])
+    named_tensors = NamedTensors([("weight", weight), ("tied", weight)])
     for _ in range(2):
-        assert digest_standing(standing) == digest_many([weight, weight])
+        assert digest_named(named_tensors) == digest_many([weight, weight])
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_what_has_no_bytes_in_order_is_not_remembered(tensor):
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_becomes_sparse_is_found_out():
     """It has no strides, which the check would read."""
-    standing = NamedTensors([("weight", torch.randn(4, 4))])
-    standing.locate()
+    named_tensors = NamedTensors([("weight", torch.randn(4, 4))])
+    named_tensors.locate()
     for other in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
-        assert standing._addresses.find([other]) is None
+        assert named_tensors._addresses.find([other]) is None
 
 
 def test_what_is_not_initialized_is_an_error():
@@ -123,11 +123,11 @@ def test_nothing_lies_anywhere():
 
 def test_memory_that_was_freed_is_an_error():
     weight = torch.randn(4, 4)
-    standing = NamedTensors([("weight", weight)])
-    standing.locate()
+    named_tensors = NamedTensors([("weight", weight)])
+    named_tensors.locate()
     weight.untyped_storage().resize_(0)
     with pytest.raises(DigestError, match="freed"):
-        standing.locate()
+        named_tensors.locate()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

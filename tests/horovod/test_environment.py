@@ -11,7 +11,12 @@ from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateErro
 from lightning_d9m.horovod import environment as settings
 from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment, RankInfo, read_rank_info
-from lightning_d9m.horovod.environment import PINNED, check_ranks, describe_rank, set_variables
+from lightning_d9m.horovod.environment import (
+    PINNED,
+    check_rank_stacks,
+    describe_rank,
+    set_variables,
+)
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 
 
@@ -110,10 +115,10 @@ def test_a_horovod_that_the_user_started_with_the_variables_is_accepted(monkeypa
 
 def test_ranks_that_differ_are_named_with_the_field():
     here = describe_rank({"op": "average"})
-    check_ranks([here, dict(here)])
+    check_rank_stacks([here, dict(here)])
     there = here | {"strategy.op": "sum"}
     with pytest.raises(StackDifferenceError, match=r"Rank 2 .*\n  strategy.op") as caught:
-        check_ranks([here, here, there])
+        check_rank_stacks([here, here, there])
     assert caught.value.differences == (("strategy.op", "average", "sum"),)
 
 

@@ -248,13 +248,13 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
     )
     scans = []
 
-    def find_lines(command, cause, *, order_only):
+    def find_cause_lines(command, cause, *, order_only):
         scans.append((command, cause, order_only))
         return [finding] * 9
 
     compared = SampleComparison(16, 16, common)
     monkeypatch.setattr(samples, "compare_samples", lambda _: compared)
-    monkeypatch.setattr(source_scan, "find_lines", find_lines)
+    monkeypatch.setattr(source_scan, "find_cause_lines", find_cause_lines)
     found, _ = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
     assert (found.samples, len(found.lines)) == (compared, 5)
     assert scans == [(["true"], "data", common == 16)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_d9m.locate.source_scan import find_lines, find_program
+from lightning_d9m.locate.source_scan import find_cause_lines, find_program
 
 SORTED = "order = sorted({'a', 'b'})\n"
 SETS = "import helper\norder = list({'a', 'b'})\n"
@@ -19,7 +19,7 @@ def project(tmp_path, monkeypatch):
 
 
 def places(*arguments, **words):
-    return [(f.file, f.line, f.rule) for f in find_lines(["python", *arguments], **words)]
+    return [(f.file, f.line, f.rule) for f in find_cause_lines(["python", *arguments], **words)]
 
 
 def test_the_program_and_what_it_imports(project):
@@ -52,7 +52,7 @@ def test_a_clean_program(project):
 @pytest.mark.parametrize("command", [["./train"], ["python", "absent.py"], ["python", "-m"]])
 def test_no_program(project, command):
     assert find_program(command) is None
-    assert find_lines(command, "data") == []
+    assert find_cause_lines(command, "data") == []
 
 
 def test_a_file_that_cannot_be_parsed(project):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.kinds import KINDS
+from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.probes.settings import ProbeSettings, make_settings
 
 
@@ -32,7 +32,7 @@ def test_what_is_not_allowed_is_said(words, message):
 def test_one_value_need_not_be_in_a_list():
     assert make_settings(probes="loss, weight").probes == ("loss", "weight")
     assert make_settings(probe_ranks=1).probe_ranks == (1,)
-    assert make_settings(probes="all").kinds == set(KINDS)
+    assert make_settings(probes="all").kinds == set(PROBE_KINDS)
 
 
 def test_steps_are_half_open():

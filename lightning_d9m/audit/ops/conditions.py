@@ -15,7 +15,7 @@ from lightning_d9m.audit.ops.case import Call, Case, Inputs, NotHereError
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.catalog.torch_docs import Line, find_lines
+from lightning_d9m.patches.catalog.torch_docs import Line, find_documented_lines
 from lightning_d9m.patches.registration import patches_applied
 
 CONDITIONS = ("default", "deterministic", "patched")
@@ -41,7 +41,7 @@ class Budget:
 
 def begin_row(case: Case, device: str, dtype: str, lines: tuple[Line, ...]) -> dict[str, Any]:
     """Return the fields of a case's row that are known before the measurement."""
-    documented = find_lines(lines, case.documented, torch.device(device).type)
+    documented = find_documented_lines(lines, case.documented, torch.device(device).type)
     return {
         "key": case.key(dtype),
         "op": case.op,

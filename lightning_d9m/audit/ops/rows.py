@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_d9m.errors import CommandError, SettingError
 
-SCHEMA = 2
+ROW_SCHEMA = 2
 
 
 class RowFile:
@@ -44,7 +44,7 @@ class RowFile:
         """Append a row and flush the file."""
         if not self._file.tell():
             # Not earlier: settings that measure nothing must not occupy the folder.
-            self._write({"schema": SCHEMA, "settings": self._settings})
+            self._write({"schema": ROW_SCHEMA, "settings": self._settings})
         self.rows.append(row)
         self._write(row)
 
@@ -62,7 +62,7 @@ class RowFile:
         try:
             records = [json.loads(line) for line in whole.splitlines()]
             if records:
-                kept = {SCHEMA: records[0]["settings"]}[records[0]["schema"]]
+                kept = {ROW_SCHEMA: records[0]["settings"]}[records[0]["schema"]]
                 self.rows = [record for record in records[1:] if record["key"]]
         except (ValueError, KeyError, TypeError) as error:
             raise CommandError(

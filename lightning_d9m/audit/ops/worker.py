@@ -16,7 +16,7 @@ from lightning_d9m.audit.ops.case import Case
 from lightning_d9m.audit.ops.cases import list_cases
 from lightning_d9m.audit.ops.conditions import Budget, begin_row, measure_case
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.patches.catalog.torch_docs import find_lines, read_documentation
+from lightning_d9m.patches.catalog.torch_docs import find_documented_lines, read_documentation
 
 
 def plan_cases(
@@ -71,7 +71,7 @@ def main() -> int:
             "unknown": [
                 line.text
                 for line in lines
-                if not find_lines((line,), known, (line.devices or ("cpu",))[0])
+                if not find_documented_lines((line,), known, (line.devices or ("cpu",))[0])
             ],
         },
     )

@@ -154,9 +154,9 @@ def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
     ]
 
 
-def render_markdown(result: Mapping[str, Any], words: Sequence[str]) -> str:
+def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
     """Return the result as a page."""
-    runs = f"`{' '.join(words)}`, {result['runs']} runs in each condition."
+    runs = f"`{' '.join(command)}`, {result['runs']} runs in each condition."
     parts = ["# Audit of a training", runs]
     parts.append(_EXPLANATION)
     for fit in result["fits"]:

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train in both conditions; return 1 if the runs with determinism differ."""
-    words = get_command(arguments, "audit model")
+    command = get_command(arguments, "audit model")
     output = make_output(arguments.output, "d9m-audit", "model-")
     trainings: dict[str, list[Training]] = {condition: [] for condition in CONDITIONS}
     for number in range(1, arguments.runs + 1):
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             # The first training of all names the fits.
             named = trainings[condition] or trainings[CONDITIONS[0]]
             known = named[0].ledgers if named else None
-            training = _train(words, condition, folder, arguments.timeout, known)
+            training = _train(command, condition, folder, arguments.timeout, known)
             trainings[condition].append(training)
             training.measure(trainings[condition][0])
             if number > 1:  # they are large, and have been compared with the first run's
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     (output / "model.json").write_text(json.dumps(result, indent=1) + "\n")
     for fit in result["fits"]:
         (output / f"{fit['fit']}.svg").write_text(render_plot(fit))
-    (output / "model.md").write_text(render_markdown(result, words))
+    (output / "model.md").write_text(render_markdown(result, command))
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(
-    words: list[str],
+    command: list[str],
     condition: str,
     folder: Path,
     timeout: float | None,
@@ -100,12 +100,12 @@ def _train(
     """Train once; fits get the names of their counterparts among the known ones."""
     begin = time.perf_counter()
     start = ProcessStart(_environment(condition, folder), folder / "output.log")
-    run_processes(words, [start], timeout=timeout, tick=lambda _: None)
+    run_processes(command, [start], timeout=timeout, tick=lambda _: None)
     seconds = time.perf_counter() - begin
     fits = {path.name: read_ledger(path) for path in list_fits(folder)}
     if not fits:
         raise CommandError(
-            f"The command {' '.join(words)!r} succeeded but wrote no ledger. Let it fit a model "
+            f"The command {' '.join(command)!r} succeeded but wrote no ledger. Let it fit a model "
             "with a Trainer, in the environment in which lightning_d9m is installed; if "
             "LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in Trainer(callbacks="
             f"[...]). Log: {folder / 'output.log'}."

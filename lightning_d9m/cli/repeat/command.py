@@ -15,7 +15,7 @@ from lightning_d9m.cli.arguments import (
 )
 from lightning_d9m.cli.repeat.interrupted import interrupt_and_resume
 from lightning_d9m.cli.repeat.processes import (
-    LOGICAL_RANKS,
+    RANKS_VARIABLE,
     PlannedRun,
     plan_runs,
     process_counts,
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all runs are equal, 1 if some differ, 2 if none differs but some failed.
     """
     argv = get_command(arguments, "repeat")
-    _check(arguments)
+    _check_arguments(arguments)
     output = make_output(arguments.output)
     if arguments.interrupt:
         report = interrupt_and_resume(
@@ -128,7 +128,7 @@ def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) ->
     return runs
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.processes is not None:
         _check_processes(arguments)
     if arguments.interrupt and arguments.runs is not None:
@@ -151,9 +151,9 @@ def _check_processes(arguments: argparse.Namespace) -> None:
                 f"--processes is {given}, and --{name} is given too. --processes makes one run on "
                 f"each number of processes. Leave one of them out."
             )
-    logical_ranks = os.environ.get(LOGICAL_RANKS, "")
+    logical_ranks = os.environ.get(RANKS_VARIABLE, "")
     if logical_ranks.isdigit() and max(arguments.processes) > int(logical_ranks):
         raise SettingError(
-            f"--processes is {given}, but {LOGICAL_RANKS} is {logical_ranks}: each process needs "
+            f"--processes is {given}, but {RANKS_VARIABLE} is {logical_ranks}: each process needs "
             f"at least one logical rank. Allowed: numbers from 1 to {logical_ranks}."
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning_d9m.launch.rank_variables import count_threads
 from lightning_d9m.text import pluralize
 
-LOGICAL_RANKS = "LIGHTNING_D9M_LOGICAL_RANKS"
+RANKS_VARIABLE = "LIGHTNING_D9M_LOGICAL_RANKS"
 _THREADS = "OMP_NUM_THREADS"
 # A word of the command that stands for the number of processes.
 _PLACEHOLDER = "{processes}"

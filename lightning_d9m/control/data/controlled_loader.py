@@ -16,17 +16,17 @@ from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.dataset_numbers import (
     NUMBERS,
     Numbers,
-    find_changed,
+    find_changed_numbers,
     read_numbers,
     write_numbers,
 )
-from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_foreign, unwrap
+from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
 from lightning_d9m.control.data.sampler_state import (
     ATTRIBUTES,
+    find_changed_attributes,
     read_attributes,
     write_attributes,
 )
-from lightning_d9m.control.data.sampler_state import find_changed as find_changed_attributes
 from lightning_d9m.control.data.samplers import find_samplers, is_rankless, make_generator
 from lightning_d9m.control.data.seeded_dataset import (
     NoRngGuard,
@@ -111,14 +111,14 @@ class ControlledLoader:
         self._first_numbers = numbers or {}
         self._has_numbers = False
         samplers = find_samplers(loader)
-        self._foreign = is_foreign(samplers)
+        self._user_made = is_user_made(samplers)
         self._first_attributes = read_attributes(samplers)
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         draws = not draws_nothing(loader)
         self._requests = ResumableSampler(
             user_sampler,
             stream,
-            foreign=self._foreign,
+            user_made=self._user_made,
             draws=draws,
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
@@ -173,7 +173,7 @@ class ControlledLoader:
         dataset = None if self._dataset is None else self._dataset()
         if dataset is None:
             return {}
-        changed = find_changed(self._first_numbers, read_numbers(dataset))
+        changed = find_changed_numbers(self._first_numbers, read_numbers(dataset))
         return {NUMBERS: changed} if changed else {}
 
     def _keep_start(self) -> None:
@@ -191,7 +191,7 @@ class ControlledLoader:
 
     def _owners(self) -> dict[str, object]:
         loader = self.loader()
-        samplers = [] if loader is None or not self._foreign else find_samplers(loader)
+        samplers = [] if loader is None or not self._user_made else find_samplers(loader)
         return {str(number): sampler for number, sampler in enumerate(samplers)}
 
     def reset(self, epoch: int) -> None:

@@ -52,7 +52,7 @@ def _keep_numbers(attributes: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def find_changed(before: Numbers, now: Numbers) -> Numbers:
+def find_changed_numbers(before: Numbers, now: Numbers) -> Numbers:
     """Return the numbers that are not as they were, and not of another type."""
     found: Numbers = {}
     for path, numbers in now.items():
@@ -112,7 +112,7 @@ class WatchedIterator:
 
     def _compare(self) -> None:
         dataset, _, before, report = self._parts
-        if find_changed(before, read_numbers(dataset)):
+        if find_changed_numbers(before, read_numbers(dataset)):
             report()
 
 

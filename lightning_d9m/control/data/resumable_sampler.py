@@ -74,7 +74,7 @@ class ResumableSampler:
     Args:
         sampler: The user's batch sampler, or the sampler of a loader that does not batch.
         stream: The loader's random streams.
-        foreign: True if a sampler comes from the user's code and may draw from the generators of
+        user_made: True if a sampler comes from the user's code and may draw from the generators of
             the process. It then gets separate states of them, so that its order depends neither on
             the draws of training nor on how far workers prefetch.
         draws: False if making a batch draws no random numbers, so that it needs no seed.
@@ -86,12 +86,12 @@ class ResumableSampler:
         sampler: Any,
         stream: RandomStreams,
         *,
-        foreign: bool,
+        user_made: bool,
         draws: bool,
         on_start: Callable[[], object] = bool,
     ) -> None:
         vars(self).update(
-            _user_sampler=sampler, _stream=stream, _foreign=foreign, _draws=draws,
+            _user_sampler=sampler, _stream=stream, _user_made=user_made, _draws=draws,
             _on_start=on_start, _round=0, _skip=0, _cycled=bool,
         )  # fmt: skip
 
@@ -174,7 +174,7 @@ class ResumableSampler:
         return SeededIndex(indices, seed, stream.epoch)
 
     def _iterate(self) -> Iterable[Any]:
-        if not self._foreign:
+        if not self._user_made:
             return self._user_sampler  # type: ignore[no-any-return]
         # The same on all ranks, because the sampler may split one order among them.
         seed = self._stream.derive("sampler", index=self._round, shared=True)
@@ -196,7 +196,7 @@ def find_epoch_problem(loader: Any) -> str | None:
 
     torchdata's loader does not: an epoch depends only on the dataset and on the generators.
     """
-    if not has_state(loader) or not is_foreign([loader]):
+    if not has_state(loader) or not is_user_made([loader]):
         return None
     return (
         f"{loader.__class__.__name__} has a state_dict(), which Lightning does not load between "
@@ -276,7 +276,7 @@ def unwrap(sampler: Any) -> Any:
     return vars(sampler)["_user_sampler"] if type(sampler) is ResumableSampler else sampler
 
 
-def is_foreign(values: Iterable[Any]) -> bool:
+def is_user_made(values: Iterable[Any]) -> bool:
     """Return whether a sampler or loader is not of torch, torchdata or Lightning.
 
     Such a sampler may draw from the generators of the process.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.control.data.resumable_sampler import is_foreign
+from lightning_d9m.control.data.resumable_sampler import is_user_made
 
 Attributes = dict[str, dict[str, Any]]
 """Encoded values by the name of the attribute, by the number of the sampler."""
@@ -27,7 +27,7 @@ def read_attributes(samplers: Iterable[Any]) -> Attributes:
     """Return the attributes of the user's samplers that are plain values, as plain values."""
     found: Attributes = {}
     for number, sampler in enumerate(samplers):
-        values = vars(sampler) if is_foreign([sampler]) and hasattr(sampler, "__dict__") else {}
+        values = vars(sampler) if is_user_made([sampler]) and hasattr(sampler, "__dict__") else {}
         # The loader's control sets these in each epoch.
         ours = {"seed"} if isinstance(sampler, DistributedSampler) else set()
         ours |= {"epoch"} if hasattr(sampler, "set_epoch") else set()
@@ -36,7 +36,7 @@ def read_attributes(samplers: Iterable[Any]) -> Attributes:
     return found
 
 
-def find_changed(first: Attributes, now: Attributes) -> Attributes:
+def find_changed_attributes(first: Attributes, now: Attributes) -> Attributes:
     """Return the attributes that are not as they were first."""
     found: Attributes = {}
     for number, attributes in now.items():

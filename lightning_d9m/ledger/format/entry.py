@@ -112,12 +112,12 @@ def describe_fields(entry: type[Entry]) -> tuple[Field, ...]:
     described = _DESCRIBED.get(entry)
     if described is None:
         parts: tuple[DataclassField[Any], ...] = fields(entry)  # type: ignore[arg-type]
-        described = tuple(_describe(part) for part in parts if part.name != "extra")
+        described = tuple(_make_field(part) for part in parts if part.name != "extra")
         _DESCRIBED[entry] = described
     return described
 
 
-def _describe(part: DataclassField[Any]) -> Field:
+def _make_field(part: DataclassField[Any]) -> Field:
     _, kind, *marks = get_args(part.type)
     default = part.default if part.default_factory is MISSING else part.default_factory()
     return Field(part.name, kind, frozenset(marks), default)

@@ -230,7 +230,7 @@ def _unpack_digests(name: str, value: Json) -> bytes:
 
 WHOLE = whole()
 TEXT = text()
-CHECK = matching(r"[0-9a-f]{16}", "16 lowercase hex digits")
+HEX64 = matching(r"[0-9a-f]{16}", "16 lowercase hex digits")
 CHECK_OR_EMPTY = matching(
     r"(?:[0-9a-f]{16})?", "16 lowercase hex digits, or empty where there is no ledger"
 )

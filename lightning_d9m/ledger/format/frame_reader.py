@@ -13,12 +13,12 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.format.fields import DIGEST_BYTES, MAX_WHOLE, WHOLE, FieldError
 from lightning_d9m.ledger.format.opened_file import open_regular
 from lightning_d9m.ledger.format.probe_frames import (
-    CHECK,
+    CHAIN_HASH,
+    FIRST_FRAME,
     HEAD,
     MAGIC,
     MAX_BLOCK,
     POSITION,
-    START,
     Frames,
 )
 from lightning_d9m.ledger.format.probe_layouts import Layouts
@@ -83,7 +83,7 @@ class FrameReader(AbstractContextManager["FrameReader"]):
     def __init__(self, path: Path, start: str) -> None:
         self.path = path
         self._check = int(start, 16)
-        self._position: tuple[int, int, int] = START
+        self._position: tuple[int, int, int] = FIRST_FRAME
         self._stream = open_regular(path)
         self.size = os.fstat(self._stream.fileno()).st_size
         # Bytes of the file, where they begin in it, and where the next block begins in them.
@@ -125,7 +125,7 @@ class FrameReader(AbstractContextManager["FrameReader"]):
         run: _Run | None = None
         head, size, count, growth = b"", HEAD.size, 0, (0, 0)
         while self.offset < end:
-            self._fill(size + CHECK.size)
+            self._fill(size + CHAIN_HASH.size)
             found = self._data[self._at : self._at + HEAD.size]
             if found != head or run is None or run.size >= _TOGETHER:
                 if len(found) < HEAD.size:
@@ -138,7 +138,7 @@ class FrameReader(AbstractContextManager["FrameReader"]):
                 if run is not None and not (count and run.takes(layout, growth)):
                     yield run.as_frames()
                     run = None
-                self._fill(size + CHECK.size)
+                self._fill(size + CHAIN_HASH.size)
             if not self._verify(size, end, torn=torn):
                 break
             start, stop = self._at + HEAD.size, self._at + size
@@ -148,11 +148,11 @@ class FrameReader(AbstractContextManager["FrameReader"]):
                     width = (size - HEAD.size) // count
                     run = _Run(layout, growth, place, layouts.get(layout), width)
                 run.add(count, memoryview(self._data)[start:stop])
-                self._at = stop + CHECK.size
+                self._at = stop + CHAIN_HASH.size
                 self._read_alike(run, head, count, end)
             else:
                 self._position = POSITION.unpack_from(self._data, start)
-                self._at = stop + CHECK.size
+                self._at = stop + CHAIN_HASH.size
                 head = b""
         if run is not None:
             yield run.as_frames()
@@ -191,14 +191,14 @@ class FrameReader(AbstractContextManager["FrameReader"]):
     def _verify(self, size: int, end: int, *, torn: bool) -> bool:
         """Check the hash of the next block; return whether it is whole."""
         stop = self._at + size
-        beyond = self._base + stop + CHECK.size > end
+        beyond = self._base + stop + CHAIN_HASH.size > end
         if beyond and not torn:
             raise self._malformed("count", f"makes it end beyond byte {end}")
-        if beyond or len(self._data) < stop + CHECK.size:
+        if beyond or len(self._data) < stop + CHAIN_HASH.size:
             self.truncated = True
             return False
         check = xxh3_64_intdigest(memoryview(self._data)[self._at : stop], self._check)
-        if CHECK.unpack_from(self._data, stop)[0] != check:
+        if CHAIN_HASH.unpack_from(self._data, stop)[0] != check:
             raise LedgerError(
                 f"{self.path}, the block at byte {self.offset} does not fit its check: it was "
                 "edited, or a block before it was removed, added or moved. Nothing from here on "
@@ -216,7 +216,7 @@ class FrameReader(AbstractContextManager["FrameReader"]):
         if not self._data.startswith(head, self._at):
             return
         size = HEAD.size + run.width * count
-        stride = size + CHECK.size
+        stride = size + CHAIN_HASH.size
         blocks = (min(len(self._data), end - self._base) - self._at) // stride
         blocks = min(blocks, -(-(_TOGETHER - run.size) // (run.width * count)))
         if blocks < _FEW_BLOCKS:

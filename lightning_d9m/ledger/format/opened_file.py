@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -15,7 +15,7 @@ def open_regular(path: Path) -> BinaryIO:
         # Without O_NONBLOCK, opening a named pipe waits for its writer.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise LedgerError(f"{path} cannot be read: {explain(error)}") from error
+        raise LedgerError(f"{path} cannot be read: {explain_file_error(error)}") from error
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise LedgerError(

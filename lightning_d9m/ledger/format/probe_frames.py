@@ -22,7 +22,7 @@ MAX_LAYOUTS = 2**16
 HEAD = Struct("<HHBB")
 # Epoch, step and batch of the frame before the next one. The two last are -1 before the first.
 POSITION = Struct("<qqq")
-CHECK = Struct("<Q")
+CHAIN_HASH = Struct("<Q")
 
 
 class FramePosition(NamedTuple):
@@ -33,7 +33,7 @@ class FramePosition(NamedTuple):
     batch: int
 
 
-START = FramePosition(0, -1, -1)
+FIRST_FRAME = FramePosition(0, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ def encode_frames(
     if expected != before:
         body = HEAD.pack(0, 0, 0, 0) + POSITION.pack(*expected)
         check = xxh3_64_intdigest(body, check)
-        blocks = body + CHECK.pack(check)
+        blocks = body + CHAIN_HASH.pack(check)
     body = HEAD.pack(record.layout, record.count, steps, batches) + record.digests
     check = xxh3_64_intdigest(body, check)
     grown = record.count * steps, record.count * batches
     after = FramePosition(record.epoch, expected.step + grown[0], expected.batch + grown[1])
-    return blocks + body + CHECK.pack(check), after, check
+    return blocks + body + CHAIN_HASH.pack(check), after, check

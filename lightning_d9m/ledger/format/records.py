@@ -308,7 +308,7 @@ class FramesEnd(Entry):
 
     kind: ClassVar[str] = "frames"
     bytes: Whole
-    last: Annotated[str, types.CHECK]
+    last: Annotated[str, types.HEX64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +362,7 @@ Record: TypeAlias = (
     | End
     | Opaque
 )
-KINDS: dict[str, type[Entry]] = {
+RECORD_TYPES: dict[str, type[Entry]] = {
     entry.kind: cast("type[Entry]", entry) for entry in get_args(Record) if entry is not Opaque
 }
 
@@ -382,5 +382,5 @@ def parse_record(fields: Json) -> Record:
     if "check" in fields:
         raise FieldError("check", "occurs twice")
     rest = {name: value for name, value in fields.items() if name != "kind"}
-    entry = KINDS.get(kind)
+    entry = RECORD_TYPES.get(kind)
     return Opaque(kind, rest) if entry is None else cast("Record", read_entry(entry, rest))

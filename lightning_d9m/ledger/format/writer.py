@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.file_errors import explain
+from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.ledger.format.appended_file import AppendedFile, State
 from lightning_d9m.ledger.format.encoding import encode_record
 from lightning_d9m.ledger.format.fields import FieldError, Json
 from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
 from lightning_d9m.ledger.format.probe_frames import (
+    FIRST_FRAME,
     MAGIC,
-    START,
     FramePosition,
     check_frames,
     encode_frames,
@@ -106,7 +106,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 file.close()
             except OSError as error:
                 raise LedgerError(
-                    f"The ledger {file.path} was not kept: {explain(error)}"
+                    f"The ledger {file.path} was not kept: {explain_file_error(error)}"
                 ) from error
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +165,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         check_frames(frames, self._layouts.get(frames.layout, 0))
         file = self._frames
         if file is None:
-            state = (START, int(self._start, 16))
+            state = (FIRST_FRAME, int(self._start, 16))
             file = self._frames = self._open(frames_path(self.path), state)
         try:
             if file.is_interrupted:
@@ -177,8 +177,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
 
     def _fail(self, file: AppendedFile[Any], error: OSError) -> LedgerError:
         self._failure = (
-            f"The ledger {file.path} cannot be written: {explain(error)} Records of this run "
-            f"are missing from here on; the first {file.size} bytes stay readable."
+            f"The ledger {file.path} cannot be written: {explain_file_error(error)} Records of "
+            f"this run are missing from here on; the first {file.size} bytes stay readable."
         )
         return LedgerError(self._failure)
 
@@ -186,7 +186,9 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         try:
             return AppendedFile(path, state)
         except (OSError, ValueError) as error:
-            raise LedgerError(f"The ledger {path} cannot be made: {explain(error)}") from error
+            raise LedgerError(
+                f"The ledger {path} cannot be made: {explain_file_error(error)}"
+            ) from error
 
 
 def _check_size(line: bytes, limit: int) -> None:

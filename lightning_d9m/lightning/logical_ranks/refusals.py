@@ -19,7 +19,7 @@ _VARIABLE = variable_of("logical_ranks")
 _PARALLEL_MODULES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def check_variable(strategy: Any) -> None:
+def refuse_unread_variable(strategy: Any) -> None:
     """Refuse a number of logical ranks in the environment that a strategy does not read.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-def make_header(
+def make_trainer_header(
     trainer: "Trainer",
     session: TrainerSession,
     further: Mapping[str, Scalar] = MappingProxyType({}),

@@ -19,7 +19,7 @@ from lightning_d9m.lightning.recording.run_metadata import (
     describe_run,
     describe_trained_model,
     find_replicated,
-    make_header,
+    make_trainer_header,
 )
 from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
@@ -88,7 +88,7 @@ class TrainerRecorder:
             ranks_of(trainer),
             module,
             lambda: (
-                make_header(trainer, session, self.further_settings),
+                make_trainer_header(trainer, session, self.further_settings),
                 describe_run(trainer, module),
                 find_replicated(trainer, module),
             ),
@@ -204,7 +204,11 @@ class TrainerRecorder:
         self._run.begin(
             ranks_of(trainer),
             module,
-            lambda: (make_header(trainer, session), _describe_evaluation(trainer, module), None),
+            lambda: (
+                make_trainer_header(trainer, session),
+                _describe_evaluation(trainer, module),
+                None,
+            ),
             lambda: self._make_folder(trainer, kind=stage),
             wrapped=trainer.model,
             policy=Policy(),

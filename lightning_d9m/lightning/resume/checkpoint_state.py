@@ -148,7 +148,7 @@ class CheckpointState:
             return
         if state.is_untrained:
             return
-        if problems := exactness.find_problems(
+        if problems := exactness.find_resume_problems(
             state, trainer, exactness.describe_settings(trainer, session)
         ):
             self._raise_or_warn(trainer, problems)

@@ -17,7 +17,7 @@ from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import is_of_program, rank_zero
-from lightning_d9m.lightning.saved_state import LOGICAL_RANKS, LoopPosition, SavedState
+from lightning_d9m.lightning.saved_state import LOGICAL_RANKS_KEY, LoopPosition, SavedState
 from lightning_d9m.lightning.strategies import find_hybrid_sharding
 from lightning_d9m.lightning.trainer_attributes import get_logical_ranks, list_callbacks
 
@@ -116,8 +116,10 @@ def _find_epoch_end_hooks(trainer: "Trainer") -> list[str]:
     found = []
     for owner in (trainer.lightning_module, *list_callbacks(trainer)):
         hook = getattr(owner, "on_train_epoch_end", None)
-        foreign = is_of_program(hook)
-        if has_base(owner, *_ACTS_AT_EPOCH_END) or (foreign and not has_base(owner, "Checkpoint")):
+        of_program = is_of_program(hook)
+        if has_base(owner, *_ACTS_AT_EPOCH_END) or (
+            of_program and not has_base(owner, "Checkpoint")
+        ):
             found.append(f"{type(owner).__name__}.on_train_epoch_end")
     return found
 
@@ -189,13 +191,13 @@ def _saves_within_epochs(trainer: "Trainer") -> bool:
 
 
 def describe_settings(trainer: "Trainer", session: "TrainerSession") -> dict[str, Any]:
-    """Return the settings of a run that a checkpoint has, to be compared by ``find_problems``."""
+    """Return the settings in a checkpoint, which ``find_resume_problems`` compares with a run's."""
     settings: dict[str, Any] = dict(session.settings.as_record())
     logical_ranks = get_logical_ranks(trainer)
-    return settings if logical_ranks is None else {**settings, LOGICAL_RANKS: logical_ranks}
+    return settings if logical_ranks is None else {**settings, LOGICAL_RANKS_KEY: logical_ranks}
 
 
-def find_problems(
+def find_resume_problems(
     state: SavedState, trainer: "Trainer", settings: Mapping[str, object]
 ) -> list[str]:
     """Return why a run cannot be resumed exactly from the state that a checkpoint holds.
@@ -210,7 +212,7 @@ def find_problems(
         for name, expected in state.settings.items()
         if settings.get(name) != expected and name in _RNG_SETTINGS
     ]
-    logical_ranks = settings.get(LOGICAL_RANKS)
+    logical_ranks = settings.get(LOGICAL_RANKS_KEY)
     if state.logical_ranks != logical_ranks:
         problems.append(
             f"It was saved with logical_ranks={state.logical_ranks}; now it is {logical_ranks}, so "

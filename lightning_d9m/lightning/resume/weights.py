@@ -7,7 +7,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def load_unrounded(trainer: "Trainer", load: Callable[..., None], *args: Any, **words: Any) -> None:
+def load_unrounded(
+    trainer: "Trainer", load: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
     """Load the weights of a checkpoint into a module of the dtype in which it will train.
 
     With precision ``64-true`` Lightning converts the module after that, so the weights would be
@@ -17,10 +19,10 @@ def load_unrounded(trainer: "Trainer", load: Callable[..., None], *args: Any, **
         trainer: The Trainer.
         load: The ``load_model_state_dict`` of its strategy.
         args: The arguments of ``load``.
-        words: Its keyword arguments.
+        kwargs: Its keyword arguments.
     """
     strategy = trainer.strategy
     plugin = strategy.precision_plugin
     if plugin.precision == "64-true" and not strategy.restore_checkpoint_after_setup:
         plugin.convert_module(trainer.lightning_module)
-    load(*args, **words)
+    load(*args, **kwargs)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_d9m.lint.checks.order_use import is_choice, is_list_order_used, is_order_used
-from lightning_d9m.lint.checks.seeds import CLOCK, list_parts
+from lightning_d9m.lint.checks.seeds import CLOCK, list_expressions
 from lightning_d9m.lint.scopes import Scope, resolve
 from lightning_d9m.lint.walk import NodeContext, ReportFinding
 
@@ -98,5 +98,5 @@ def _reads_clock(node: ast.AST, scope: Scope) -> bool:
     """Return whether an expression, or what its names stand for, reads the clock."""
     return any(
         isinstance(part, ast.Call) and _CLOCK.match(resolve(part.func, scope) or "")
-        for part in list_parts(node, scope, _DEPTH)
+        for part in list_expressions(node, scope, _DEPTH)
     )

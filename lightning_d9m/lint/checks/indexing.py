@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
-from lightning_d9m.lint.checks.op_table import explain, rule_of
+from lightning_d9m.lint.checks.op_table import explain_op, rule_of
 from lightning_d9m.lint.checks.ops import is_without_gradient
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.scopes import Scope, resolve
@@ -31,7 +31,7 @@ def check_index(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     found = [certainty for part in parts if (certainty := _repeats(part, context.scope))]
     if not found or is_without_gradient(context):
         return
-    op, reason, fix = explain(_OP)
+    op, reason, fix = explain_op(_OP)
     reason = f"The index repeats entries, so its gradient adds to them by index_put_. {reason}"
     yield ReportFinding(rule_of(op), node, min(found), reason, fix, op.name)
 

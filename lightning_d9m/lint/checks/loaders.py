@@ -29,7 +29,7 @@ def check_worker_seed(node: ast.AST, context: NodeContext) -> Iterator[ReportFin
                     yield ReportFinding("D9M207", call)
 
 
-def check_ranks(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
+def check_rank_seeds(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
     """Find ``seed_everything`` without ``workers=True`` in a file whose loaders have workers."""
     assert isinstance(node, ast.Call)
     if context.resolve(node.func) != "lightning.seed_everything":

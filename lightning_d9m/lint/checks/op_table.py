@@ -190,7 +190,7 @@ METHODS: Mapping[str, Condition] = MappingProxyType(
 """The condition of each method of a tensor; its receiver is the first argument."""
 
 
-def explain(name: str) -> tuple[Op, str, str]:
+def explain_op(name: str) -> tuple[Op, str, str]:
     """Return the catalog's entry of an op, the reason and the fix."""
     op = find_op(name)
     backward = "Its gradient: " if is_backward(name) else ""

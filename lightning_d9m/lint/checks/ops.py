@@ -8,7 +8,7 @@ from lightning_d9m.lint.checks.op_table import (
     FUNCTIONS,
     METHODS,
     ON_CPU_TOO,
-    explain,
+    explain_op,
     is_backward,
     rule_of,
 )
@@ -47,7 +47,7 @@ def check_op(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
         verdict = condition(spelled)
         if verdict is None or _is_spared(verdict[0], node, context, name):
             continue
-        op, reason, fix = explain(verdict[0])
+        op, reason, fix = explain_op(verdict[0])
         yield ReportFinding(rule_of(op), node, verdict[1], reason, fix, op.name)
 
 

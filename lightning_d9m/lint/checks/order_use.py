@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterable, Sequence
 
-from lightning_d9m.lint.scopes import FUNCTIONS, read_last_name
+from lightning_d9m.lint.scopes import FUNCTION_NODES, read_last_name
 from lightning_d9m.lint.walk import NodeContext, walk_whole
 
 _FREE = {
@@ -145,7 +145,7 @@ def _is_name_used(statement: ast.Assign | ast.AnnAssign, context: NodeContext) -
             or isinstance(parent, ast.Assign)
             or _is_used(use, parents, context, numbered=False)
         )
-    return used or (uses == 0 and not isinstance(area, FUNCTIONS))
+    return used or (uses == 0 and not isinstance(area, FUNCTION_NODES))
 
 
 def _is_key(node: ast.AST, key: str) -> bool:
@@ -176,7 +176,7 @@ def _walk_body(statement: ast.AST) -> Iterable[ast.AST]:
     while stack:
         node = stack.pop()
         yield node
-        if not isinstance(node, FUNCTIONS):
+        if not isinstance(node, FUNCTION_NODES):
             stack.extend(ast.iter_child_nodes(node))
 
 

@@ -102,7 +102,7 @@ def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[ReportFindin
 
 def _find_entropy(node: ast.AST, scope: Scope) -> str:
     """Return the name of a function in an expression that differs in each run, or an empty text."""
-    for part in list_parts(node, scope, _DEPTH):
+    for part in list_expressions(node, scope, _DEPTH):
         if isinstance(part, ast.Call):
             name = resolve(part.func, scope) or ""
             if _ENTROPY.match(name):
@@ -110,7 +110,7 @@ def _find_entropy(node: ast.AST, scope: Scope) -> str:
     return ""
 
 
-def list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
+def list_expressions(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
     """Yield the nodes of an expression and of the values of its names."""
     for part in ast.walk(node):
         yield part
@@ -118,7 +118,7 @@ def list_parts(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
             found, where = scope.find(part.id)
             for binding in found:
                 if binding.kind == "assign" and isinstance(binding.node, ast.expr):
-                    yield from list_parts(binding.node, where, depth - 1)
+                    yield from list_expressions(binding.node, where, depth - 1)
 
 
 def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:

@@ -96,10 +96,10 @@ def find_powers(values: Sequence[float]) -> tuple[int, int]:
     return low, max(high, low + 1)
 
 
-def round_up(value: float) -> float:
+def round_axis(value: float) -> float:
     """Return the least of 1, 2 or 5 times a power of ten that is not below a positive value.
 
-    >>> round_up(0.7), round_up(0.0013), round_up(50.0)
+    >>> round_axis(0.7), round_axis(0.0013), round_axis(50.0)
     (1.0, 0.002, 50.0)
     """
     power = 10.0 ** math.floor(math.log10(value))

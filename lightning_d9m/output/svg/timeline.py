@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from lightning_d9m.comparison.timeline import StepHistogram, TimelineStep
-from lightning_d9m.output.svg.elements import Scale, element, line, polyline, round_up, text
+from lightning_d9m.output.svg.elements import Scale, element, line, polyline, round_axis, text
 
 _WIDTH, _HEIGHT = 720, 200
 LEFT, RIGHT = 84, 708
@@ -115,7 +115,7 @@ def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) ->
     """
     steps = [step for step in growth.ordered() if step.compared]
     shares = [step.differing / step.compared for step in steps]
-    limit = round_up(max(shares))
+    limit = round_axis(max(shares))
     across, up = _scale_steps(steps), Scale(0.0, limit, _BOTTOM, _TOP)
     start, share = next((s.first, p) for s, p in zip(steps, shares, strict=True) if s.differing)
     x = across.at(start)

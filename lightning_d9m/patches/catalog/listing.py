@@ -54,7 +54,7 @@ On CUDA,
   and tables are copied from the host at the first use. Tables that a graph uses are kept."""
 
 
-def list_facts(op: Op) -> list[tuple[str, str]]:
+def list_op_facts(op: Op) -> list[tuple[str, str]]:
     """Return the facts about an op, as pairs of a label and a sentence."""
     facts = [
         ("torch's name", ", ".join(op.documented)),
@@ -72,7 +72,7 @@ def list_facts(op: Op) -> list[tuple[str, str]]:
 
 def render_op(op: Op, columns: int = 100) -> str:
     """Return all facts of one op, wrapped for a terminal of that many columns."""
-    facts = [("name", op.name), ("status", op.status), *list_facts(op)]
+    facts = [("name", op.name), ("status", op.status), *list_op_facts(op)]
     width = max(len(label) for label, _ in facts) + 2
     return "\n".join(
         fill(
@@ -97,5 +97,5 @@ def render_markdown(ops: Iterable[Op]) -> str:
         parts += [f"## {title}", introduction]
         for op in chosen:
             parts.append(f"### `{op.name}`")
-            parts.append("\n".join(f"- **{label}**: {text}" for label, text in list_facts(op)))
+            parts.append("\n".join(f"- **{label}**: {text}" for label, text in list_op_facts(op)))
     return "\n\n".join(parts) + "\n"

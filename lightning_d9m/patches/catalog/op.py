@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal
 
-Status = Literal["patched", "offered", "exempt"]
+OpStatus = Literal["patched", "offered", "exempt"]
 
 ATOMICS = (
     "One thread per output adds into the input with atomics; the threads that add to one input "
@@ -72,7 +72,7 @@ class Op:
     """
 
     name: str
-    status: Status
+    status: OpStatus
     flag_effect: FlagEffect
     torch_does: str
     cause: str

@@ -65,7 +65,7 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def find_lines(
+def find_documented_lines(
     lines: Iterable[Line], names: Iterable[tuple[str, str]], device: str
 ) -> tuple[Line, ...]:
     """Return the lines about an op on a type of device.

@@ -20,7 +20,7 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_bags
 
 Parts = TypeVar("Parts", bound=tuple[Tensor | None, ...])
-Key: TypeAlias = tuple[torch.device, Callable[..., Any], tuple[Hashable, ...]]
+TableKey: TypeAlias = tuple[torch.device, Callable[..., Any], tuple[Hashable, ...]]
 
 
 class GatherTable(NamedTuple):
@@ -51,11 +51,11 @@ class DeviceCache:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._entries: OrderedDict[Key, tuple[Tensor | None, ...]] = OrderedDict()
-        self._captured: dict[Key, tuple[Tensor | None, ...]] = {}
+        self._entries: OrderedDict[TableKey, tuple[Tensor | None, ...]] = OrderedDict()
+        self._captured: dict[TableKey, tuple[Tensor | None, ...]] = {}
         self._lock = Lock()
 
-    def get(self, key: Key) -> tuple[Tensor | None, ...]:
+    def get(self, key: TableKey) -> tuple[Tensor | None, ...]:
         """Return the tensors of a key; build them if they are not there.
 
         Raises:

@@ -15,7 +15,7 @@ from lightning_d9m.patches.triton.launch import allocate, launch_blocks, needs_i
 
 
 @triton.jit
-def take_apart(value, COUNT: tl.constexpr):
+def split_float(value, COUNT: tl.constexpr):
     """Returns the sign, the significand and the key of numbers, in float64 for three limbs."""
     FRACTION: tl.constexpr = 52 if COUNT == 3 else 23
     EXPONENT: tl.constexpr = 11 if COUNT == 3 else 8
@@ -51,7 +51,7 @@ def cut(negative, significand, key, top, limb: tl.constexpr, width, guard, COUNT
 @triton.jit
 def add_term(value, place, mask, keys, sums, slots, width, guard, COUNT: tl.constexpr):
     """Adds a term to the limbs of its output."""
-    negative, significand, key = take_apart(value, COUNT)
+    negative, significand, key = split_float(value, COUNT)
     top = tl.load(keys + place, mask=mask, other=0)
     pointer = sums + place
     for limb in tl.static_range(COUNT):
@@ -63,7 +63,7 @@ def add_term(value, place, mask, keys, sums, slots, width, guard, COUNT: tl.cons
 @triton.jit
 def raise_key(value, place, mask, keys, COUNT: tl.constexpr):
     """Raises the key of an output to that of a term."""
-    _, _, key = take_apart(value, COUNT)
+    _, _, key = split_float(value, COUNT)
     # Keys only grow: what was read, perhaps too early, spares most atomics and changes no result.
     known = tl.load(keys + place, mask=mask, other=0)
     tl.atomic_max(keys + place, key, mask=mask & (key > known), sem="relaxed")
@@ -99,7 +99,7 @@ def begin(
     mask = element < elements
     key = tl.full([BLOCK], 0, tl.int32)
     if INCLUDE:
-        _, _, key = take_apart(tl.load(out + element, mask=mask, other=0.0), COUNT)
+        _, _, key = split_float(tl.load(out + element, mask=mask, other=0.0), COUNT)
     tl.store(keys + element, key, mask=mask)
     pointer = sums + element
     for _ in tl.static_range(COUNT):
@@ -298,7 +298,7 @@ def finish(
     size: tl.constexpr = tl.int16 if FRACTION < 23 else (tl.int32 if FRACTION == 23 else tl.int64)
     if INCLUDE:
         start = tl.load(out + element, mask=mask, other=0.0)
-        negative, significand, key = take_apart(start, COUNT)
+        negative, significand, key = split_float(start, COUNT)
         first += cut(negative, significand, key, top, 0, width, guard, COUNT)
         second += cut(negative, significand, key, top, 1, width, guard, COUNT)
         if COUNT == 3:

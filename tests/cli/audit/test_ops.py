@@ -17,7 +17,7 @@ from lightning_d9m.audit.ops.verdict import judge_op
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.catalog.torch_docs import find_lines, read_documentation
+from lightning_d9m.patches.catalog.torch_docs import find_documented_lines, read_documentation
 
 LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
 DOCSTRINGS = (Path(__file__).parents[2] / "patches" / "catalog" / "docstrings").glob("*.txt")
@@ -122,7 +122,7 @@ def test_every_line_of_the_documentation_has_a_case():
     missing = [
         line.text
         for line in (*LINES, *OTHER_LINES)
-        if not find_lines((line,), known, (*line.devices, "cpu")[0])
+        if not find_documented_lines((line,), known, (*line.devices, "cpu")[0])
     ]
     assert missing == []
 
@@ -131,7 +131,9 @@ def test_each_documented_case_has_a_line():
     for case in list_cases():
         for pair in case.documented:
             devices = ("cpu", "cuda", "mps")
-            assert any(find_lines((*LINES, *OTHER_LINES), [pair], d) for d in devices), pair
+            assert any(find_documented_lines((*LINES, *OTHER_LINES), [pair], d) for d in devices), (
+                pair
+            )
 
 
 def test_the_documentation_is_read_with_its_conditions():
@@ -143,8 +145,8 @@ def test_the_documentation_is_read_with_its_conditions():
     }
     modes = [line for line in LINES if line.name == "torch.nn.functional.interpolate"]
     assert "``bicubic``" in modes[0].text
-    assert find_lines(LINES, [("torch.nn.AvgPool3d", "")], "cpu") == ()
-    assert len(find_lines(LINES, [("torch.nn.AvgPool3d", "")], "cuda")) == 1
+    assert find_documented_lines(LINES, [("torch.nn.AvgPool3d", "")], "cpu") == ()
+    assert len(find_documented_lines(LINES, [("torch.nn.AvgPool3d", "")], "cuda")) == 1
 
 
 def test_documentation_without_its_lists_is_refused():

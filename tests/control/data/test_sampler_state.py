@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from lightning_d9m.control.data.sampler_state import (
-    find_changed,
+    find_changed_attributes,
     read_attributes,
     write_attributes,
 )
@@ -62,9 +62,9 @@ def through_a_file(value):
 def test_what_has_changed_comes_back_as_it_was(name):
     sampler = Own(**BEFORE)
     first = read_attributes([sampler])
-    assert find_changed(first, read_attributes([sampler])) == {}
+    assert find_changed_attributes(first, read_attributes([sampler])) == {}
     setattr(sampler, name, AFTER[name])
-    saved = through_a_file(find_changed(first, read_attributes([sampler])))
+    saved = through_a_file(find_changed_attributes(first, read_attributes([sampler])))
     assert list(saved["0"]) == [name]
     resumed = Own(**BEFORE)
     write_attributes([resumed], saved)

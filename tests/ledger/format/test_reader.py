@@ -26,7 +26,7 @@ from lightning_d9m.ledger.format.records import (
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
 
-def seal(lines):
+def chain_lines(lines):
     """Return a file with a valid chain over JSON texts that need not be records."""
     data, check = b"", CHAIN_START
     for body in lines:
@@ -181,10 +181,13 @@ class TestNotALedger:
             (b"[]\n", "is not a ledger"),
             (b"{}\n", "is not a ledger"),
             (b'{"kind":"header",' + b"x" * 2**20, "first line of more than 1048576 bytes"),
-            (seal([b'{"kind":"end","status":"failed"}']), "is not a ledger: it begins with"),
-            (seal([b'{"kind":"header","schema":1}']), "first record whose field 'package' is m"),
-            (seal([b'{"kind":"header","kind":"end"}']), "field 'kind' occurs twice"),
-            (seal([b'{"kind":"header",nonsense}']), "is not JSON: "),
+            (chain_lines([b'{"kind":"end","status":"failed"}']), "is not a ledger: it begins with"),
+            (
+                chain_lines([b'{"kind":"header","schema":1}']),
+                "first record whose field 'package' is m",
+            ),
+            (chain_lines([b'{"kind":"header","kind":"end"}']), "field 'kind' occurs twice"),
+            (chain_lines([b'{"kind":"header",nonsense}']), "is not JSON: "),
             (b'{"kind":"header","\xff":1}' + b"\n" * 30, "is not a ledger"),
         ],
     )
@@ -205,7 +208,7 @@ class TestNotALedger:
         if unknown_form:
             del record["world_size"]
         (tmp_path / "rank-0.jsonl").write_bytes(
-            seal([json.dumps(record, separators=(",", ":")).encode()])
+            chain_lines([json.dumps(record, separators=(",", ":")).encode()])
         )
         with pytest.raises(LedgerError) as caught:
             read_ledger(tmp_path)
@@ -357,7 +360,9 @@ class TestUntrusted:
         edit(records)
         path = tmp_path / "rank-0.jsonl"
         path.write_bytes(
-            seal([json.dumps(r, separators=(",", ":"), allow_nan=False).encode() for r in records])
+            chain_lines(
+                [json.dumps(r, separators=(",", ":"), allow_nan=False).encode() for r in records]
+            )
         )
         with pytest.raises(LedgerError, match=rf"rank-0.jsonl, line {line}: .*{message}") as caught:
             read(path)
@@ -381,7 +386,7 @@ class TestUntrusted:
         """It is not taken for a ledger."""
         record = runs.header().as_record() | changes
         (tmp_path / "rank-0.jsonl").write_bytes(
-            seal([json.dumps(record, separators=(",", ":")).encode()])
+            chain_lines([json.dumps(record, separators=(",", ":")).encode()])
         )
         with pytest.raises(LedgerError, match=message):
             read_ledger(tmp_path)
@@ -410,7 +415,7 @@ class TestUntrusted:
     def test_a_body_that_is_no_record(self, runs, tmp_path, body, message):
         """JSON that is malformed, too deep, too long or of another kind."""
         path = tmp_path / "rank-0.jsonl"
-        path.write_bytes(seal([encode_record(runs.header().as_record()), body]))
+        path.write_bytes(chain_lines([encode_record(runs.header().as_record()), body]))
         with pytest.raises(LedgerError, match=message) as caught:
             read(path)
         assert "line 2" in str(caught.value)
@@ -420,7 +425,9 @@ class TestUntrusted:
         monkeypatch.setattr(rank_file, "MAX_LINE", 2000)
         path = tmp_path / "rank-0.jsonl"
         path.write_bytes(
-            seal([encode_record(runs.header().as_record()), b'{"kind":"' + b"x" * 3000 + b'"}'])
+            chain_lines(
+                [encode_record(runs.header().as_record()), b'{"kind":"' + b"x" * 3000 + b'"}']
+            )
         )
         with pytest.raises(LedgerError, match="line 2 is longer than 2000 bytes"):
             read(path)

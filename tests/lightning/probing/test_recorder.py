@@ -16,7 +16,7 @@ from lightning_d9m import DeterminismCallback, probe
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
-from lightning_d9m.ledger.kinds import KINDS
+from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
 from lightning_d9m.probes.settings import ProbeSettings
@@ -61,8 +61,8 @@ def test_every_kind_is_met_in_order_and_not_a_bit_changes(fit):
     assert final(probed) == final(plain)
     places = places_of(probed)
     kinds = [kind for kind, _, _ in places]
-    assert set(kinds) == set(KINDS)
-    first = {kind: kinds.index(kind) for kind in KINDS}
+    assert set(kinds) == set(PROBE_KINDS)
+    first = {kind: kinds.index(kind) for kind in PROBE_KINDS}
     order = ("rng", "weight", "buffer", "optimizer", "batch", "input", "op", "output", "monitor")
     late = ("loss", "grad_output", "local_gradient", "gradient", "scalar")
     assert [*order, *late] == sorted(first, key=first.__getitem__)
@@ -425,7 +425,7 @@ def test_values_at_other_places_are_dumped(fit, tmp_path, monkeypatch):
 
 def test_both_of_lightnings_packages(fit):
     ledger = fit(package="pytorch_lightning", model=make_model("pytorch_lightning"), probes="all")
-    assert {kind for kind, _, _ in places_of(ledger)} == set(KINDS) - {"monitor"}
+    assert {kind for kind, _, _ in places_of(ledger)} == set(PROBE_KINDS) - {"monitor"}
 
 
 def test_a_wrong_kind_is_refused_at_once():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_d9m.lint.checks.op_conditions import CallSite
-from lightning_d9m.lint.checks.op_table import FUNCTIONS, METHODS, explain, rule_of
+from lightning_d9m.lint.checks.op_table import FUNCTIONS, METHODS, explain_op, rule_of
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.catalog.op import FlagEffect
@@ -85,7 +85,7 @@ def test_every_op_is_spelled_or_excused(op):
     by_name |= {f"adaptive_avg_pool{dims}d_backward" for dims in (2, 3)}
     assert op.name in spell_all() | by_name or op.name in OUT_OF_SIGHT
     assert rule_of(op) in RULES
-    _, reason, fix = explain(op.name)
+    _, reason, fix = explain_op(op.name)
     assert op.cause in reason
     assert fix.endswith(".")
 

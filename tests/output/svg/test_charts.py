@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from lightning_d9m.output.svg.charts import draw_dots, draw_lines
-from lightning_d9m.output.svg.elements import LogScale, find_powers, round_up
+from lightning_d9m.output.svg.elements import LogScale, find_powers, round_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,7 +33,7 @@ def test_the_axis_holds_all_values_between_powers_of_ten():
 
 @pytest.mark.parametrize("value", [1e-9, 0.0013, 0.2, 0.5, 0.51, 1.0, 3.0, 7e5])
 def test_an_axis_ends_at_a_round_number(value):
-    end = round_up(value)
+    end = round_axis(value)
     assert value <= end <= 2.5 * value
     assert f"{end:.0e}"[0] in "125"
     assert float(f"{end:.0e}") == pytest.approx(end)
