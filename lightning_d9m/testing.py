@@ -19,6 +19,7 @@ from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 from lightning_d9m.output.comparison_text import format_comparison
+from lightning_d9m.text import describe_pair
 
 _PAIR = 2
 
@@ -113,9 +114,7 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
         counterpart = paired[name] if name in paired else next(unpaired)
         comparison = compare_ledgers(ledger, counterpart)
         if not comparison.equal:
-            return "\n".join(
-                ["Their ledgers differ.", *format_comparison(comparison, verbose=True)]
-            )
+            return "\n".join(["Their ledgers differ.", *format_comparison(comparison)])
     return None
 
 
@@ -131,10 +130,11 @@ def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | 
     if not differing:
         return None
     first = differing[0]
+    digests = (found[0].get(first, "no such entry") for found in (expected, actual))
+    reference, this_run = describe_pair(*digests)
     return (
         f"{len(differing)} of {len(names)} returned entries differ, the first {first}.\n"
-        f"reference: {expected[0].get(first, 'no such entry')}\n"
-        f"this run:  {actual[0].get(first, 'no such entry')}"
+        f"reference: {reference}\nthis run:  {this_run}"
     )
 
 

@@ -1,7 +1,11 @@
 """Untrusted values as printable text: a ledger may hold any name."""
 
+import re
 import reprlib
 from collections.abc import Sequence
+
+# Shown of the 32 digits of a digest: enough to tell runs apart, and tables fit 80 columns.
+_DIGEST = re.compile(r"^([0-9a-f]{16})[0-9a-f]{16}(?= |\Z)")
 
 
 def quote(value: object, limit: int = 80) -> str:
@@ -54,7 +58,33 @@ def describe_moment(moment: str, epoch: int, step: int) -> str:
     return f"{prefix}epoch {epoch} (step {step})"
 
 
-def describe_value(value: str, *, bits: bool = True) -> str:
+def cut_digests(values: Sequence[str]) -> list[str]:
+    """Return values that are shown together, with each digest cut to one length.
+
+    If two different values would look equal, all are returned as they are.
+
+    >>> cut_digests(["0123456789abcdef" * 2, "none"])
+    ['0123456789abcdef', 'none']
+    >>> cut_digests(["0" * 32, "0" * 31 + "1"])
+    ['00000000000000000000000000000000', '00000000000000000000000000000001']
+    """
+    cut = [_DIGEST.sub(r"\1", value) for value in values]
+    return cut if len(set(cut)) == len(set(values)) else list(values)
+
+
+def describe_pair(expected: str, actual: str, *, verbose: bool = False) -> list[str]:
+    """Return what a run has and what its reference has, digests cut and numbers as decimals.
+
+    Args:
+        expected: The value of the reference: a digest, or a number from ``float.hex()``.
+        actual: The value of this run.
+        verbose: Whether to show whole digests, and the bits of numbers.
+    """
+    shown = [expected, actual] if verbose else cut_digests([expected, actual])
+    return [describe_value(value, bits=verbose) for value in shown]
+
+
+def describe_value(value: str, *, bits: bool = False) -> str:
     """Return a digest unchanged, and a number from ``float.hex()`` as a decimal number.
 
     Args:
@@ -62,9 +92,9 @@ def describe_value(value: str, *, bits: bool = True) -> str:
         bits: Whether to show a number in both notations.
 
     >>> describe_value("0x1.8000000000000p-3")
-    '0x1.8000000000000p-3 (0.1875)'
-    >>> describe_value("0x1.8000000000000p-3", bits=False)
     '0.1875'
+    >>> describe_value("0x1.8000000000000p-3", bits=True)
+    '0x1.8000000000000p-3 (0.1875)'
     """
     if value.lstrip("-").startswith(("0x", "inf", "nan")):
         try:

@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-v",
         "--verbose",
         action="store_true",
-        help="show the bits of numbers, and how far the weights of each layer are apart",
+        help="show whole digests, the bits of numbers, and how far the weights of each layer are "
+        "apart",
     )
 
 

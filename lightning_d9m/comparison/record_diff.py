@@ -1,7 +1,7 @@
 """The differences between two records, for the check in a run and the comparison of ledgers."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ from lightning_d9m.ledger.format.records import Digests, Header, Opaque, Record,
 from lightning_d9m.ledger.keys import describe_record
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
+from lightning_d9m.text import cut_digests
 
 Table: TypeAlias = Mapping[str, Json]
 
@@ -61,6 +62,13 @@ class FieldDifference:
     def reason(self) -> str:
         """Why runs that differ in this field cannot be bit-exact."""
         return REASONS.get(self.field, "It changes what is computed.")
+
+    @property
+    def shown(self) -> Sequence[object]:
+        """Both values as they are shown; the digest of a model is cut."""
+        if self.field == "model":
+            return cut_digests([str(self.expected), str(self.actual)])
+        return self.expected, self.actual
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from lightning_d9m.comparison.ledgers import Comparison, Divergence, RankComparison
 from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference, name_call
 from lightning_d9m.output.terminal import wrap
-from lightning_d9m.text import describe_names, describe_value, escape, pluralize
+from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
 _RANGES_SHOWN = 8
 # As long as a stack records a variable: if they were cut, two values might look alike.
@@ -21,7 +21,7 @@ def format_comparison(comparison: Comparison, *, verbose: bool = False) -> list[
 
     Args:
         comparison: The comparison.
-        verbose: Whether to show the bits of numbers.
+        verbose: Whether to show whole digests, and the bits of numbers.
     """
     return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison, verbose=verbose)]
 
@@ -42,13 +42,13 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
         if found:
             lines += ["", title]
             for entry in found:
-                lines += _format_field(entry, len(comparison.ranks))
+                lines += _format_field(entry, len(comparison.ranks), verbose=verbose)
     for entry in comparison.refusals[:1]:
         lines += wrap(entry.reason)
     if (names := comparison.initial_weights) is not None:
         outcome = f"differ: {describe_names(names, len(names))}" if names else "are equal"
         lines.append(f"Their initial weights {outcome}.")
-    details = [] if comparison.refusals else list(_format_divergences(comparison, bits=verbose))
+    details = [] if comparison.refusals else list(_format_divergences(comparison, verbose=verbose))
     for sentence in list_one_sided(comparison):
         details += wrap(sentence)
     return [*lines, "", *details] if details else lines
@@ -60,12 +60,13 @@ def is_one_ledger(comparison: Comparison) -> bool:
     return expected.exists() and expected.samefile(comparison.actual)
 
 
-def _format_field(entry: FieldDifference, ranks: int) -> Iterator[str]:
+def _format_field(entry: FieldDifference, ranks: int, *, verbose: bool) -> Iterator[str]:
     # Ranks are named only if not all of them differ in this way.
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
     yield f"  {escape(entry.field)}{where}"
-    yield f"    reference: {escape(entry.expected, _VALUE)}"
-    yield f"    this run:  {escape(entry.actual, _VALUE)}"
+    expected, actual = (entry.expected, entry.actual) if verbose else entry.shown
+    yield f"    reference: {escape(expected, _VALUE)}"
+    yield f"    this run:  {escape(actual, _VALUE)}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -89,7 +90,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if ranks[1:] else ''} {', '.join(shown)}{more}"
 
 
-def _format_divergences(comparison: Comparison, *, bits: bool) -> Iterator[str]:
+def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[str]:
     """Yield the first divergence in full, and one sentence for each of the other ranks'."""
     ranks = {entry.rank: entry for entry in comparison.ranks}
     same: dict[str, list[int]] = {}
@@ -97,7 +98,7 @@ def _format_divergences(comparison: Comparison, *, bits: bool) -> Iterator[str]:
         rank = ranks[found.rank]
         assert rank.first is not None, "it diverges"
         if number == 0:
-            yield from _format_divergence(rank, rank.first, bits=bits)
+            yield from _format_divergence(rank, rank.first, verbose=verbose)
             continue
         sentence = (
             f"in {rank.first.where}: {name_place(found)}; {found.count:,} of "
@@ -110,7 +111,7 @@ def _format_divergences(comparison: Comparison, *, bits: bool) -> Iterator[str]:
 
 
 def _format_divergence(
-    rank: RankComparison, first: RecordDifference, *, bits: bool
+    rank: RankComparison, first: RecordDifference, *, verbose: bool
 ) -> Iterator[str]:
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_group.items():
@@ -118,8 +119,9 @@ def _format_divergence(
     if first.names != ("(total)",):
         count = first.by_group.get(first.group, (first.count, 0))[0]
         yield from wrap(f"first {escape(first.group)}: {describe_names(first.names, count)}", "  ")
-    yield f"    reference: {describe_value(first.expected, bits=bits)}"
-    yield f"    this run:  {describe_value(first.actual, bits=bits)}"
+    expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
+    yield f"    reference: {expected}"
+    yield f"    this run:  {actual}"
     if text := advise(first):
         yield from wrap(text, "  ")
     if rank.differing or not rank.places:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
+from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.record_diff import name_call
 from lightning_d9m.comparison.timeline import Module, StepHistogram, Timeline, module_of
 from lightning_d9m.ledger.folder import Ledger
@@ -36,7 +37,7 @@ from lightning_d9m.output.run_table import RunRow
 from lightning_d9m.output.svg.heat_map import HeatMap, HeatMapRow
 from lightning_d9m.output.svg.timeline import draw_growth, draw_timeline
 from lightning_d9m.output.svg.values import Points, draw_gaps, draw_key, draw_values
-from lightning_d9m.text import describe_value, pluralize, quote
+from lightning_d9m.text import cut_digests, describe_pair, pluralize, quote
 from lightning_d9m.version import __version__
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def render_page(
         comparison=comparison,
         timeline=timeline,
         repeated=repeated,
+        digests=_cut_weights(repeated),
         title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights=_find_weights(ledgers[1]) if comparison.equal else "",
@@ -149,6 +151,12 @@ def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]
         values = [read(header) for header in headers]
         if any(value not in (None, "") for value in values):
             yield name, ["" if value is None else str(value) for value in values]
+
+
+def _cut_weights(repeated: RepeatedRuns | None) -> Mapping[str, str]:
+    """Return the digests of all runs' weights as they are shown."""
+    digests = [] if repeated is None else [row.weights for row in repeated.rows]
+    return dict(zip(digests, cut_digests(digests), strict=True))
 
 
 def _name_pair(one: Path, other: Path) -> str:
@@ -208,7 +216,7 @@ def _make_environment() -> "Environment":
     environment.filters |= {
         "untrusted": _mark_untrusted,
         "name": _break_name,
-        "value": _describe_digest,
+        "sides": _mark_sides,
         "loss": _describe_loss,
         "call_name": lambda place: name_call(place.name, place.call),
         "ranks": lambda ranks: name_ranks(ranks).partition(" ")[2],
@@ -247,8 +255,17 @@ def _mark_commands(text: str) -> "Markup":
     )
 
 
-def _describe_digest(value: str | None) -> "Markup":
-    return _mark_untrusted("missing" if value is None else describe_value(value))
+def _mark_sides(entry: PlaceDifference | Divergence) -> list["Markup"]:
+    """Return the values of both runs; what they have in full shows when the mouse points there."""
+    from markupsafe import Markup
+
+    values = ["missing" if side is None else side for side in (entry.expected, entry.actual)]
+    return [
+        Markup('<span title="{}">{}</span>').format(_mark_untrusted(value).striptags(), shown)
+        if shown != value
+        else shown
+        for value, shown in zip(values, map(_mark_untrusted, describe_pair(*values)), strict=True)
+    ]
 
 
 def _describe_loss(value: str | None) -> str:

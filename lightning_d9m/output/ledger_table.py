@@ -10,17 +10,17 @@ from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.folder_search import FoundLedger
-from lightning_d9m.output.terminal import make_table, render, style
-from lightning_d9m.text import escape, printable
+from lightning_d9m.output.terminal import make_table, measure, render, style
+from lightning_d9m.text import cut_digests, escape, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
 _TITLES = ("ledger", "date", "program", "seed", "epochs", "weights", "commit", "verdict")
-# A digest is as long as `d9m repeat` shows it; the line fits 80 columns.
-_DIGEST, _COMMIT = 16, 6
-_MOST_PROGRAM = 80
+# Left out in this order if the terminal is too narrow for the programs' names.
+_LEAST_IMPORTANT = ("commit", "seed", "date")
+_COMMIT, _MOST_PROGRAM = 6, 80
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,14 @@ def _name_program(command: str) -> str:
 
 
 def format_ledgers(rows: Sequence[LedgerRow], width: int) -> str:
-    """Lay out the rows below their folders, in columns that are as wide in each folder."""
+    """Lay out the rows below their folders, in columns that are as wide in each folder.
+
+    If the width is too small, the least important columns are left out; then the programs' names
+    are cut.
+    """
     parents = list(dict.fromkeys(str(Path(row.ledger).parent) for row in rows))
     table = _make_table(rows, width)
-    needed = sum((column.min_width or 0) + 2 for column in table.columns)
-    lines = render(table, max(width, needed)).splitlines()
+    lines = render(table, max(width, measure(table))).splitlines()
     body = dict(zip((row.ledger for row in rows), lines[1:], strict=True))
     shown = [lines[0]]
     for parent in parents:
@@ -140,38 +143,42 @@ def format_ledgers(rows: Sequence[LedgerRow], width: int) -> str:
 
 
 def _make_table(rows: Sequence[LedgerRow], width: int) -> "Table":
-    table = make_table(_TITLES, [_list_cells(row) for row in rows])
-    for column in table.columns:
-        column.no_wrap = True
-        column.overflow = "ellipsis"
-        # The program's name is cut if the terminal is narrow, then the digest.
-        column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
-    program, weights = (table.columns[_TITLES.index(title)] for title in ("program", "weights"))
-    program.min_width = weights.min_width = shortest = len("program")
-    # rich would cut all columns alike.
-    needed = sum((column.min_width or 0) + 2 for column in table.columns) - 2
-    spare = max(0, width - needed)
-    weights.min_width = weights.max_width = min(_DIGEST, shortest + spare)
-    program.max_width = 2 * shortest + spare - weights.max_width
-    for title in ("seed", "epochs"):
-        table.columns[_TITLES.index(title)].justify = "right"
+    digests = cut_digests([row.weights or "none" for row in rows])
+    cells = [_list_cells(row, weights) for row, weights in zip(rows, digests, strict=True)]
+    kept = list(_TITLES)
+    left_out = iter(_LEAST_IMPORTANT)
+    while True:
+        table = make_table(kept, [[row[title] for title in kept] for row in cells])
+        for column in table.columns:
+            column.no_wrap = True
+        spare = width - measure(table)
+        title = next(left_out, None) if spare < 0 else None
+        if title is None:
+            break
+        kept.remove(title)
+    program = table.columns[kept.index("program")]
+    program.overflow = "ellipsis"
+    longest = max(len(row["program"]) for row in cells)
+    program.max_width = max(len("program"), longest + min(spare, 0))
+    for title in {"seed", "epochs"} & set(kept):
+        table.columns[kept.index(title)].justify = "right"
     return table
 
 
-def _list_cells(row: LedgerRow) -> "tuple[str | Text, ...]":
+def _list_cells(row: LedgerRow, weights: str) -> "dict[str, str | Text]":
     name = escape(Path(row.ledger).name)
     if row.problem is not None:
-        return (name, *[""] * 6, style("problem", "invalid"))
+        cells: dict[str, str | Text] = dict.fromkeys(_TITLES, "")
+        return cells | {"ledger": name, "verdict": style("problem", "invalid")}
     commit = "" if row.git_commit is None else escape(row.git_commit[:_COMMIT])
     words = {"different": "differs", "not comparable": "other", "equal": "equal"}
-    epochs = str(row.epochs) if row.status == "finished" else f"{row.epochs} {row.status}"
-    return (
-        name,
-        escape(row.created[5:16].replace("T", " ")),
-        escape(row.program, _MOST_PROGRAM),
-        str(row.seed),
-        epochs,
-        row.weights[:_DIGEST] or "none",
-        commit + ("*" if row.git_dirty else ""),
-        style(row.verdict, words[row.verdict]) if row.verdict else "",
-    )
+    return {
+        "ledger": name,
+        "date": escape(row.created[5:16].replace("T", " ")),
+        "program": escape(row.program, _MOST_PROGRAM),
+        "seed": str(row.seed),
+        "epochs": str(row.epochs) if row.status == "finished" else f"{row.epochs} {row.status}",
+        "weights": weights,
+        "commit": commit + ("*" if row.git_dirty else ""),
+        "verdict": style(row.verdict, words[row.verdict]) if row.verdict else "",
+    }

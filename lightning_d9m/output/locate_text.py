@@ -85,8 +85,9 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
         yield f"  {escape(entry.field)}"
-        yield f"    reference: {escape(entry.expected)}"
-        yield f"    this run:  {escape(entry.actual)}"
+        expected, actual = map(escape, entry.shown)
+        yield f"    reference: {expected}"
+        yield f"    this run:  {actual}"
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:

@@ -169,8 +169,6 @@ class RepeatReport:
             print(f"Run {failure.run} failed: {failure.error}\n")
         if self.verdict == "different":
             self._print_difference(verbose=verbose)
-        elif self._fits == 1 and len(self._runs) > 1:
-            print(f"weights: {self._rows[-1].weights}")
         print(f"ledgers: {self._output}")
         if self._differing:
             print("\n".join(format_next_steps(self._list_next_steps(self._differing[0]))))

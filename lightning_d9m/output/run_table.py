@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.output.markdown import markdown_table
 from lightning_d9m.output.terminal import WIDTH, make_table, measure, render, style
+from lightning_d9m.text import cut_digests
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Shown of a digest: enough to tell runs apart, and the table fits 80 columns.
-_DIGEST = 16
 _TITLES = ("seed", "weights", "final loss")
 _PROCESS_TITLES = ("processes", "time", "records", "weights")
 _OF_PROCESSES = {"processes", "seconds", "records"}
@@ -63,7 +62,7 @@ class RunRow:
 def format_table(
     rows: Sequence[RunRow], width: int = WIDTH, *, plain: bool = True, verbose: bool = False
 ) -> str:
-    """Lay out the rows; digests are cut to one length, and losses are never cut.
+    """Lay out the rows; losses are never cut.
 
     Args:
         rows: The rows.
@@ -76,48 +75,46 @@ def format_table(
 
 
 def format_markdown_table(rows: Sequence[RunRow]) -> str:
-    """Return the rows as a table in Markdown, with whole digests."""
-    titles, cells = _list_rows(rows, verbose=False, digits=None)
-    return markdown_table(titles, cells)
+    """Return the rows as a table in Markdown."""
+    return markdown_table(*_list_rows(rows, verbose=False))
 
 
 def _make_table(rows: Sequence[RunRow], *, verbose: bool) -> "Table":
-    titles, cells = _list_rows(rows, verbose=verbose, digits=None if verbose else _DIGEST)
+    titles, cells = _list_rows(rows, verbose=verbose)
     table = make_table(titles, [(*row[:-1], style(row[-1])) for row in cells])
     for column in table.columns[: 4 if _PROCESS_TITLES[0] in titles else 2]:
         column.justify = "right"
     return table
 
 
-def _list_rows(
-    rows: Sequence[RunRow], *, verbose: bool, digits: int | None
-) -> tuple[list[str], list[list[str]]]:
+def _list_rows(rows: Sequence[RunRow], *, verbose: bool) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the cells of the table; the last column is the verdict."""
     several_fits = len({row.fit for row in rows}) > 1
     by_processes = any(row.processes is not None for row in rows)
     titles = _PROCESS_TITLES if by_processes else (*_TITLES, *[""] * verbose)
     list_cells = _list_process_cells if by_processes else _list_cells
+    digests = [row.weights or "none" for row in rows]
     cells = [
         [
             f"{row.run}.{row.fit}" if several_fits else str(row.run),
-            *list_cells(row, digits)[: len(titles)],
+            *list_cells(row, weights)[: len(titles)],
             row.verdict,
         ]
-        for row in rows
+        for row, weights in zip(rows, digests if verbose else cut_digests(digests), strict=True)
     ]
     return ["run.fit" if several_fits else "run", *titles, "verdict"], cells
 
 
-def _list_cells(row: RunRow, digits: int | None) -> tuple[str, ...]:
+def _list_cells(row: RunRow, weights: str) -> tuple[str, ...]:
     loss = None if row.loss is None else float.fromhex(row.loss)
     return (
         str(row.seed),
-        row.weights[:digits] or "none",
+        weights,
         "none" if loss is None else repr(loss),
         "" if loss is None else loss.hex(),
     )
 
 
-def _list_process_cells(row: RunRow, digits: int | None) -> tuple[str, ...]:
+def _list_process_cells(row: RunRow, weights: str) -> tuple[str, ...]:
     seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-    return str(row.processes), seconds, str(row.records), row.weights[:digits] or "none"
+    return str(row.processes), seconds, str(row.records), weights

@@ -9,7 +9,7 @@ from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
 from lightning_d9m.recording.collective import Gather
 from lightning_d9m.recording.replicated_state import ReplicatedState
-from lightning_d9m.text import describe_moment, describe_names, escape
+from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
 
 _HALVES = Struct(">qq")  # of a digest
 _NAMES = "names of the entries"
@@ -190,8 +190,9 @@ def rank_error(
 ) -> DriftError:
     """Build the error that names the rank that differs, and what differs on it."""
     first, expected_rank = difference.rank, difference.expected_rank
-    labels = [f"expected (rank {expected_rank}):", f"actual (rank {first}):"]
-    width = max(len(label) for label in labels)
+    expected, actual = describe_pair(difference.expected, difference.actual)
+    labels = [f"rank {expected_rank} (reference):", f"rank {first}:"]
+    width = len(labels[0])
     if difference.ranks[1:]:
         who = f"Ranks {', '.join(str(rank) for rank in difference.ranks[:8])}"
         who += f"{', ...' if difference.ranks[8:] else ''} differ"
@@ -205,8 +206,8 @@ def rank_error(
         what = f"{difference.count} of {difference.total} {entries} differ, first {named}"
     return DriftError(
         f"{who} from rank {expected_rank} in {describe_moment(moment, epoch, step)}: {what}.\n"
-        f"  {labels[0]:<{width}} {difference.expected}\n"
-        f"  {labels[1]:<{width}} {difference.actual}\n"
+        f"  {labels[0]:<{width}} {expected}\n"
+        f"  {labels[1]:<{width}} {actual}\n"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device.",

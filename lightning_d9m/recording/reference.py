@@ -17,7 +17,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, Header, Record, RunFacts
 from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
 from lightning_d9m.ledger.stack import same_logical_ranks
-from lightning_d9m.text import describe_names, describe_value, escape, pluralize
+from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
 if TYPE_CHECKING:
     from lightning_d9m.ledger.format.reader import RankReader
@@ -150,11 +150,8 @@ class Reference:
             f"{difference.count} of {difference.total} entries differ, first in "
             f"{escape(difference.group)}: {_first_names(difference)}."
         )
-        lines = [
-            headline,
-            f"  reference: {describe_value(difference.expected)}",
-            f"  this run:  {describe_value(difference.actual)}",
-        ]
+        expected, actual = describe_pair(difference.expected, difference.actual)
+        lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
         if len(difference.by_group) > 1:
             parts = [f"{escape(g)} {n} of {of}" for g, (n, of) in difference.by_group.items()]
             lines.append(f"In all: {', '.join(parts)}.")
@@ -206,11 +203,11 @@ class Reference:
         if not refusals:
             return
         first = refusals[0]
+        expected, actual = map(escape, first.shown)
         others = f" Also different: {', '.join(escape(r.field) for r in refusals[1:])}."
         raise ReferenceRefusedError(
             f"The reference {self.path} comes from another experiment: its {escape(first.field)} "
-            f"differs.\n  reference: {escape(first.expected)}\n"
-            f"  this run:  {escape(first.actual)}\n"
+            f"differs.\n  reference: {expected}\n  this run:  {actual}\n"
             f"{first.reason}{others if refusals[1:] else ''} Run as the reference was run, or name "
             "a reference that was run as this is.",
             field=first.field,

@@ -76,7 +76,7 @@ def test_equal(tmp_path, capsys):
 
 
 def test_different(tmp_path, capsys):
-    """Rank, epoch, step, groups, names, both values, both notations of a loss."""
+    """Rank, epoch, step, groups, names, both values, digests cut."""
     status, output = compare(
         capsys, write(tmp_path, world_size=2), write(tmp_path, world_size=2, drift=1)
     )
@@ -89,8 +89,8 @@ def test_different(tmp_path, capsys):
         "  first weights: encoder.layers.0.attention.projection.weight,\n"
         "  encoder.layers.1.attention.projection.weight,\n"
         "  encoder.layers.2.attention.projection.weight and 9 more\n"
-        f"    reference: {'0' * 32}\n"
-        f"    this run:  {'f' * 32}\n"
+        f"    reference: {'0' * 16}\n"
+        f"    this run:  {'f' * 16}\n"
         "  Records that differ: 1 of 5."
     )
 
@@ -234,8 +234,8 @@ def test_of_many_ranks_the_first_is_described(tmp_path, capsys):
         "Rank 3, batch 1 of epoch 0 (step 1):\n"
         "  output: 2 of 4 differ\n"
         "  first output: encoder.layers.2, encoder.layers.3\n"
-        f"    reference: {'0' * 32}\n"
-        f"    this run:  {'f' * 32}\n"
+        f"    reference: {'0' * 16}\n"
+        f"    this run:  {'f' * 16}\n"
         "  Probes that differ: 4 of 12,\n"
         "  in 2 of 3 batches.\n"
         "Rank 7 diverges in batch 1 of epoch 0 (step 1): output encoder.layers.2; 2 of 4\n"
@@ -366,8 +366,8 @@ def test_probes_that_differ(tmp_path, capsys):
         "Rank 0, batch 1 of epoch 0 (step 1):\n"
         "  output: 1 of 4 differ\n"
         "  first output: encoder.layers.3\n"
-        f"    reference: {'0' * 32}\n"
-        f"    this run:  {'f' * 32}\n"
+        f"    reference: {'0' * 16}\n"
+        f"    this run:  {'f' * 16}\n"
         "  Probes that differ: 2 of 12,\n"
         "  in 2 of 3 batches.\n"
         "Rank 0: only this run has 3 probes in batches of both, the first output\n"

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_d9m.cli.main import main
 
+WEIGHTS = "92b5bf6594ae602d"  # 16 digits
 PROGRAM = {"command": "python src/train.py --lr 0.1", "git.commit": "1a2b" * 10, "git.dirty": True}
 
 
@@ -37,15 +38,13 @@ def ls(capsys, *words):
 def test_a_table_at_80_columns(folder, capsys):
     lines = ls(capsys).splitlines()
     assert max(map(len, lines)) <= 80
-    # The seed of the last one has ten digits, which leaves less room.
-    weights = "92b5bf6594…"
     cells = [line.split() for line in lines]
-    titles = "ledger date program seed epochs weights commit verdict"
-    assert " ".join(cells[0]) == titles
+    # The seed of the last one has ten digits, so that there is no room for commits.
+    assert " ".join(cells[0]) == "ledger date program seed epochs weights verdict"
     assert cells[2] == ["runs/"]
-    assert cells[3] == ["fit-000", "01-01", "12:30", "train.…", "42", "3", weights, "1a2b1a*"]
-    assert cells[4] == f"fit-001 01-02 12:30 train.… 42 3 {weights} 1a2b1a equal".split()
-    assert cells[5] == ["fit-002", "01-03", "12:30", "42", "3", "f" * 10 + "…", "differs"]
+    assert cells[3] == ["fit-000", "01-01", "12:30", "train.py", "42", "3", WEIGHTS]
+    assert cells[4] == f"fit-001 01-02 12:30 train.py 42 3 {WEIGHTS} equal".split()
+    assert cells[5] == ["fit-002", "01-03", "12:30", "42", "3", "f" * 16, "differs"]
     assert cells[7] == ["runs/other/"]
     assert cells[8][3:5] == ["4294967295", "2"]
     assert cells[8][-1] == "other"
@@ -57,18 +56,33 @@ def test_usual_lines_fit_80_columns_uncut(tmp_path, runs, monkeypatch, capsys):
     runs.write(3, program=PROGRAM)
     runs.write(3, program=PROGRAM)
     *_, line = ls(capsys).splitlines()
-    assert line.split()[3:] == ["train.py", "42", "3", "92b5bf6594ae602d", "1a2b1a*", "equal"]
+    assert line.split()[3:] == ["train.py", "42", "3", WEIGHTS, "1a2b1a*", "equal"]
 
 
-def test_a_long_name_of_a_program_does_not_cut_verdicts(folder, runs, capsys):
-    command = {"command": f"python {'long_name_' * 5}.py"}
-    for day in (5, 6):
-        runs.write(2, program=PROGRAM | command, created=f"2026-01-0{day}T12:30:00+00:00")
-    lines = ls(capsys).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[-1].endswith("  equal")
-    assert " long_" in lines[-1]
-    assert lines[0].endswith("  verdict")
+@pytest.mark.parametrize(
+    ("name", "columns", "left_out", "shown"),
+    [
+        ("train_classifier.py", 100, [], "train_classifier.py"),
+        ("train_vision.py", 80, ["commit"], "train_vision.py"),
+        ("train_classifier.py", 80, ["commit", "seed"], "train_classifier.py"),
+        ("train_a_classifier_of_images.py", 80, ["commit", "seed", "date"], ...),
+        ("n" * 50 + ".py", 80, ["commit", "seed", "date"], "n" * 35 + "…"),
+    ],
+)
+def test_a_long_name_takes_the_place_of_less_important_columns(
+    tmp_path, runs, monkeypatch, capsys, name, columns, left_out, shown
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for _ in range(2):
+        runs.write(3, program=PROGRAM | {"command": f"python {name}"})
+    first, *_, last = ls(capsys).splitlines()
+    titles = ["ledger", "date", "program", "seed", "epochs", "weights", "commit", "verdict"]
+    assert first.split() == [title for title in titles if title not in left_out]
+    assert f"  {name if shown is ... else shown}  " in last
+    assert f"  {WEIGHTS}  " in last
+    assert last.endswith("  equal")
+    assert len(last) <= columns
 
 
 def test_json_has_everything(folder, capsys):

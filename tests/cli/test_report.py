@@ -221,15 +221,17 @@ def test_a_run_that_ended_early_is_different_for_that_alone(tmp_path):
     assert "Rank 0: this run was ended before it finished its ledger." in words
 
 
-def test_a_number_is_shown_in_both_notations(tmp_path):
-    """A loss is shown as ``float.hex()`` and in decimal."""
+def test_a_number_is_a_decimal_and_a_digest_is_cut(tmp_path):
+    """All of a digest, and the bits of a number, show when the mouse points at it."""
     ledgers = []
     weights = dict.fromkeys(MODULES, "0" * 32)
     for loss in (0.5, 0.25):
         records = [make_weights("epoch", 0, weights, loss=loss.hex())]
         ledgers.append(write_rank(create_ledger_folder(tmp_path), records))
-    words = Page(report(tmp_path, *ledgers)).words
-    assert "Reference: 0x1.0000000000000p-1 (0.5); this run: 0x1.0000000000000p-2 (0.25)." in words
+    text = report(tmp_path, *ledgers)
+    assert f'<span title="{(0.5).hex()}">0.5</span>' in text
+    words = Page(text).words
+    assert "Reference: 0.5 ; this run: 0.25 ." in words
 
 
 def test_what_one_run_alone_computed_is_said_at_once(tmp_path):
@@ -335,8 +337,8 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path):
     words = Page(text).words
     assert "run 1, the reference run 2 run 3" in words
     assert "Different: 1 of 3 runs differs from run 1. Run 3: " in words
-    assert f"verdict 1 42 {'0' * 32} 0.5 reference" in words
-    assert f"equal 3 42 {'1' * 32} 0.25 differs" in words
+    assert f"verdict 1 42 {'0' * 16} 0.5 reference" in words
+    assert f"equal 3 42 {'1' * 16} 0.25 differs" in words
     assert "run 3, step 18: 0.25" in words
     assert "all runs: the wide line" in words
     assert "run-003/fit-000" in words

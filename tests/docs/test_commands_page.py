@@ -1,8 +1,10 @@
 """The page of commands is what the parsers say."""
 
+from pathlib import Path
+
 from scripts import load_script
 
-from lightning_d9m.cli.main import COMMANDS
+from lightning_d9m.cli.main import COMMANDS, build_parser
 
 WRITER = load_script("docs/write_commands.py")
 
@@ -18,6 +20,14 @@ def test_every_command_has_a_section_with_its_options():
         assert f"## d9m {command}" in page
     assert "| `-n, --runs RUNS` |" in page
     assert "--without-recipe" not in page  # deprecated
+
+
+def test_readme_names_the_commands_without_json():
+    parsers = WRITER._list_commands(build_parser(*COMMANDS))
+    without = [parser.prog for parser in parsers if "--json" not in parser.format_help()]
+    assert without == ["d9m completion"]
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "All commands but `completion` have `--json`." in readme
 
 
 def test_a_long_usage_is_broken_between_options():

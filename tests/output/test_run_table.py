@@ -1,9 +1,11 @@
 """The table of ``d9m repeat`` fits a terminal and cuts no loss."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.output.run_table import RunRow, format_table
+from lightning_d9m.output.run_table import RunRow, format_markdown_table, format_table
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 LOSS = 0.038124501705169678
@@ -31,6 +33,14 @@ def test_fits_80_columns_and_shows_the_exact_loss(loss, seed, fits):
     verbose = format_table(rows(loss, loss, seed=seed, fits=fits), verbose=True)
     assert value.hex() in verbose
     assert DIGEST in verbose
+
+
+def test_digests_that_would_look_equal_are_shown_whole():
+    first, other = rows(LOSS.hex(), LOSS.hex())
+    other = replace(other, weights=DIGEST[:-1] + "0")
+    for table in (format_table([first, other]), format_markdown_table([first, other])):
+        assert DIGEST in table
+        assert DIGEST[:-1] + "0" in table
 
 
 def test_a_run_without_loss_or_weights_says_none():

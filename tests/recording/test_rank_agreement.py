@@ -109,8 +109,8 @@ class TestRankError:
         assert str(error) == (
             "Rank 2 differs from rank 0 in epoch 4 (step 115): 14 of 20 weights differ, first "
             "layers.3.weight, layers.4.weight, layers.5.weight and 11 more.\n"
-            f"  expected (rank 0): {'a' * 32}\n"
-            f"  actual (rank 2):   {'b' * 32}\n"
+            f"  rank 0 (reference): {'a' * 16}\n"
+            f"  rank 2:             {'b' * 16}\n"
             "All ranks must hold the same bits after each step. Look for what only one rank does: "
             "a change to its weights, a learning rate that follows its own metric (log the metric "
             "with sync_dist=True), a module that is not synchronized, a failing device."

@@ -7,6 +7,8 @@ and another resumes from its checkpoint.
 """
 
 import shutil
+import time
+from datetime import datetime
 from pathlib import Path
 
 from lightning_d9m.errors import CommandError, LedgerError
@@ -20,6 +22,7 @@ from lightning_d9m.launch.interruption_points import (
     SURVEY,
     InterruptionPoint,
     choose_points,
+    measure_shares,
     read_survey,
 )
 from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
@@ -67,9 +70,13 @@ def interrupt_and_resume(
     """
     folder = make_run_folder(output, "run-001")
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
+    began = time.time()
     run_once(argv, folder, title="run 1, straight", timeout=timeout, variables=survey)
+    seconds = time.time() - began
     straight = Run(read_fits(folder, argv), "straight")
-    points = list(choose_points(read_survey(folder)))
+    epochs = read_survey(folder)
+    points = list(choose_points(epochs))
+    start = _measure_start(straight, began)
     if not points:
         raise CommandError(
             "The command's first fit has no point at which it can be interrupted: it has one epoch "
@@ -79,13 +86,22 @@ def interrupt_and_resume(
     for number, (point, label) in enumerate(points, start=2):
         title = f"run {number} of {len(points) + 1}"
         folder = output / f"run-{number:03d}"
+        shares = measure_shares(point, epochs)
+        to_kill, to_resume = (start + share * (seconds - start) for share in shares)
         try:
             killed = make_run_folder(output, f"run-{number:03d}-killed")
-            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout)
+            checkpoints = _kill(argv, killed, point, f"{title}, to be killed", timeout, to_kill)
             make_run_folder(output, folder.name)
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            run_once(argv, folder, title=f"{title}, resumed", timeout=timeout, variables=variables)
+            run_once(
+                argv,
+                folder,
+                title=f"{title}, resumed",
+                timeout=timeout,
+                variables=variables,
+                expected_seconds=to_resume,
+            )
             fits = pair_fits(straight.fits, read_fits(folder, argv))
             run = Run(fits, f"{label}, resumed")
             if RepeatReport({1: straight, number: run}, output, argv).verdict == "equal":
@@ -98,8 +114,22 @@ def interrupt_and_resume(
     return RepeatReport(runs, output, argv, failures)
 
 
+def _measure_start(run: Run, began: float) -> float:
+    """Return the seconds until a run's first fit began; 0 if its ledger does not say."""
+    created = next(iter(run.fits.values())).header.created
+    try:
+        return max(0.0, datetime.fromisoformat(created).timestamp() - began)
+    except ValueError:
+        return 0.0
+
+
 def _kill(
-    argv: list[str], folder: Path, point: InterruptionPoint, title: str, timeout: float | None
+    argv: list[str],
+    folder: Path,
+    point: InterruptionPoint,
+    title: str,
+    timeout: float | None,
+    expected_seconds: float,
 ) -> Path:
     """Run the command until it is killed at a point; return the folder with its checkpoint."""
     checkpoints = make_run_folder(folder, _CHECKPOINTS)
@@ -111,6 +141,7 @@ def _kill(
         timeout=timeout,
         variables={INTERRUPT: str(point), FOLDER: str(checkpoints)},
         killed_when=mark.exists,
+        expected_seconds=expected_seconds,
     )
     if not mark.exists():
         raise CommandError(

@@ -28,6 +28,7 @@ from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace
 from lightning_d9m.probes.trace_difference import TraceDifference, find_difference
+from lightning_d9m.text import describe_pair
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -285,13 +286,15 @@ def _make_error(
     point: ProbePoint, rank: int, difference: TraceDifference, total: int
 ) -> DriftError:
     kind, name, call = difference.place
+    sides = (difference.expected, difference.actual)
+    expected, actual = describe_pair(*(side or "nothing" for side in sides))
     again = f", call {call}" if call else ""
     return DriftError(
         f"A step that was run twice on the same batch, from the same weights, buffers and random "
         f"generators, gave different values (epoch {point.epoch}, step {point.step}, batch "
         f"{point.batch}, rank {rank}). First, in order of execution: {kind} of {name!r}{again}.\n"
-        f"  reference: {difference.expected or 'nothing'}\n"
-        f"  this run:  {difference.actual or 'nothing'}\n"
+        f"  reference: {expected}\n"
+        f"  this run:  {actual}\n"
         f"{difference.differing} of {total} values differ. Either an operation there is not "
         "deterministic (`d9m locate` names it), or the step reads what cannot be put back (a "
         "clock, a file, a generator of its own), or the hardware makes errors.",

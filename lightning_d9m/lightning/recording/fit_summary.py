@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.text import escape, pluralize
+from lightning_d9m.text import cut_digests, escape, pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_DIGITS = 16
 _LONGEST = 4096
 
 
@@ -49,7 +48,7 @@ class FitSummary:
             folder = str(self.ledger) if folder.startswith("..") else folder
             rank_zero().rank_zero_info(
                 f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
-                f"{self.digest[:_DIGITS]}, ledger {escape(folder, _LONGEST)}"
+                f"{cut_digests([self.digest])[0]}, ledger {escape(folder, _LONGEST)}"
                 + (_describe_second_fit(seed) if fit == 1 else "")
             )
 
