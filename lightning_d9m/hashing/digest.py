@@ -85,8 +85,13 @@ def digest_value(value: object) -> str:
         >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
         '6b6610f8b7295d2fa4d80d3ea0427121'
     """
+    return digest_pieces(encode(value))
+
+
+def digest_pieces(pieces: Iterable[Piece]) -> str:
+    """Return the digest of a value that ``value_bytes.encode`` has encoded."""
     plain: list[DenseTensor] = []
-    pieces = [f"{VERSION} value\n".encode(), *encode(value)]
+    pieces = [f"{VERSION} value\n".encode(), *pieces]
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
         recipe = _plan_pieces(pieces, plain)
         digests = _hash_all(plain)

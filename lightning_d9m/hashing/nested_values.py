@@ -1,7 +1,7 @@
 """The walker of nested values: ``(path, leaf)`` pairs in order. Nothing here imports torch."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # Returns the (key, entry) pairs of a container, given its depth; None for a leaf.
 Entries: TypeAlias = Callable[[Any, int], Iterable[tuple[object, Any]] | None]
@@ -11,6 +11,8 @@ PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
 
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
+_NAMES = frozenset((str, int))
+_CONTAINERS = (Mapping, list, tuple)
 
 
 def container_entries(value: object, _depth: int) -> Iterable[tuple[object, Any]] | None:
@@ -43,32 +45,113 @@ def list_leaves(value: object, entries: Entries = container_entries) -> list[tup
     return leaves
 
 
-def list_keyed_leaves(value: object) -> list[tuple[str, str, Any]]:
-    """Return (path, key, leaf) for each leaf of nested mappings, lists and tuples, depth first.
+class Layout:
+    """The keys of the leaves in nested mappings, lists and tuples, for values that are alike.
 
-    Several leaves may have the same path, as below a dict with the key ``a.b``; each has another
-    key. A container that holds itself is a leaf where it occurs again.
+    Naming the leaves of a checkpoint takes longer than hashing them, and the checkpoints of a fit
+    have the same keys and types.
 
-    >>> list_keyed_leaves({"a.b": 1, "a": {"b": 2}, "c": [3]})
-    [('a.b', "{'a.b'}", 1), ('a.b', "{'a'}{'b'}", 2), ('c.0', "{'c'}[0]", 3)]
+    Attributes:
+        paths: The dotted path of each leaf, depth first. Several leaves may have the same one, as
+            below a dict with the key ``a.b``.
+        keys: The key of each leaf, which no other leaf has.
     """
-    leaves: list[tuple[str, str, Any]] = []
-    _collect_keyed(value, "", "", (), leaves)
-    return leaves
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.keys: list[str] = []
+        self._root: _Container | None = None
+        self._count = 0
+        # The place of each leaf among the entries that `_Container.read` appends.
+        self._places: list[int] = []
+        # False if another value with equal keys and types may have other leaves.
+        self._is_known = True
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> tuple["Layout", list[Any]]:
+        """Return the layout of a value and its leaves; an empty container is not a leaf.
+
+        A container that holds itself is a leaf where it occurs again.
+
+        >>> layout, leaves = Layout.of({"a.b": 1, "a": {"b": 2}, "c": [3]})
+        >>> list(zip(layout.paths, layout.keys, leaves))
+        [('a.b', "{'a.b'}", 1), ('a.b', "{'a'}{'b'}", 2), ('c.0', "{'c'}[0]", 3)]
+        """
+        layout = cls()
+        entries: list[Any] = []
+        layout._root = layout._explore(value, "", "", (), entries)
+        return layout, [entries[place] for place in layout._places]
+
+    def read(self, value: Mapping[str, Any]) -> list[Any] | None:
+        """Return the leaves of a value; None if it does not have this layout."""
+        entries: list[Any] = []
+        if self._root is None or not self._is_known or not self._root.read(value, entries):
+            return None
+        return [entries[place] for place in self._places]
+
+    def _explore(
+        self, value: Any, path: str, key: str, above: tuple[int, ...], out: list[Any]
+    ) -> "_Container":
+        names, entries = _split(value, is_mapping=isinstance(value, Mapping))
+        left, right = "[]" if names is None else "{}"
+        start = len(out)
+        out += entries
+        # Numbers of other types are equal to these, and have another repr.
+        self._is_known &= names is None or _NAMES.issuperset(map(type, names))
+        inner = []
+        for place, entry in enumerate(entries):
+            name = place if names is None else names[place]
+            written = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
+            below = f"{path}.{name}" if path else str(name)
+            written = f"{key}{left}{written}{right}"
+            holds_itself = id(entry) in above or entry is value
+            self._is_known &= not holds_itself
+            if type(entry) in PLAIN_TYPES or not isinstance(entry, _CONTAINERS) or holds_itself:
+                self.paths.append(below)
+                self.keys.append(written)
+                self._places.append(start + place)
+            else:
+                inner.append(
+                    (place, self._explore(entry, below, written, (*above, id(value)), out))
+                )
+        return _Container(type(value), names, list(map(type, entries)), inner)
 
 
-def _collect_keyed(
-    value: Any, path: str, key: str, above: tuple[int, ...], out: list[tuple[str, str, Any]]
-) -> None:
-    found = container_entries(value, 0)
-    if found is None or id(value) in above:
-        out.append((path, key, value))
-        return
-    left, right = "{}" if isinstance(value, Mapping) else "[]"
-    for name, entry in found:
-        written = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
-        below = f"{path}.{name}" if path else str(name)
-        _collect_keyed(entry, below, f"{key}{left}{written}{right}", (*above, id(value)), out)
+class _Container(NamedTuple):
+    """A mapping, list or tuple.
+
+    Attributes:
+        kind: Its type.
+        names: The keys of a mapping; None for a sequence.
+        types: The types of its entries.
+        inner: The containers among its entries, and their places.
+    """
+
+    kind: type
+    names: list[Any] | None
+    types: list[type]
+    inner: list[tuple[int, Any]]
+
+    def read(self, value: Any, out: list[Any]) -> bool:
+        """Append the entries of a value; return False if it has other keys or types."""
+        if type(value) is not self.kind:
+            return False
+        names, entries = _split(value, is_mapping=self.names is not None)
+        if list(map(type, entries)) != self.types or names != self.names:
+            return False
+        # True and 1 are equal as keys.
+        if names and self.names and list(map(type, names)) != list(map(type, self.names)):
+            return False
+        out += entries
+        return all(inner.read(entries[place], out) for place, inner in self.inner)
+
+
+def _split(value: Any, *, is_mapping: bool) -> tuple[list[Any] | None, list[Any]]:
+    """Return the keys and the values of a mapping; None and the items of a sequence."""
+    if not is_mapping:
+        return None, list(value)
+    items = list(value.items())
+    return [name for name, _ in items], [entry for _, entry in items]
 
 
 def _collect(

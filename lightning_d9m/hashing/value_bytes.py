@@ -70,6 +70,11 @@ _EXACT: dict[type, Callable[[Any], bytes]] = {
 }
 
 
+def encode_plain(value: Any) -> bytes:
+    """Encode a value whose type is one of ``PLAIN_TYPES``."""
+    return _EXACT[type(value)](value)
+
+
 def _encode_scalar(value: object, where: str) -> bytes | None:  # noqa: PLR0911 - one case for each type
     if (exact := _EXACT.get(type(value))) is not None:
         return exact(value)

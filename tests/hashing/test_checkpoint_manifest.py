@@ -1,12 +1,19 @@
 """A manifest tells every change of a checkpoint's content, and names the tensor."""
 
 import io
+from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.hashing.checkpoint_manifest import check_manifest, make_manifest
+from lightning_d9m.hashing import checkpoint_manifest
+from lightning_d9m.hashing.checkpoint_manifest import (
+    ManifestMaker,
+    check_manifest,
+    make_manifest,
+)
 
 
 def content():
@@ -90,6 +97,68 @@ def test_a_list_is_no_dict_with_numbers():
     manifest = make_manifest({"a": tensors})
     assert check_manifest({"a": dict(enumerate(tensors))}, manifest)
     assert check_manifest({"a": {str(at): value for at, value in enumerate(tensors)}}, manifest)
+
+
+def holding_itself():
+    value = {"x": [1]}
+    value["x"][0] = value
+    return value
+
+
+T = torch.arange(2.0)
+ALIKE = [
+    {"x": 1, "y": T},
+    {"x": 1, "y": T + 1},
+    {"y": T, "x": 1},
+    {"x": True, "y": T},
+    {"x": 1, "y": nn.Parameter(T)},
+    {"x": 1, "y": [T]},
+    {"x": 1, "y": (T,)},
+    {"x": 1, "y": [T, T]},
+    {"x": 1, "y": {0: T}},
+    {"x": 1, "y": {"0": T}},
+    {"x": 1, "y": {False: T}},
+    {"x": 1, "y": {0.0: T}},
+    {"x": 1, "y": {-0.0: T}},
+    {"x": 1, "y": {(0,): T}},
+    {"x": 1, "y": {(False,): T}},
+    {"x": 1, "y": OrderedDict({0: T})},
+    {"x": [1], "y": {}},
+    {"x": [{}], "y": [T]},
+    {"x": [[]], "y": [T]},
+    {"x": [object()], "y": [T]},
+    {"x": [{1: 2}], "y": [T]},
+    {"x": [{1: 2.0}], "y": [T]},
+    {"x": [holding_itself()], "y": [T]},
+    {"x": [{"x": [{"x": [1]}]}], "y": [T]},
+    {"x": [{"x": [1]}], "y": [T]},
+]
+
+
+def as_text(manifest):
+    return {**manifest, "tensors": manifest["tensors"].tolist()}
+
+
+@pytest.mark.parametrize("first", ALIKE, ids=range(len(ALIKE)))
+def test_a_maker_makes_the_manifests_of_its_fit_as_if_each_were_the_first(first):
+    for second in ALIKE:
+        maker = ManifestMaker()
+        maker.make(first)
+        assert as_text(maker.make(second)) == as_text(make_manifest(second))
+
+
+def test_the_second_checkpoint_of_a_fit_is_not_walked_again(monkeypatch):
+    walked = []
+    layout_of = checkpoint_manifest.Layout.of
+    monkeypatch.setattr(
+        checkpoint_manifest.Layout, "of", lambda value: [walked.append(1), layout_of(value)][1]
+    )
+    maker = ManifestMaker()
+    for number in (1.0, 2.0):
+        changed = content()
+        changed["states"][0]["lr"] = number
+        assert not check_manifest(changed, maker.make(changed))
+    assert len(walked) == 3  # once by the maker, once by each check
 
 
 # Made by the first version for `content()`.
