@@ -10,7 +10,7 @@ from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.probe_layouts import unpack_places
 from lightning_d9m.ledger.format.records import Digests, End, RankDrift
 from lightning_d9m.ledger.probe_batch import Batch
-from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
+from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 
 # Weights must be equal. An optimizer may shard the others: they count only after a batch in which
 # all ranks agreed on them. If the header says that parameters are sharded, none of them counts.
@@ -37,6 +37,8 @@ def find_rank_drift(ledger: Ledger) -> tuple[Divergence, ...]:
     Raises:
         LedgerError: If a record is malformed or was edited.
     """
+    if PIPELINE_STAGES in ledger.header.stack:  # each rank trains another part of the model
+        return ()
     first, *others = ledger.files
     known = _read_known_drift(ledger)
     found = [drift for rank in others if (drift := _compare_ranks(ledger, first, rank, known))]

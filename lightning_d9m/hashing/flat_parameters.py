@@ -55,6 +55,18 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
     }
 
 
+def find_hybrid_sharding(owner: object) -> str | None:
+    """Return how FSDP1 divides a model within groups of ranks; None if it does not.
+
+    Args:
+        owner: A strategy, or a module of the model with the wrappers around it.
+    """
+    if not has_base(owner, "FSDPStrategy", "FullyShardedDataParallel"):
+        return None
+    name = str(getattr(getattr(owner, "sharding_strategy", None), "name", ""))
+    return name if "HYBRID" in name else None
+
+
 def _list_layouts(handle: Any) -> Iterator[tuple[int, FlatLayout]]:
     from torch import distributed
 

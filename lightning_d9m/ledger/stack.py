@@ -40,6 +40,8 @@ LOGICAL_RANKS = "world.logical_ranks"
 
 SHARDED_PARAMETERS = "world.sharded_parameters"
 """The number of parameters of which ranks hold different parts, if there are any."""
+PIPELINE_STAGES = "world.pipeline_stages"
+"""The number of parts of the model that ranks train one after the other, if there are several."""
 _PROCESSES = ("world.size", "world.nodes", "world.devices_per_node")
 
 # Installed packages whose code computes values that reach the model, or orders the computation.

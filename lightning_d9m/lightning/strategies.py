@@ -54,14 +54,6 @@ def is_sharded(strategy: object) -> bool:
     return has_base(strategy, *_SHARDED)
 
 
-def find_hybrid_sharding(strategy: object) -> str | None:
-    """Return how FSDP1 divides the model within groups of ranks; None if it does not."""
-    if not has_base(strategy, "FSDPStrategy"):
-        return None
-    name = str(getattr(getattr(strategy, "sharding_strategy", None), "name", ""))
-    return name if "HYBRID" in name else None
-
-
 def register_strategies(package: str) -> None:
     """Add our strategies to the registry of one Lightning package; a class loads on first use.
 

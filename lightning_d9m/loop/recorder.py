@@ -25,7 +25,7 @@ from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.run_setup import (
     as_tuple,
-    describe_layout,
+    check_sharding,
     describe_run,
     find_session,
     make_folder,
@@ -35,7 +35,7 @@ from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.replicated_state import find_replicated_state
+from lightning_d9m.recording.replicated_state import describe_division, find_replicated_state
 from lightning_d9m.recording.run_recorder import RunRecorder, make_header
 
 if TYPE_CHECKING:
@@ -195,7 +195,10 @@ class Recorder:
                 make_header(
                     self._ranks,
                     session.settings,
-                    describe_layout(self._model, layouts, self._world_size),
+                    {
+                        "world.size": self._world_size,
+                        **describe_division(self._model, layouts),
+                    },
                     world_size=self._world_size,
                     fit=self._fit,
                     further=self._probe_settings.as_record(),
@@ -347,6 +350,7 @@ class Recorder:
 
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
+            InexactResumeError: If FSDP1 shards the model within groups of ranks.
             SettingError: After the training has begun.
         """
         session = self._open_session
@@ -368,6 +372,7 @@ class Recorder:
     def _read_state(self, state: Mapping[str, Any]) -> SavedLoop:
         saved, seed = SavedLoop.from_plain(state), self._open_session.settings.seed
         saved.check_run(rank=self._ranks.rank, world_size=self._world_size, seed=seed)
+        check_sharding(self._wrapped)
         return saved
 
     def _interrupt(self, request: InterruptRequest) -> Interruption:

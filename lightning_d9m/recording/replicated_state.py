@@ -11,7 +11,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.hashing.shards import has_base
-from lightning_d9m.hashing.training_state import Groups, replicated_names
+from lightning_d9m.hashing.training_state import Groups, count_sharded, replicated_names
+from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
+from lightning_d9m.recording.pipeline import count_stages
 
 # Each rank holds the state of a part of the parameters.
 _SHARDED_OPTIMIZERS = ("ZeroRedundancyOptimizer", "OSS")
@@ -66,14 +69,23 @@ class ReplicatedState:
         return not sharded and key not in _LOCAL_STATE and name in self.weights
 
 
+def describe_division(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> dict[str, Scalar]:
+    """Return what the stack says of a model of which ranks hold different parts."""
+    counts = {
+        SHARDED_PARAMETERS: count_sharded(model, layouts),
+        PIPELINE_STAGES: count_stages(model),
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
 def find_replicated_state(
     model: nn.Module,
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[object] = (),
     *,
     layouts: Mapping[int, FlatLayout] | None = None,
-) -> ReplicatedState:
-    """Return what must be equal on all ranks.
+) -> ReplicatedState | None:
+    """Return what must be equal on all ranks; None if each trains another stage of a pipeline.
 
     Args:
         model: The model, as the user's optimizers see it.
@@ -81,6 +93,8 @@ def find_replicated_state(
         schedulers: In the order of the snapshot.
         layouts: What ``find_flat_layouts`` returns.
     """
+    if count_stages(model):
+        return None
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     synchronized: set[str] = set()
     local: set[str] = {plain_name(name) for name, _ in model.named_buffers() if name in ignored}

@@ -68,7 +68,12 @@ def test_each_cell_is_a_test():
 def test_what_is_refused_is_a_test():
     table = read_table()
     not_resumed = {name for name, columns in table.items() if columns[3] == "refused"}
-    assert not_resumed == trainings_of([lightning.test_hybrid_sharding_of_fsdp1_is_not_resumed])
+    refusals = [
+        lightning.test_hybrid_sharding_of_fsdp1_is_not_resumed,
+        fabric.test_a_loop_with_hybrid_sharding_of_fsdp1_is_not_resumed,
+    ]
+    trainer, loop = (trainings_of([refusal]) for refusal in refusals)
+    assert not_resumed == trainer | {f"Fabric, {name}" for name in loop}
     replayed = {name for name, columns in table.items() if columns[6] == "yes"}
     assert replayed == set(lightning.REPEATED)
     assert {columns[6] for columns in table.values()} == {"yes", "refused"}

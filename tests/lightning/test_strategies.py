@@ -20,11 +20,11 @@ from lightning_d9m import SettingError
 from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
+from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
 from lightning_d9m.ledger.compiler import CACHE
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.lightning import strategies
-from lightning_d9m.lightning.strategies import find_hybrid_sharding
 
 SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"
 ON_ONE = [
@@ -59,9 +59,10 @@ SHARDED = [
 ]
 FLAT = "fsdp1, flat parameters"
 HYBRID = "fsdp1, hybrid"
-ON_FOUR = ["hsdp", "fsdp2 and tp", HYBRID]
-TENSOR_PARALLEL = ["tp", "fsdp2 and tp"]
-FULL = ["fsdp1", "fsdp2", "tp", "hsdp", "fsdp2 and tp"]
+SHARDED_ON_FOUR = ["fsdp1, 4 ranks", "fsdp2, 4 ranks", "tp, 4 ranks", "fsdp2 and tp"]
+ON_FOUR = [*SHARDED_ON_FOUR, "hsdp", HYBRID]
+TENSOR_PARALLEL = ["tp", "tp, 4 ranks", "fsdp2 and tp"]
+FULL = ["fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp"]
 RACING = ["ddp", "fsdp1", "fsdp2", "tp"]
 # Lightning starts two processes for each training.
 LAUNCHED = ["ddp_spawn", "ddp_fork"]
@@ -91,7 +92,7 @@ def two(tmp_path_factory):
 def four(tmp_path_factory):
     """Train every cell of four processes once for all tests."""
     folder = tmp_path_factory.mktemp("four")
-    run_ranks(SCRIPT, 4, folder, "fsdp2", *ON_FOUR)
+    run_ranks(SCRIPT, 4, folder, *ON_FOUR)
     return folder
 
 
@@ -169,7 +170,7 @@ def test_copies_that_differ_on_one_rank_raise_on_all(cell):
         assert "from rank 0 in epoch 1" in error["message"]
 
 
-@pytest.mark.parametrize("cell", [*SHARDED, FLAT, "fsdp2 and tp"], indirect=True)
+@pytest.mark.parametrize("cell", [*SHARDED, FLAT, *SHARDED_ON_FOUR], indirect=True)
 def test_shards_are_not_compared_with_each_other(cell):
     folder, found = cell
     assert [entry["fault without reference"] for entry in found] == [None] * len(found)
@@ -359,7 +360,7 @@ def test_the_number_of_ranks_does_not_enter_into_the_digests(two, four):
             (two, "fsdp1"),
             (two, "fsdp2"),
             (two, "tp"),
-            (four, "fsdp2"),
+            *((four, name) for name in SHARDED_ON_FOUR[:3]),
             (four, "hsdp"),
             (four, "fsdp2 and tp"),
             (four, HYBRID),
@@ -371,9 +372,10 @@ def test_the_number_of_ranks_does_not_enter_into_the_digests(two, four):
 
 def test_runs_on_two_and_on_four_ranks_have_the_same_initial_weights(two, four):
     """Afterwards each rank has other batches, and the sums of gradients another order."""
-    comparison = compare_ledgers(ledger(two / "fsdp2"), ledger(four / "fsdp2"))
+    folders = two / "fsdp2", four / "fsdp2, 4 ranks"
+    comparison = compare_ledgers(*map(ledger, folders))
     assert (comparison.verdict, comparison.initial_weights) == ("not comparable", ())
-    weights = [records(folder / "fsdp2")[-1].groups["weights"] for folder in (two, four)]
+    weights = [records(folder)[-1].groups["weights"] for folder in folders]
     assert weights[0] != weights[1]
 
 
@@ -383,7 +385,7 @@ def find_last(folder):
 
 @pytest.mark.parametrize(
     ("kind", "cell"),
-    [("", name) for name in [*SHARDED, "fsdp2 and tp"]] + [("full ", name) for name in FULL[:-2]],
+    [("", name) for name in [*SHARDED, *SHARDED_ON_FOUR]] + [("full ", name) for name in FULL[:4]],
     indirect=["cell"],
 )
 def test_a_checkpoint_has_the_weights_of_the_ledger(capsys, kind, cell):

@@ -10,10 +10,19 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from scripts import load_script
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from trainings import make_loader
 
-from lightning_d9m import Recorder, SettingError, compare, deterministic, read_ledger
+from lightning_d9m import (
+    InexactResumeError,
+    Recorder,
+    SettingError,
+    compare,
+    deterministic,
+    read_ledger,
+)
 from lightning_d9m.cli.main import main
+from lightning_d9m.loop.run_setup import check_sharding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # On a CPU, too: --cpu starts one process. Port 0 is a free one.
@@ -92,6 +101,18 @@ def test_models_of_deepspeed_are_refused(tmp_path, stage):
         model = kind(1, 1)
     with pytest.raises(SettingError, match="with DeepSpeed, which keeps the states of optimizers"):
         Recorder(tmp_path, model)
+
+
+@pytest.mark.parametrize("strategy", [*ShardingStrategy])
+def test_only_shards_within_groups_of_ranks_are_not_resumed(strategy):
+    kind = type("FullyShardedDataParallel", (nn.Linear,), {"sharding_strategy": strategy})
+    model = nn.Sequential(kind(1, 1))
+    if "HYBRID" not in strategy.name:
+        check_sharding(model)
+        return
+    with pytest.raises(InexactResumeError, match="This loop would not resume exactly") as caught:
+        check_sharding(model)
+    assert f"divided with sharding_strategy={strategy.name}" in caught.value.reasons[0]
 
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate_loop"])

@@ -8,17 +8,21 @@ from torch import nn
 
 from lightning_d9m.control.environment import control_is_on
 from lightning_d9m.hashing.flat_parameters import find_flat_layouts
-from lightning_d9m.hashing.training_state import count_sharded, describe_model
+from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.compiler import capture_compiler
 from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.format.records import Header, RunFacts
-from lightning_d9m.ledger.stack import LOGICAL_RANKS, SHARDED_PARAMETERS
+from lightning_d9m.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording import run_recorder
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.loader_facts import describe_loader
-from lightning_d9m.recording.replicated_state import ReplicatedState, find_replicated_state
+from lightning_d9m.recording.replicated_state import (
+    ReplicatedState,
+    describe_division,
+    find_replicated_state,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -63,8 +67,7 @@ def _describe_layout(trainer: "Trainer") -> dict[str, Scalar]:
     if logical_ranks is not None:
         layout[LOGICAL_RANKS] = logical_ranks
     layouts = find_flat_layouts(cast(nn.Module, trainer.model))
-    sharded = count_sharded(trainer.lightning_module, layouts)
-    return {**layout, SHARDED_PARAMETERS: sharded} if sharded else layout
+    return {**layout, **describe_division(trainer.lightning_module, layouts)}
 
 
 def describe_run(trainer: "Trainer", module: "LightningModule") -> RunFacts:
@@ -88,8 +91,8 @@ def describe_trained_model(trainer: "Trainer", module: "LightningModule") -> tup
     return describe_model(module, find_flat_layouts(cast(nn.Module, trainer.model)))
 
 
-def find_replicated(trainer: "Trainer", module: "LightningModule") -> ReplicatedState:
-    """Return the state that must be equal on all ranks."""
+def find_replicated(trainer: "Trainer", module: "LightningModule") -> ReplicatedState | None:
+    """Return the state that must be equal on all ranks; None in a pipeline."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return find_replicated_state(
         module,

@@ -1,0 +1,27 @@
+"""Pipelines of ``torch.distributed.pipelining``: each rank trains other parts of a model."""
+
+import gc
+import sys
+
+from torch import nn
+
+
+def count_stages(model: nn.Module) -> int:
+    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
+
+    A stage holds its module, and a module does not know its stage, so that this looks through the
+    objects of the process, if the program has imported pipelines.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None:
+        return 0
+    modules = set(map(id, model.modules()))
+    return max(
+        (
+            stage.num_stages
+            for stage in gc.get_objects()
+            if issubclass(type(stage), stages._PipelineStageBase)  # noqa: SLF001 - both kinds
+            and not modules.isdisjoint(map(id, stage.submod.modules()))
+        ),
+        default=0,
+    )
