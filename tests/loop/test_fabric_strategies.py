@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from forking_python import shared_python
 from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
 from rank_processes import run_ranks
 
 from lightning_d9m import HorovodDeterministicStrategy, compare, read_ledger
@@ -169,7 +168,6 @@ def test_a_loop_resumed_from_a_full_checkpoint_ends_with_the_same_bits(cell):
 
 def test_fabric_takes_no_strategy_of_horovod():
     """Fabric has its own classes of strategies, and Horovod's derives from those of the Trainer."""
-    Trainer(strategy="horovod_d9m", accelerator="cpu", devices=1, logger=False)
     for strategy in ("horovod_d9m", HorovodDeterministicStrategy()):
         with pytest.raises(ValueError, match="You selected an invalid strategy name"):
             Fabric(strategy=strategy, accelerator="cpu")
