@@ -63,7 +63,9 @@ def check_sharding(model: torch.nn.Module) -> None:
             "state differs after it is loaded. Use FULL_SHARD, or fully_shard on a mesh of two "
             "dimensions."
         )
-        raise InexactResumeError(f"This loop would not resume exactly: {problem}", reasons=[problem])
+        raise InexactResumeError(
+            f"This loop would not resume exactly: {problem}", reasons=[problem]
+        )
 
 
 def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:
