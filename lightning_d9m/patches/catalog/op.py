@@ -111,5 +111,10 @@ class Op:
         }
 
 
+def map_overloads(path: str, *overloads: str) -> Mapping[str, str]:
+    """Return the replacement of each overload; ``path`` is ``package.module:function``."""
+    return MappingProxyType(dict.fromkeys(overloads, path))
+
+
 def _read_release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

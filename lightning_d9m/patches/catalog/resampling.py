@@ -1,6 +1,14 @@
 """Catalog entries of interpolation, grid sampling and padding."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, EXACT, GATHER, ROUNDED_ONCE, FlagEffect, Op
+from lightning_d9m.patches.catalog.op import (
+    ATOMICS,
+    EXACT,
+    GATHER,
+    ROUNDED_ONCE,
+    FlagEffect,
+    Op,
+    map_overloads,
+)
 
 _GRID_SAMPLE = "lightning_d9m.patches.kernels.grid_sample"
 _INTERPOLATION = "lightning_d9m.patches.kernels.interpolation"
@@ -37,7 +45,7 @@ def _make_interpolation(
         cause=ATOMICS,
         instead=_SEPARABLE,
         bits=_SEPARABLE_BITS,
-        kernels={overload: path, f"{overload}.grad_input": path},
+        kernels=map_overloads(path, overload, f"{overload}.grad_input"),
         since=since,
     )
 
@@ -59,7 +67,22 @@ def _make_padding(kind: str, dims: int) -> Op:
             "rounding errors where paddings of several dimensions meet. Half and bfloat16 are "
             "added in float32."
         ),
-        kernels={overload: path, f"{overload}.grad_input": path},
+        kernels=map_overloads(path, overload, f"{overload}.grad_input"),
+    )
+
+
+def _make_grid_sample(dims: int, note: str = "", *more: str) -> Op:
+    name = f"grid_sampler_{dims}d_backward"
+    return Op(
+        name=name,
+        status="patched",
+        flag_effect=FlagEffect.RAISES,
+        documented=("torch.nn.functional.grid_sample",),
+        torch_does=_RAISES,
+        cause=ATOMICS + note,
+        instead=f"{EXACT} The grid's gradient is added by one thread for each sample.",
+        bits=f"{ROUNDED_ONCE} A NaN coordinate contributes nothing, as on CUDA.",
+        kernels={one: f"{_GRID_SAMPLE}:{one}" for one in (name, *more)},
     )
 
 
@@ -73,25 +96,6 @@ RESAMPLING: tuple[Op, ...] = (
     _make_interpolation("lanczos2d_aa", prefix="_", since="2.12"),
     *(_make_padding("reflection", dims) for dims in (1, 2, 3)),
     *(_make_padding("replication", dims) for dims in (1, 2, 3)),
-    *(
-        Op(
-            name=f"grid_sampler_{dims}d_backward",
-            status="patched",
-            flag_effect=FlagEffect.RAISES,
-            documented=("torch.nn.functional.grid_sample",),
-            torch_does=_RAISES,
-            cause=ATOMICS + (" cuDNN's version varies as well." if dims == 2 else ""),  # noqa: PLR2004 - a number of dimensions
-            instead=f"{EXACT} The grid's gradient is added by one thread for each sample.",
-            bits=f"{ROUNDED_ONCE} A NaN coordinate contributes nothing, as on CUDA.",
-            kernels={
-                f"grid_sampler_{dims}d_backward": f"{_GRID_SAMPLE}:grid_sampler_{dims}d_backward",
-                **(
-                    {"cudnn_grid_sampler_backward": f"{_GRID_SAMPLE}:cudnn_grid_sampler_backward"}
-                    if dims == 2  # noqa: PLR2004 - a number of dimensions
-                    else {}
-                ),
-            },
-        )
-        for dims in (2, 3)
-    ),
+    _make_grid_sample(2, " cuDNN's version varies as well.", "cudnn_grid_sampler_backward"),
+    _make_grid_sample(3),
 )

@@ -1,6 +1,13 @@
 """Catalog entries of losses, indexing, counting and order statistics."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, EXACT, ROUNDED_ONCE, FlagEffect, Op
+from lightning_d9m.patches.catalog.op import (
+    ATOMICS,
+    EXACT,
+    ROUNDED_ONCE,
+    FlagEffect,
+    Op,
+    map_overloads,
+)
 
 _CTC_LOSS = "lightning_d9m.patches.kernels.ctc_loss"
 _EMBEDDING_BAG = "lightning_d9m.patches.kernels.embedding_bag"
@@ -22,10 +29,9 @@ SCATTERING: tuple[Op, ...] = (
         cause="The blocks add their partial sums with atomics, in no fixed order.",
         instead="The terms are stored and summed by torch's reduction, whose tree is fixed.",
         bits="Within a few rounding errors; half and bfloat16 are added in float32.",
-        kernels={
-            "nll_loss2d_forward": f"{_NLL_LOSS}:nll_loss2d_forward",
-            "nll_loss2d_forward.output": f"{_NLL_LOSS}:nll_loss2d_forward",
-        },
+        kernels=map_overloads(
+            f"{_NLL_LOSS}:nll_loss2d_forward", "nll_loss2d_forward", "nll_loss2d_forward.output"
+        ),
     ),
     Op(
         name="ctc_loss_backward",
@@ -39,10 +45,9 @@ SCATTERING: tuple[Op, ...] = (
             "the posteriors of the states of one label are added as integers, in any order."
         ),
         bits="Within the rounding errors of the log-domain sums, which grow with the length.",
-        kernels={
-            "_ctc_loss_backward": f"{_CTC_LOSS}:ctc_loss_backward",
-            "_ctc_loss_backward.Tensor": f"{_CTC_LOSS}:ctc_loss_backward",
-        },
+        kernels=map_overloads(
+            f"{_CTC_LOSS}:ctc_loss_backward", "_ctc_loss_backward", "_ctc_loss_backward.Tensor"
+        ),
     ),
     Op(
         name="embedding_bag_max_backward",
@@ -53,7 +58,9 @@ SCATTERING: tuple[Op, ...] = (
         cause=ATOMICS,
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels={"_embedding_bag_dense_backward": f"{_EMBEDDING_BAG}:embedding_bag_dense_backward"},
+        kernels=map_overloads(
+            f"{_EMBEDDING_BAG}:embedding_bag_dense_backward", "_embedding_bag_dense_backward"
+        ),
     ),
     Op(
         name="put_",
@@ -68,7 +75,7 @@ SCATTERING: tuple[Op, ...] = (
             "adds them."
         ),
         bits="Equal to torch's CPU kernel on one thread.",
-        kernels={"put_": f"{_PUT_UNPOOL}:put"},
+        kernels=map_overloads(f"{_PUT_UNPOOL}:put", "put_"),
     ),
     Op(
         name="histc",
@@ -79,7 +86,7 @@ SCATTERING: tuple[Op, ...] = (
         cause="Bins are counted in floating point with atomics, inexactly beyond 2**24 in float32.",
         instead="The bins are sorted and counted as integers.",
         bits="Equal to torch's CPU kernel below 2**24 elements in a bin.",
-        kernels={"histc": f"{_HISTC_BINCOUNT}:histc", "histc.out": f"{_HISTC_BINCOUNT}:histc"},
+        kernels=map_overloads(f"{_HISTC_BINCOUNT}:histc", "histc", "histc.out"),
     ),
     Op(
         name="bincount",
@@ -90,7 +97,7 @@ SCATTERING: tuple[Op, ...] = (
         cause=ATOMICS,
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels={"bincount": f"{_HISTC_BINCOUNT}:bincount"},
+        kernels=map_overloads(f"{_HISTC_BINCOUNT}:bincount", "bincount"),
     ),
     *(
         Op(
@@ -102,7 +109,7 @@ SCATTERING: tuple[Op, ...] = (
             cause="The index is that of one of several equal elements; the threads decide which.",
             instead="The value is selected first; the index is that of the first equal element.",
             bits="The value is torch's; the index may differ where elements are equal.",
-            kernels={f"{name}.dim_values": f"{_ORDER_STATISTICS}:{name}_dim"},
+            kernels=map_overloads(f"{_ORDER_STATISTICS}:{name}_dim", f"{name}.dim_values"),
         )
         for name in ("median", "nanmedian")
     ),
@@ -118,11 +125,12 @@ SCATTERING: tuple[Op, ...] = (
             "Equal to torch's CPU kernel for float32, float64 and integers (on a CPU); half and "
             "bfloat16 are multiplied in float32."
         ),
-        kernels={
-            "scatter_reduce.two": f"{_SCATTER}:scatter_reduce",
-            "scatter_reduce.two_out": f"{_SCATTER}:scatter_reduce",
-            "scatter_reduce_.two": f"{_SCATTER}:scatter_reduce",
-        },
+        kernels=map_overloads(
+            f"{_SCATTER}:scatter_reduce",
+            "scatter_reduce.two",
+            "scatter_reduce.two_out",
+            "scatter_reduce_.two",
+        ),
     ),
     Op(
         name="scatter_with_reduce",
@@ -135,11 +143,9 @@ SCATTERING: tuple[Op, ...] = (
         cause="The threads that meet on one place add or multiply in no fixed order.",
         instead=f"Factors are sorted by place and multiplied in order. {EXACT}",
         bits=f"Products: equal to torch's CPU kernel, but half in float32. Sums: {ROUNDED_ONCE}",
-        kernels={
-            "scatter.reduce": f"{_SCATTER}:scatter",
-            "scatter.reduce_out": f"{_SCATTER}:scatter",
-            "scatter_.reduce": f"{_SCATTER}:scatter",
-        },
+        kernels=map_overloads(
+            f"{_SCATTER}:scatter", "scatter.reduce", "scatter.reduce_out", "scatter_.reduce"
+        ),
     ),
     Op(
         name="index_reduce",
@@ -156,11 +162,9 @@ SCATTERING: tuple[Op, ...] = (
             "Products: equal to torch's CPU kernel, but half and bfloat16 in float32. Means: the "
             "sum is rounded once. Maxima and minima: torch's, but 0.0 is greater than -0.0."
         ),
-        kernels={
-            "index_reduce": f"{_INDEX_REDUCE}:index_reduce",
-            "index_reduce.out": f"{_INDEX_REDUCE}:index_reduce",
-            "index_reduce_": f"{_INDEX_REDUCE}:index_reduce",
-        },
+        kernels=map_overloads(
+            f"{_INDEX_REDUCE}:index_reduce", "index_reduce", "index_reduce.out", "index_reduce_"
+        ),
     ),
     Op(
         name="index_add",
@@ -170,11 +174,9 @@ SCATTERING: tuple[Op, ...] = (
         cause=ATOMICS,
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels={
-            "index_add": f"{_INDEX_ADD}:index_add",
-            "index_add.out": f"{_INDEX_ADD}:index_add",
-            "index_add_": f"{_INDEX_ADD}:index_add",
-        },
+        kernels=map_overloads(
+            f"{_INDEX_ADD}:index_add", "index_add", "index_add.out", "index_add_"
+        ),
     ),
     Op(
         name="scatter_add",
@@ -185,11 +187,9 @@ SCATTERING: tuple[Op, ...] = (
         cause="The threads that meet on one place add with atomics, in no fixed order.",
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels={
-            "scatter_add": f"{_SCATTER}:scatter_add",
-            "scatter_add.out": f"{_SCATTER}:scatter_add",
-            "scatter_add_": f"{_SCATTER}:scatter_add",
-        },
+        kernels=map_overloads(
+            f"{_SCATTER}:scatter_add", "scatter_add", "scatter_add.out", "scatter_add_"
+        ),
     ),
     Op(
         name="index_put_accumulate",
@@ -200,7 +200,7 @@ SCATTERING: tuple[Op, ...] = (
         cause="The threads that meet on one place add with atomics, on a CPU too.",
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels={"_index_put_impl_": f"{_INDEX_ADD}:index_put"},
+        kernels=map_overloads(f"{_INDEX_ADD}:index_put", "_index_put_impl_"),
     ),
     Op(
         name="embedding_dense_backward",
@@ -210,6 +210,6 @@ SCATTERING: tuple[Op, ...] = (
         cause="None known; the replacement is offered for its speed.",
         instead=EXACT,
         bits=ROUNDED_ONCE,
-        kernels={"embedding_dense_backward": f"{_INDEX_ADD}:embedding_dense_backward"},
+        kernels=map_overloads(f"{_INDEX_ADD}:embedding_dense_backward", "embedding_dense_backward"),
     ),
 )

@@ -233,9 +233,9 @@ def _accumulate(
     places = (rows * count + index) * inner + torch.arange(inner, device=device)
     places = torch.where((index >= 0) & (index < count), places, slots).flatten()
     source = FORMATS[torch.float64 if out.dtype == torch.float64 else torch.float32]
-    terms = _take_apart(values.flatten())
+    terms = _split_floats(values.flatten())
     flat = out.view(-1)
-    start = _take_apart(flat) if include else None
+    start = _split_floats(flat) if include else None
     keys = torch.zeros(slots + 1, dtype=torch.int32, device=device)
     if start is not None:
         keys[:slots] = start.key
@@ -252,7 +252,7 @@ def _accumulate(
     flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
 
 
-def _take_apart(values: Tensor) -> Terms:
+def _split_floats(values: Tensor) -> Terms:
     if values.dtype != torch.float64:
         values = values.to(torch.float32)
     form = FORMATS[values.dtype]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, N806, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """Kernels of the sums of ``patches/kernels/exact_sum.py``, which has the definition.
 
 Three launches: the outputs get the keys of their own values, the terms raise them by atomic maxima,
@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_d9m.patches.triton.geometry import find_block
 from lightning_d9m.patches.triton.launch import allocate, launch_blocks, needs_int64
 
 
@@ -74,11 +75,7 @@ def locate_terms(
     index, count, rows, inner, elements, BLOCK, PER_ELEMENT: tl.constexpr, WIDE: tl.constexpr
 ):
     """Returns the elements of a block, the output that each belongs to, and which have one."""
-    if WIDE:
-        element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    else:
-        element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements
+    element, mask = find_block(elements, BLOCK, WIDE)
     column = element % inner
     line = element // inner
     row = line % rows
@@ -95,8 +92,7 @@ def begin(
     out, keys, sums, elements, INCLUDE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Sets the keys of outputs to those of their own values, and their limbs to 0."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements
+    element, mask = find_block(elements, BLOCK, True)
     key = tl.full([BLOCK], 0, tl.int32)
     if INCLUDE:
         _, _, key = split_float(tl.load(out + element, mask=mask, other=0.0), COUNT)
@@ -284,8 +280,7 @@ def finish(
     BLOCK: tl.constexpr,
 ):
     """Writes the sums into the outputs."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements
+    element, mask = find_block(elements, BLOCK, True)
     width += tl.full([BLOCK], 0, tl.int64)
     top = tl.load(keys + element, mask=mask, other=0)
     pointer = sums + element
@@ -308,30 +303,33 @@ def finish(
     tl.store(out + element, bits.to(size).to(out.dtype.element_ty, bitcast=True), mask=mask)
 
 
+def begin_sums(out, limbs, *, include):
+    """Return the keys and the limbs of the outputs, with ``include`` the keys of their values."""
+    keys = allocate((out.numel(),), torch.empty(0, dtype=torch.int32, device=out.device))
+    sums = allocate(
+        (limbs.number * out.numel(),), torch.empty(0, dtype=torch.int64, device=out.device)
+    )
+    launch_blocks(begin, out, out, keys, sums, INCLUDE=include, COUNT=limbs.number)
+    return keys, sums
+
+
+def finish_sums(out, keys, sums, limbs, form, *, include):
+    """Write the sums into the outputs."""
+    layout = {"COUNT": limbs.number, "FRACTION": form.fraction, "EXPONENT": form.exponent}
+    launch_blocks(finish, out, out, keys, sums, limbs.width, limbs.guard, INCLUDE=include, **layout)
+
+
 def accumulate(out, index, values, limbs, form, *, include):
     """Write into each output the sum of the values whose index names it."""
-    slots, rows, inner = out.numel(), values.shape[1], out.shape[2]
-    keys = allocate((slots,), torch.empty(0, dtype=torch.int32, device=out.device))
-    sums = allocate((limbs.number * slots,), torch.empty(0, dtype=torch.int64, device=out.device))
-    wide = needs_int64(values, sums)
-    constants = {"COUNT": limbs.number}
-    launch_blocks(begin, out, out, keys, sums, INCLUDE=include, **constants)
+    keys, sums = begin_sums(out, limbs, include=include)
     if values.numel():
-        where = {"PER_ELEMENT": index.dim() > 1, "WIDE": wide, **constants}
-        shape = (out.shape[1], rows, inner)
+        where = {
+            "PER_ELEMENT": index.dim() > 1,
+            "WIDE": needs_int64(values, sums),
+            "COUNT": limbs.number,
+        }
+        shape = (out.shape[1], values.shape[1], out.shape[2])
         launch_blocks(raise_keys, values, values, index, keys, *shape, **where)
-        layout = (slots, limbs.width, limbs.guard)
+        layout = (out.numel(), limbs.width, limbs.guard)
         launch_blocks(add_terms, values, values, index, keys, sums, *shape, *layout, **where)
-    launch_blocks(
-        finish,
-        out,
-        out,
-        keys,
-        sums,
-        limbs.width,
-        limbs.guard,
-        INCLUDE=include,
-        FRACTION=form.fraction,
-        EXPONENT=form.exponent,
-        **constants,
-    )
+    finish_sums(out, keys, sums, limbs, form, include=include)

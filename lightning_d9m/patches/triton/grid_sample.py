@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, N806, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """Kernels of the gradients of ``grid_sample``; ``patches/kernels/grid_sample.py`` has the formulas.
 
 The gradient of the image is an exact sum (see ``exact_sum.py``): one launch raises the keys of the
@@ -11,8 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_d9m.patches.triton.exact_sum import add_term, begin, finish, raise_key
-from lightning_d9m.patches.triton.launch import allocate, launch_blocks
+from lightning_d9m.patches.triton.exact_sum import (
+    add_term,
+    begin_sums,
+    finish_sums,
+    raise_key,
+)
+from lightning_d9m.patches.triton.geometry import divide_float, find_block
+from lightning_d9m.patches.triton.interpolation import weigh_inner, weigh_outer
+from lightning_d9m.patches.triton.launch import allocate
 
 _BLOCK = 128  # samples of a program
 _PROGRAMS = 4096  # enough to occupy a device; beyond it, a program goes through several channels
@@ -25,14 +32,6 @@ CUBIC = tl.constexpr(-0.75)
 
 
 @triton.jit
-def _divide(x, y):
-    """Returns the quotient, rounded to nearest as on the CPU."""
-    if x.dtype == tl.float32:
-        return tl.div_rn(x, y)
-    return x / y
-
-
-@triton.jit
 def _pad(position, slope, size, PADDING: tl.constexpr, CORNERS: tl.constexpr):
     """Moves positions inside as the padding says; returns them with their slopes."""
     last = (size - 1).to(position.dtype)
@@ -42,7 +41,7 @@ def _pad(position, slope, size, PADDING: tl.constexpr, CORNERS: tl.constexpr):
         distance = position - low
         turned = tl.where(distance < 0, -slope, slope)
         distance = tl.abs(distance)
-        flips = tl.floor(_divide(distance, span))
+        flips = tl.floor(divide_float(distance, span))
         rest = distance - flips * span
         before = rest < 0
         flips = tl.where(before, flips - 1, flips)
@@ -57,16 +56,6 @@ def _pad(position, slope, size, PADDING: tl.constexpr, CORNERS: tl.constexpr):
         position = tl.where(is_nan, position, tl.minimum(tl.maximum(position, 0.0), last))
     # No integer is as great as the others, or a NaN.
     return tl.where(tl.abs(position) < 2147483647.0, position, -100.0), slope
-
-
-@triton.jit
-def _weigh_inner(distance):
-    return ((CUBIC + 2) * distance - (CUBIC + 3)) * distance * distance + 1
-
-
-@triton.jit
-def _weigh_outer(distance):
-    return ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
 
 
 @triton.jit
@@ -103,16 +92,16 @@ def _find_tap(
         after = position - base
         before = 1 - after
         if TAP == 0:
-            weight = _weigh_outer(after + 1)
+            weight = weigh_outer(after + 1, CUBIC)
             change = _slope_outer(after + 1)
         elif TAP == 1:
-            weight = _weigh_inner(after)
+            weight = weigh_inner(after, CUBIC)
             change = _slope_inner(after)
         elif TAP == 2:
-            weight = _weigh_inner(before)
+            weight = weigh_inner(before, CUBIC)
             change = -_slope_inner(before)
         else:
-            weight = _weigh_outer(before + 1)
+            weight = weigh_outer(before + 1, CUBIC)
             change = -_slope_outer(before + 1)
         place, _ = _pad(base + (TAP - 1), slope, size, PADDING, CORNERS)
         slope = change * slope
@@ -140,8 +129,7 @@ def _find_tap(
 @triton.jit
 def _locate(grid, samples, SIZE: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):
     """Returns the samples of a block, a mask of those that exist, and their coordinates."""
-    sample = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    mask = sample < samples
+    sample, mask = find_block(samples, SIZE, True)
     x = tl.load(grid + sample * DIMS, mask=mask, other=0.0).to(DTYPE)
     y = tl.load(grid + sample * DIMS + 1, mask=mask, other=0.0).to(DTYPE)
     z = x
@@ -309,12 +297,7 @@ def differentiate(grad_output, image, grid, mode, padding, corners, limbs, form,
         if not by_image:
             return None, by_grid
         out = allocate(image.shape, image, torch.contiguous_format)
-        keys = allocate((out.numel(),), torch.empty(0, dtype=torch.int32, device=out.device))
-        sums = allocate(
-            (limbs.number * out.numel(),), torch.empty(0, dtype=torch.int64, device=out.device)
-        )
-        count = {"COUNT": limbs.number}
-        launch_blocks(begin, out, out, keys, sums, INCLUDE=False, **count)
+        keys, sums = begin_sums(out, limbs, include=False)
         group = max(-(-channels * blocks // _PROGRAMS), -(-channels // _MOST_GROUPS))
         group = min(group, channels)
         for add in (False, True):
@@ -329,10 +312,8 @@ def differentiate(grad_output, image, grid, mode, padding, corners, limbs, form,
                 group,
                 samples,
                 ADD=add,
+                COUNT=limbs.number,
                 **constants,
-                **count,
             )
-        layout = {"FRACTION": form.fraction, "EXPONENT": form.exponent, **count}
-        bits = (limbs.width, limbs.guard)
-        launch_blocks(finish, out, out, keys, sums, *bits, INCLUDE=False, **layout)
+        finish_sums(out, keys, sums, limbs, form, include=False)
     return out, by_grid
