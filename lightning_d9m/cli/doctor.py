@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("".join(f"{line}\n" for line in list_fixes(findings)), end="")
         findings = [finding for finding in findings if not finding.shell]
     else:
+        print(f"{_summarize(findings)}\n")
         print(format_findings(findings))
-        print(f"\n{_summarize(findings)}")
         if any(finding.shell for finding in findings):
             steps = [('eval "$(d9m doctor --fix)"', "fixes what variables can fix")]
             print("\n".join(format_next_steps(steps)))

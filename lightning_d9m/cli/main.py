@@ -5,12 +5,14 @@ Exit status of every command: 0 equal or no findings, 1 different or findings, 2
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.text import printable
@@ -99,6 +101,17 @@ class _Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", self.epilog or ""])
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of a command, which names the choice that is like a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            choices = re.findall(r"[\w-]+", found[2])
+            alike = get_close_matches(found[1], choices, n=1)
+            message += f". Did you mean {alike[0]}?" if alike else ""
+        super().error(message)
+
+
 def _embolden(title: str) -> str:
     """Return a title in bold on a terminal, without rich, so that help is fast."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -119,7 +132,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"d9m {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")

@@ -18,6 +18,7 @@ from lightning_d9m.output.distance_table import list_distances
 from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
 from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.repeat_text import RepeatReport
+from lightning_d9m.output.terminal import print_lines
 from lightning_d9m.text import printable
 
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         page = render_page(found.comparison, found.timeline, found.ledgers, found.repeated)
         _write(arguments.output, page)
-        print(f"{found.verdict}: the report is {printable(str(arguments.output))}")
+        print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
     return 0 if found.verdict == "equal" else 1
 
 

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint = load(path, allow_objects=arguments.allow_objects)
         has_manifest = check_checkpoint(checkpoint, path)
     except CheckpointError as error:
-        found = Verification(path, "damaged", [str(error)])
+        found = Verification(path, "damaged", [f"damaged: {error}"])
     else:
         state = SavedState.from_checkpoint(checkpoint)
         ledger = _find_ledger(arguments.ledger, state)
@@ -137,11 +137,11 @@ def _verify(
     manifest = find_manifest(checkpoint) if has_manifest else None
     found = Verification(path, "whole", [])
     if manifest is None:
-        found.lines.append(f"{path}: no manifest of lightning_d9m")
+        found.lines.append("it has no manifest of lightning_d9m")
     else:
         found.tensors = len(manifest["tensors"])
         count = pluralize(found.tensors, "tensor")
-        found.lines.append(f"{path}: whole: {count} and all other values are as saved")
+        found.lines.append(f"whole: {count} and all other values are as saved")
     if not isinstance(state, str):
         position = state.position
         found.seed, found.epoch, found.step = state.seed, position.epoch, position.step
@@ -149,6 +149,7 @@ def _verify(
     elif manifest is not None:
         found.lines.append(state)
     if ledger is None:
+        found.lines[0] += f" in {path}"
         found.lines.append("no ledger to find its weights in; name one to search it")
     else:
         found.ledger = str(ledger.path)
@@ -196,18 +197,18 @@ def _find_in(
     if result.records:
         result.verdict = "found"
         shown = ", ".join(map(escape, result.records[:8]))
-        result.lines.append(f"{ledger.path}: its weights are those of {shown}")
+        found = f"the weights of {result.checkpoint} are those of {shown}"
     elif between and _was_written_for(ledger, rank, state):
         result.verdict = "between records"
-        result.lines.append(
-            f"{ledger.path}: none of its {count} records of weights was taken where this was "
-            "saved, but it has the record that was its last at that time"
+        found = (
+            f"none of the {count} records of weights was taken where {result.checkpoint} was "
+            "saved, but the ledger has the record that was its last at that time"
         )
     else:
         result.verdict = "not found"
-        result.lines.append(
-            f"{ledger.path}: none of its {count} records holds these weights{nearest}"
-        )
+        found = f"none of the {count} records holds the weights of {result.checkpoint}{nearest}"
+    result.lines.insert(0, f"{result.verdict}: {found}")
+    result.lines.append(f"ledger: {ledger.path}")
 
 
 def _find_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -38,10 +38,10 @@ def render_html(comparison: "Comparison") -> str:
         color=_COLORS[comparison.verdict],
         records=sum(rank.records for rank in comparison.ranks),
         tables=[
-            (("", "ledger"), [("reference", comparison.expected), ("run", comparison.actual)]),
+            (("", "ledger"), [("reference", comparison.expected), ("this run", comparison.actual)]),
             (
-                ("differs", "reference", "run"),
-                [(entry.field, entry.expected, entry.actual) for entry in fields],
+                ("differs", "reference", "this run"),
+                [(entry.field, *entry.shown) for entry in fields],
             ),
             (("rank", "epoch", "step", "batch", "kind", "first difference", "differing"), places),
         ],

@@ -1,6 +1,7 @@
 """Pairs of runs of one command, controlled by environment variables, and how they compare."""
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -90,6 +91,7 @@ class Runner:
     variables: Mapping[str, str]
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
     _first: Mapping[str, Ledger] | None = None
+    _seconds: float | None = None  # of the last run
 
     def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
         """Run once.
@@ -111,6 +113,7 @@ class Runner:
         if dump:
             variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: _dump_patterns(dump)}
         drift_error = None
+        start = time.monotonic()
         try:
             run_once(
                 self.command,
@@ -118,11 +121,13 @@ class Runner:
                 title=f"run {number}, {stage}",
                 timeout=self.timeout,
                 variables={**self.variables, **variables},
+                expected_seconds=self._seconds,
             )
         except CommandError as error:
             if not _ended_with_drift(folder):
                 raise
             drift_error = error
+        self._seconds = time.monotonic() - start
         fits = read_fits(folder, self.command)
         if self._first is None:
             self._first = fits

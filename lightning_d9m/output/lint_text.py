@@ -39,26 +39,26 @@ def render_text(
         paint: Gives text the color of a meaning: ``heading`` or a severity.
     """
     checkcache()  # a file may have changed since an earlier scan of this process
-    lines: list[str] = []
+    counts = Counter(finding.severity for finding in findings)
+    counted = ", ".join(pluralize(counts[level], level) for level in _LEVELS if counts[level])
+    lines = wrap(
+        f"{len(findings)} found in {pluralize(summary['files'], 'file')}, "
+        f"{pluralize(summary['lines'], 'line')}"
+        f"{f' ({counted})' if counted else ''}; ops as of torch {summary['torch']}, deterministic "
+        f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
+    )
     for rule, title in RULES.items():
         groups: dict[tuple[str, str], list[Finding]] = {}
         for finding in findings:
             if finding.rule == rule:
                 groups.setdefault((finding.reason, finding.fix), []).append(finding)
         if groups:
-            lines += [paint("heading", f"{rule} {title.name}"), ""]
+            lines += ["", paint("heading", f"{rule} {title.name}")]
         for (reason, fix), group in groups.items():
+            lines.append("")
             for finding in group:
                 lines += _show_place(finding, width, paint)
-            lines += [*wrap(reason, _INDENT), *wrap(f"Fix: {fix}", _INDENT), ""]
-    counts = Counter(finding.severity for finding in findings)
-    counted = ", ".join(pluralize(counts[level], level) for level in _LEVELS if counts[level])
-    lines += wrap(
-        f"{len(findings)} found in {pluralize(summary['files'], 'file')}, "
-        f"{pluralize(summary['lines'], 'line')}"
-        f"{f' ({counted})' if counted else ''}; ops as of torch {summary['torch']}, deterministic "
-        f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
-    )
+            lines += [*wrap(reason, _INDENT), *wrap(f"Fix: {fix}", _INDENT)]
     if findings:
         step = ("d9m repeat -- python PROGRAM", "shows whether its runs really differ")
         lines += format_next_steps([step])

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 WIDTH = 80
 _STYLES = {
     "equal": "green",
+    "whole": "green",
+    "found": "green",
+    "between records": "green",
     "different": "bold red",
+    "not found": "bold red",
+    "damaged": "bold red",
     "not comparable": "bold red",
     "incomplete": "bold yellow",
     "reference": "dim",
@@ -121,10 +126,10 @@ def print_lines(lines: Sequence[str]) -> None:
 
 
 def print_wrapped(lines: Sequence[str]) -> None:
-    """Print lines; on a terminal, a long one is wrapped between words."""
+    """Print lines as ``print_lines`` does; on a terminal, a long one is wrapped between words."""
     if sys.stdout.isatty():
         lines = [part for line in lines for part in wrap(line, "  ", "") or [""]]
-    print("\n".join(lines))
+    print_lines(lines)
 
 
 def terminal_width(limit: int = 100) -> int:

@@ -171,6 +171,23 @@ def test_a_mistyped_option_gets_the_one_that_is_alike(words, hint, capsys):
     assert f"error: unrecognized arguments: {hint}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["audit", "modle"], ". Did you mean model?\n"),
+        (["repeat", "--format", "jsn"], ". Did you mean json?\n"),
+        (["repeat", "--format", "xyzzy"], ")\n"),
+    ],
+)
+def test_a_mistyped_choice_gets_the_one_that_is_alike(words, hint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"invalid choice: '{words[-1]}'" in error
+    assert error.endswith(hint)
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, "audit ops", "audit model", "audit inference"])
 def test_the_usage_of_each_command_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")

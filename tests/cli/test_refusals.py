@@ -19,6 +19,8 @@ def test_an_audit_of_what_is_not_here():
         check_device("nowhere")
     with pytest.raises(SettingError, match="--ops contains 'no_such_op', which matches no op"):
         next(plan_cases(["no_such_op"], ["float32"], quick=True))
+    with pytest.raises(SettingError, match=r"the audit\. Did you mean index_add\? The ops are: "):
+        next(plan_cases(["idnex_add"], ["float32"], quick=True))
 
 
 def test_an_output_that_cannot_be_written(tmp_path):

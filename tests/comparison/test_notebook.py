@@ -19,7 +19,7 @@ def test_equal_runs(runs):
     one, other = runs.write(2), runs.write(2)
     shown = show(one, other)
     assert "".join(shown.find("p").itertext()) == "equal: 6 records compared"
-    assert cells(shown)[1:] == [["reference", str(one)], ["run", str(other)]]
+    assert cells(shown)[1:] == [["reference", str(one)], ["this run", str(other)]]
 
 
 def test_the_first_difference_of_each_rank(runs):

@@ -208,7 +208,7 @@ CASES = [
     ),
     (
         "cli.audit.model",
-        lambda g: g.module._train(["true"], "with", g.folder, None),
+        lambda g: g.module._train(["true"], "with", g.folder, None, id),
         "succeeded but wrote no ledger.",
     ),
     ("cli.audit.inference", asks("run", batch_sizes=[1]), "include at least one size above 1."),

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_d9m.output.markdown import markdown_table, short
+from lightning_d9m.output.terminal import WIDTH, make_table, render
 
+# Outputs are the most of one sample; the times are those over the mode "as it is".
+_MODE_TITLES = ("mode", "outputs", "µs per sample", "time, full batches", "time, batches of one")
 _OFFERS = {
     "fixed shape": (
         "Always evaluate batches of {size}, with the last one padded: "
@@ -30,14 +33,17 @@ def render_text(result: Mapping[str, Any]) -> str:
     lines.append("")
     lines += _describe_modules(result)
     lines.append("")
-    for mode in result["modes"]:
-        verdict = {0: "outputs cannot be assigned to samples", 1: "one output for each sample"}.get(
-            mode["outputs"], f"up to {mode['outputs']} outputs for a sample"
+    rows = [
+        (
+            mode["mode"],
+            str(mode["outputs"] or "unknown"),
+            short(mode["microseconds"]),
+            str(mode["ratio"]),
+            str(mode["ratio_alone"]),
         )
-        lines.append(
-            f"{mode['mode']}: {verdict}; {short(mode['microseconds'])} µs per sample in full "
-            f"batches, {mode['ratio']} times; in batches of one {mode['ratio_alone']} times"
-        )
+        for mode in result["modes"]
+    ]
+    lines += render(make_table(_MODE_TITLES, rows), WIDTH, plain=True).splitlines()
     offer = find_offer(result)
     if offer is not None:
         lines += ["", offer]

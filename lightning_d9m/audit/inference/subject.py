@@ -1,7 +1,8 @@
 """The model and the samples of ``d9m audit inference``."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -89,7 +90,13 @@ def load_subject(target: str, device: str, most: int) -> Subject:
     found = getattr(_load(place), name, None)
     if not callable(found):
         raise SettingError(f"{place} has no function {name!r}.")
-    returned = found()
+    if isinstance(found, nn.Module):
+        raise SettingError(
+            f"{target} is the module {type(found).__name__}, not a function. Name a function that "
+            "takes no arguments and gives both a module and samples."
+        )
+    with _named(f"The function {target}"):
+        returned = found()
     if (
         not isinstance(returned, tuple)
         or len(returned) != 2  # noqa: PLR2004 - a pair
@@ -105,7 +112,22 @@ def load_subject(target: str, device: str, most: int) -> Subject:
     samples = [dataset[index] for index in range(min(len(dataset), most))]
     if len(samples) < 2:  # noqa: PLR2004 - one sample makes no batch
         raise SettingError(f"{target} returned {len(samples)} samples; at least 2 are needed.")
-    return Subject(module, samples, device)
+    subject = Subject(module, samples, device)
+    batch = subject.collate([0])
+    with _named("The model, with a batch of the first sample,"):
+        subject.call(batch)
+    return subject
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Turn any error of the user's code into one that says where it arose."""
+    try:
+        yield
+    except Exception as error:
+        raise CommandError(
+            f"{what} raised {type(error).__name__}: {error}. Correct it, then audit it."
+        ) from error
 
 
 def _load(place: str) -> Any:
@@ -124,5 +146,6 @@ def _load(place: str) -> Any:
         raise SettingError(f"The script {place} does not exist.")
     loaded = module_from_spec(spec)
     sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
+    with _named(f"The script {place}"):
+        spec.loader.exec_module(loaded)
     return loaded

@@ -7,6 +7,7 @@ from typing import Any
 from lightning_d9m.audit.ops.verdict import judge_op, varies
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.svg.charts import draw_dots
+from lightning_d9m.text import pluralize
 
 CONDITION_TITLES = {
     "default": "torch",
@@ -51,7 +52,7 @@ def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def render_findings(summary: Mapping[str, Any]) -> str:
     """Return the findings for a terminal, the ops that vary first."""
-    lines = []
+    lines: list[str] = []
     quiet = 0
     for entry in sorted(summary["ops"], key=lambda entry: not entry["varied"]["default"]):
         if not entry["varied"]["default"] and entry["findings"] == ["As documented."]:
@@ -60,12 +61,13 @@ def render_findings(summary: Mapping[str, Any]) -> str:
         mark = "varies" if entry["varied"]["default"] else "steady"
         lines.append(f"{entry['op']}: {mark}. {' '.join(entry['findings'])}")
     varied = sum(entry["varied"]["default"] for entry in summary["ops"])
-    lines.append("")
-    lines.append(
-        f"Ops: {len(summary['ops'])}, in {len(summary['rows'])} cases; varied: {varied}; neither "
-        f"varied nor documented to vary: {quiet}."
+    broken = find_broken(summary["rows"])
+    verdict = f"{pluralize(len(broken), 'case')} of patched ops" if broken else "No patched op"
+    head = (
+        f"{verdict} varied. Ops: {len(summary['ops'])}, in {len(summary['rows'])} cases; varied: "
+        f"{varied}; neither varied nor documented to vary: {quiet}."
     )
-    return "\n".join(lines)
+    return "\n".join([head, *(f"the patched op varied: {key}" for key in broken), "", *lines])
 
 
 def render_markdown(summary: Mapping[str, Any]) -> str:

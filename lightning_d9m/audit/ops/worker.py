@@ -6,6 +6,7 @@ It reads one JSON object from standard input, and writes one line of JSON for ea
 import json
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
@@ -35,8 +36,10 @@ def plan_cases(
     names = {case.op for case in list_cases()}
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
+            alike = get_close_matches(pattern, sorted(names), n=1)
+            hint = f"Did you mean {alike[0]}? " if alike else ""
             raise SettingError(
-                f"--ops contains {pattern!r}, which matches no op of the audit. The ops are: "
+                f"--ops contains {pattern!r}, which matches no op of the audit. {hint}The ops are: "
                 f"{', '.join(sorted(names))}."
             )
     for case in list_cases():

@@ -8,6 +8,7 @@ from lightning_d9m.audit.training.runs import CONDITIONS, Fit, Training
 from lightning_d9m.output.markdown import markdown_table, short
 from lightning_d9m.output.run_table import RunRow, format_table
 from lightning_d9m.output.svg.charts import draw_lines
+from lightning_d9m.text import pluralize
 
 _EXPLANATION = """\
 Each run is compared with the first one in its condition. Vermv is the mean of |A - B| / |A| over
@@ -32,6 +33,7 @@ def render_json(trainings: Mapping[str, Sequence[Training]]) -> dict[str, Any]:
         "runs": len(seconds["with"]),
         "seconds": seconds,
         "ratio": round(medians["with"] / medians["without"], 3),
+        "equal": all(fit["with"]["equal"] for fit in fits),
         "fits": fits,
     }
 
@@ -110,7 +112,7 @@ def render_plot(entry: Mapping[str, Any]) -> str:
 
 def render_text(result: Mapping[str, Any]) -> str:
     """Return the result for a terminal."""
-    parts = []
+    parts = [_state_verdict(result)]
     for fit in result["fits"]:
         if len(result["fits"]) > 1:
             parts.append(fit["fit"])
@@ -128,6 +130,17 @@ def render_text(result: Mapping[str, Any]) -> str:
         f"command): {result['ratio']} times."
     )
     return "\n\n".join(parts)
+
+
+def _state_verdict(result: Mapping[str, Any]) -> str:
+    fits = result["fits"]
+    fit = next((fit for fit in fits if not fit["with"]["equal"]), fits[0])
+    of_fit = f" of {fit['fit']}" if len(fits) > 1 else ""
+    return (
+        f"{'equal' if result['equal'] else 'different'}: {result['runs']} runs with determinism "
+        f"left {pluralize(fit['with']['distinct'], 'digest')} of the weights{of_fit}, without "
+        f"{fit['without']['distinct']}."
+    )
 
 
 def _describe_scalar(fit: Mapping[str, Any], condition: str, name: str) -> str:

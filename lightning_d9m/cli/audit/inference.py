@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.errors import SettingError
+from lightning_d9m.output.terminal import print_wrapped
 
 _SIZES = (2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256)
 
@@ -64,9 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.deterministic:
             stack.enter_context(deterministic())
         result = _audit(arguments)
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_wrapped(render_text(result).splitlines())
     if arguments.output is not None:
         arguments.output.write_text(render_markdown(result))
-    print(json.dumps(result, indent=1) if arguments.json else render_text(result))
     return 0 if result["repeatable"] and result["invariant"] else 1
 
 

@@ -3,10 +3,10 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightning_d9m.audit.training.report import (
@@ -25,8 +25,11 @@ from lightning_d9m.cli.arguments import (
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.output_folder import make_output
+from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.launch.subprocess_run import ProcessStart, run_processes
 from lightning_d9m.ledger.folder import Ledger, list_fits, read_ledger
+from lightning_d9m.output.next_steps import format_next_steps
+from lightning_d9m.output.terminal import print_lines
 
 # Set for the command; `control.environment`, `ledger_location` and `weight_snapshots` read them.
 CONTROL, LEDGERS = "LIGHTNING_D9M_CONTROL", "LIGHTNING_D9M_LEDGER_DIR"
@@ -66,11 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         for condition in CONDITIONS:  # alternate, so that machine load affects both alike
             folder = output / f"{condition}-{number:03d}"
             folder.mkdir()
-            print(f"run {number} of {arguments.runs}, {condition} determinism", file=sys.stderr)
             # The first training of all names the fits.
             named = trainings[condition] or trainings[CONDITIONS[0]]
             known = named[0].ledgers if named else None
-            training = _train(command, condition, folder, arguments.timeout, known)
+            before = trainings[condition][-1].seconds if trainings[condition] else None
+            title = f"run {number} of {arguments.runs}, {condition} determinism"
+            with RunProgress(title, folder, before) as progress:
+                training = _train(
+                    command, condition, folder, arguments.timeout, progress.tick, known
+                )
             trainings[condition].append(training)
             training.measure(trainings[condition][0])
             if number > 1:  # they are large, and have been compared with the first run's
@@ -85,9 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
-        print(render_text(result))
+        print_lines(render_text(result).splitlines())
         print(f"audit: {output / 'model.md'}, model.json, *.svg")
-    return 0 if all(fit["with"]["equal"] for fit in result["fits"]) else 1
+        if not result["equal"]:
+            step = (
+                f"d9m locate -- {shlex.join(command)}",
+                "finds the step, module and source line",
+            )
+            print("\n".join(format_next_steps([step])))
+    return 0 if result["equal"] else 1
 
 
 def _train(
@@ -95,12 +108,13 @@ def _train(
     condition: str,
     folder: Path,
     timeout: float | None,
+    tick: Callable[[float], None],
     known: Mapping[str, Ledger] | None = None,
 ) -> Training:
     """Train once; fits get the names of their counterparts among the known ones."""
     begin = time.perf_counter()
     start = ProcessStart(_environment(condition, folder), folder / "output.log")
-    run_processes(command, [start], timeout=timeout, tick=lambda _: None)
+    run_processes(command, [start], timeout=timeout, tick=tick)
     seconds = time.perf_counter() - begin
     fits = {path.name: read_ledger(path) for path in list_fits(folder)}
     if not fits:

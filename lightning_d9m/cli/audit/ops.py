@@ -83,8 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(summary, indent=1))
     else:
         print_wrapped(render_findings(summary).splitlines())
-        for key in broken:
-            print(f"the patched op varied: {key}")
         print(f"audit: {folder / 'ops.md'}, ops.json, ops.svg")
     if facts["unknown"]:
         unknown = "; ".join(facts["unknown"])

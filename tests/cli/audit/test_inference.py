@@ -94,6 +94,11 @@ def lonely():
     return Elementwise(), SAMPLES[:1]
 def ragged():
     return Elementwise(), [torch.ones(2), torch.ones(3)]
+module = Elementwise()
+def failing():
+    raise ValueError("no data here")
+def unfit():
+    return Masked(), SAMPLES
 """
 
 
@@ -216,9 +221,14 @@ def test_an_importable_module_serves_as_a_target(audit, capsys):
         ("models.py:wrong", "returned a Tensor; allowed: a pair (module, samples)"),
         ("models.py:lonely", "returned 1 samples; at least 2 are needed"),
         ("models.py:ragged", "do not fit into one batch"),
+        ("models.py:module", "models.py:module is the module Elementwise, not a function"),
+        ("models.py:failing", "models.py:failing raised ValueError: no data here. Correct it"),
+        ("models.py:unfit", "a batch of the first sample, raised TypeError: Masked.forward()"),
+        ("broken.py:make", "The script broken.py raised NameError: name 'nothing'"),
     ],
 )
 def test_targets_that_are_none(audit, tmp_path, capsys, target, message):
+    (tmp_path / "broken.py").write_text("nothing")
     assert main(["audit", "inference", target]) == 2
     assert message in capsys.readouterr().err
     sys.modules.pop("models", None)

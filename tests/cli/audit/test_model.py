@@ -106,11 +106,14 @@ def test_the_report_and_the_plot_are_left_and_the_weights_are_not(audit, tmp_pat
     status, out, err = audit(VARIES)
     folder = tmp_path / "d9m-audit" / "model-000"
     assert status == 0
+    assert out.startswith(
+        "equal: 3 runs with determinism left 1 digest of the weights, without 3.\n\n"
+    )
     assert "without determinism: 3 distinct of 3" in out
     assert "with determinism: 1 distinct of 3" in out
     assert "final loss, without: 3 values, 0.0 to 2.0" in out
     assert "accuracy, with: 0.5 in every run" in out
-    assert "run 3 of 3, with determinism" in err
+    assert "run 3 of 3, with determinism: done, 2 epochs\n" in err
     assert "| `first` | 0.1" in (folder / "model.md").read_text()
     assert (folder / "fit-000.svg").read_text().count("<polyline") == 4
     assert "plot" not in json.loads((folder / "model.json").read_text())["fits"][0]
@@ -120,7 +123,9 @@ def test_the_report_and_the_plot_are_left_and_the_weights_are_not(audit, tmp_pat
 def test_runs_that_differ_with_determinism_are_found(audit):
     status, out, _ = audit("int(number == 3)")
     assert status == 1
+    assert out.startswith("different: 3 runs with determinism left 2 digests of the weights, ")
     assert "with determinism: 2 distinct of 3" in out
+    assert out.endswith("  finds the step, module and source line\n")
 
 
 def test_each_fit_is_reported(audit):
