@@ -1,8 +1,8 @@
-"""What matching of attribute names finds, as torchdetscan 0.1 does it: the baseline of scan.py.
+"""Findings by attribute names, as torchdetscan 0.1 matches them: the baseline of scan.py.
 
 Its behavior, reimplemented: every call whose function is an attribute (``F.interpolate``, never a
-bare ``interpolate``) of a name that torch 2.3's documentation lists is found, whoever has that
-attribute. Four names also look at a keyword that is a literal. A call of
+bare ``interpolate``) of a name that torch 2.3's documentation lists is found, whatever object has
+that attribute. Four names also look at a keyword that is a literal. A call of
 ``use_deterministic_algorithms(True)`` drops the names that torch then makes deterministic.
 """
 

@@ -1,4 +1,4 @@
-"""What the callback costs: a whole ``fit`` with it over a bare ``Trainer(deterministic=True)``.
+"""Cost of the callback: a whole ``fit`` with it over a bare ``Trainer(deterministic=True)``.
 
     python benchmarks/callback.py
 

@@ -1,4 +1,4 @@
-"""How often two equal runs are called different: pairs of clean trainings with every probe on.
+"""Count of equal runs that are called different: pairs of clean trainings with every probe on.
 
     python benchmarks/false_alarms.py -o benchmarks/results/false-alarms-cpu.json
 

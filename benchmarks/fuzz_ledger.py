@@ -4,7 +4,7 @@
 
 Each mutation changes the records or the frames of a small run with probes. Half of them change
 bytes; the other half change values, order or number of records and blocks and compute all checks
-anew, so that only the schema and the comparison can notice. A mutation fails if the comparison
+again, so that only the schema and the comparison can notice. A mutation fails if the comparison
 raises anything but a ``LedgerError``, takes longer than ten seconds or more memory than promised,
 or calls runs equal of which an independent reader finds different contents.
 """
@@ -328,7 +328,7 @@ def change_block(block, draw):
 
 
 def forge(path, draw):
-    """Change values, order or number of records or blocks, and compute all checks anew."""
+    """Change values, order or number of records or blocks, and compute all checks again."""
     records = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     for record in records:
         record.pop("check")
@@ -425,7 +425,7 @@ def fuzz(count, seed, folder):
     contents = list_contents(base)
     originals = base.read_bytes(), frames_path(base).read_bytes()
     outcomes, failures = Counter(), []
-    import numpy  # noqa: F401, ICN001 - what it takes is no memory for a ledger
+    import numpy  # noqa: F401, ICN001 - its memory is not a ledger's
 
     signal.signal(signal.SIGALRM, give_up)
     tracemalloc.start()

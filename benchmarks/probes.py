@@ -1,4 +1,4 @@
-"""What probes cost a training step, and what they take on disk.
+"""Cost of probes for a training step, and their size on disk.
 
 Within one fit, blocks of steps with the callback alternate with blocks without it: the same model,
 the same caches, the same minute. The ratio of two neighbouring blocks is formed from the means of

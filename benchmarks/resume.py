@@ -1,4 +1,4 @@
-"""What exact resume costs: finding the place in an epoch, saving the state, seeding each batch.
+"""Cost of exact resume: finding the place in an epoch, saving the state, seeding each batch.
 
     python benchmarks/resume.py
 

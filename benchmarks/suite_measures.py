@@ -1,4 +1,4 @@
-"""What the rows of the suite share: settings, times, and outputs that are compared."""
+"""Code that the rows of the suite share: settings, times, and outputs that are compared."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues work
 
 
 class Settings:
-    """What is measured, and how often.
+    """The choice of ops, the device, and the numbers of calls.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.

@@ -78,7 +78,7 @@ def list_findings(journal: Journal) -> list[str]:
             f"{_join(row['op'] for row in counts if row['patched_outputs'] != 1)}."
         ),
         (
-            "Originals with one output, which are no control: "
+            "Originals with one output, which cannot serve as a control: "
             f"{_join(row['op'] for row in counts if row['original_outputs'] == 1)}."
         ),
         (

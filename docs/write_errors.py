@@ -1,7 +1,7 @@
 """Write docs/errors.md: every message that the package raises, as it stands in the code.
 
-``python docs/write_errors.py`` writes the page; ``tests/docs/test_errors_page.py`` holds it
-against the code.
+``python docs/write_errors.py`` writes the page; ``tests/docs/test_errors_page.py`` compares it
+with the code.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Write docs/ledger-fields.md: every field of every record, as the classes describe them.
 
 ``python docs/write_ledger_fields.py`` writes the page; ``tests/docs/test_ledger_fields_page.py``
-holds it against the code.
+compares it with the code.
 """
 
 import inspect

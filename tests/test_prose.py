@@ -1,4 +1,4 @@
-"""The package's docstrings, comments and messages, and the pages, are plain American English.
+"""Docstrings, comments, messages and the pages are plain American English.
 
 Each pattern is a habit that makes a sentence read as a translation, with what to write instead.
 The list is short on purpose: it names what is hardly ever right.
@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "lightning_d9m"
+SOURCES = [
+    ROOT / "dev.py",
+    *(
+        path
+        for folder in ("lightning_d9m", "docs", "examples", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
+]
 GENERATED = {"errors.md", "ops.md"}  # written from the package, which is checked itself
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
@@ -82,10 +89,8 @@ def find_problems(texts):
     return found
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_the_package_is_written_in_plain_english(path):
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sources_are_written_in_plain_english(path):
     found = find_problems(read_prose(path))
     assert not found, "\n" + "\n".join(f"{path}:{n}: {what!r}: {how}" for n, what, how in found)
 
