@@ -21,7 +21,7 @@ from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.launched_runs import launch_run
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
-from lightning_d9m.lightning.packages import combined_base, import_packages, rank_zero
+from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
@@ -122,6 +122,7 @@ class DeterminismCallback(_Callback):
         probe_ranks: int | Sequence[int] | None = None,
         replay_every: int = 0,
     ) -> None:
+        _serve_packages()
         super().__init__()
         validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn", "raise_early"))
         self._given = GivenSettings(
@@ -422,9 +423,20 @@ def _launch(
     return launch_run(trainer, run, start, callbacks)
 
 
-for _package in import_packages():
-    register_strategies(_package)
-    wrap_launches(_package, _launch)
+_served: set[str] = set()
+
+
+def _serve_packages() -> None:
+    """Serve the packages that are loaded, also one that was imported after this module."""
+    for package in import_packages():
+        if package not in _served:
+            _served.add(package)
+            register_strategies(package)
+            wrap_launches(package, _launch)
+    extend_base(DeterminismCallback, "callbacks.Callback")
+
+
+_serve_packages()
 
 
 def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:

@@ -55,8 +55,20 @@ def combined_base(name: str) -> type:
     Args:
         name: Module and class within the package, such as ``"callbacks.Callback"``.
     """
+    bases = _list_bases(name)
+    if len(bases) == 1:
+        return bases[0]
+    return type(name.rpartition(".")[2], bases, {"__module__": __name__})
+
+
+def extend_base(kind: type, name: str) -> None:
+    """Let a class that has a combined base derive from packages that were imported later, too."""
+    if not all(issubclass(kind, base) for base in _list_bases(name)):
+        kind.__bases__ = (combined_base(name),)
+
+
+def _list_bases(name: str) -> tuple[type, ...]:
     module, _, attribute = name.rpartition(".")
-    bases = tuple(
+    return tuple(
         getattr(import_module(f"{package}.{module}"), attribute) for package in import_packages()
     )
-    return bases[0] if len(bases) == 1 else type(attribute, bases, {"__module__": __name__})

@@ -95,6 +95,27 @@ def test_both_packages_accept_the_callback():
     assert all(issubclass(combined_base("callbacks.Callback"), base) for base in bases)
 
 
+def test_a_package_that_is_imported_after_the_callback_accepts_it(forking_python):
+    """Sorted imports have ``lightning_d9m`` before ``pytorch_lightning``."""
+    code = """
+        import lightning.pytorch
+        from lightning_d9m import DeterminismCallback
+        import pytorch_lightning
+
+        class Own(DeterminismCallback):
+            pass
+
+        assert not issubclass(Own, pytorch_lightning.Callback)
+        callback = Own(seed=1)
+        packages = lightning.pytorch, pytorch_lightning
+        assert all(isinstance(callback, package.Callback) for package in packages)
+        assert "ddp_d9m" in pytorch_lightning.strategies.StrategyRegistry
+        trainer = pytorch_lightning.Trainer(callbacks=callback, logger=False, barebones=False)
+        assert callback in trainer.callbacks
+    """
+    subprocess.run([forking_python, "-c", textwrap.dedent(code)], check=True)
+
+
 def test_without_lightning_the_error_says_what_to_install():
     code = """
         import sys
