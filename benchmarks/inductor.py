@@ -1,10 +1,14 @@
-"""Bits of a training that Inductor compiles: with a cold and a warm cache, without one, resumed.
+"""Bits of a training that Inductor compiles: caches, a resume, patched operations and probes.
 
     python benchmarks/inductor.py -o benchmarks/results/inductor.json
 
 Each training is a process. The first and the third have an empty cache each, the second has that of
 the first, the fourth none. The fifth is resumed within an epoch, with a warm cache. Each ledger is
 compared with the first; a training with other dropout must differ.
+
+A spatial transformer is trained with patched operations, of which the calls are counted, and with
+all probes, of which kinds and names are kept; eagerly and compiled. Inductor may compile a patched
+operation or call it.
 """
 
 import argparse
@@ -15,7 +19,10 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.patches import registration
 
 # name: folder of the cache, variables, whether a checkpoint is resumed, rate of dropout
 RUNS = {
@@ -36,18 +46,51 @@ RUNS = {
     "resumed": ("a", {}, True, 0.3),
     "other dropout": ("a", {}, False, 0.4),
 }
+# name: whether it is compiled, patched, probed
+TRANSFORMERS = {
+    "eager, patched": (False, True, False),
+    "eager, probed": (False, False, True),
+    "compiled": (True, False, False),
+    "compiled, probed": (True, False, True),
+    "compiled, patched": (True, True, False),
+    "compiled, patched again": (True, True, False),
+}
+
+
+class Warp(nn.Module):
+    """Samples an image at learned places, and pads the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.theta = nn.Parameter(torch.tensor([[0.9, 0.1, 0.0], [-0.1, 0.9, 0.0]]))
+
+    def forward(self, images):
+        """Return the flat images, padded at both ends."""
+        images = images.view(-1, 1, 8, 8)
+        theta = self.theta.expand(len(images), 2, 3)
+        grid = nn.functional.affine_grid(theta, images.shape, align_corners=False)
+        warped = nn.functional.grid_sample(images, grid, align_corners=False)
+        return nn.functional.pad(warped.view(-1, 64), (1, 1), mode="reflect")
+
+
+def make_layers(rate):
+    """Return the layers of a classifier."""
+    return nn.Sequential(
+        nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(rate), nn.Linear(32, 10)
+    )
+
+
+def make_transformer():
+    """Return the layers of a classifier that first moves the pixels of the image."""
+    return nn.Sequential(nn.Linear(64, 64), Warp(), nn.Linear(66, 10))
 
 
 class Net(pl.LightningModule):
-    """A classifier whose layers are compiled."""
+    """A classifier."""
 
-    def __init__(self, rate):
+    def __init__(self, layers):
         super().__init__()
-        self.layers = torch.compile(
-            nn.Sequential(
-                nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(rate), nn.Linear(32, 10)
-            )
-        )
+        self.layers = layers
 
     def training_step(self, batch, _):
         """Return the loss."""
@@ -58,10 +101,28 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+@contextmanager
+def calls_counted(path):
+    """Patch the operations of a CPU, and write how often each is called."""
+    calls = Counter()
+
+    call = registration.Kernel.__call__
+
+    def count(kernel, *args, **kwargs):
+        calls[kernel._name] += 1  # noqa: SLF001 - nothing else tells kernels apart
+        return call(kernel, *args, **kwargs)
+
+    counted = mock.patch.object(registration.Kernel, "__call__", count)
+    with counted, registration.patches_applied("CPU"):
+        yield
+    path.write_text(json.dumps(calls))
+
+
 def train(folder, name):
     """Train two epochs of 6 batches."""
     warnings.filterwarnings("ignore")
-    _, _, resumes, rate = RUNS[name]
+    compiles, patched, probed = TRANSFORMERS.get(name, (True, False, False))
+    _, _, resumes, rate = RUNS.get(name, ("", {}, False, 0.0))
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(96, 64, generator=generator)
     classes = torch.randint(0, 10, (96,), generator=generator)
@@ -73,11 +134,32 @@ def train(folder, name):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[DeterminismCallback(seed=3, ledger_dir=folder / name / "d9m"), saver],
+        callbacks=[
+            DeterminismCallback(
+                seed=3, ledger_dir=folder / name / "d9m", probes="all" if probed else ()
+            ),
+            saver,
+        ],
     )
     loader = DataLoader(TensorDataset(images, classes), batch_size=16, shuffle=True)
     checkpoint = folder / "cold" / "step=9.ckpt" if resumes else None
-    trainer.fit(Net(rate), loader, ckpt_path=checkpoint)
+    layers = make_transformer() if name in TRANSFORMERS else make_layers(rate)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    counted = calls_counted(folder / name / "calls.json") if patched else nullcontext()
+    with counted:
+        trainer.fit(
+            Net(torch.compile(layers) if compiles else layers), loader, ckpt_path=checkpoint
+        )
+
+
+def list_probes(ledger):
+    """Return the names that each kind of probe has in the first batch."""
+    places = {}
+    for frame in ledger.records(0):
+        if isinstance(frame, Frames) and frame.batch == frame.epoch == 0:
+            for kind, name, _ in unpack_places(frame.layout):
+                places.setdefault(kind, set()).add(name)
+    return {kind: sorted(names) for kind, names in sorted(places.items())}
 
 
 def main():
@@ -91,8 +173,10 @@ def main():
         return
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        first = None
-        for name, (cache, variables, _, _) in RUNS.items():
+        firsts = {}
+        runs = {name: run[:2] for name, run in RUNS.items()}
+        runs |= {name: ("d" if "patched" in name else "e", {}) for name in TRANSFORMERS}
+        for name, (cache, variables) in runs.items():
             own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache-{cache}", "PYTHONHASHSEED": "0"}
             start = time.perf_counter()
             subprocess.run(
@@ -102,16 +186,22 @@ def main():
                 capture_output=True,
             )
             ledger = read_ledger(Path(folder) / name / "d9m")
-            first = first or ledger
+            first = firsts.setdefault(TRANSFORMERS.get(name), ledger)
             stack = ledger.header.stack
             found[name] = {
                 "verdict": compare_ledgers(first, ledger).verdict,
+                "weights": ledger.outcome(0).last.totals["weights"],
                 "seconds": round(time.perf_counter() - start, 1),
                 **{key: stack[key] for key in stack if key.startswith("compiler.")},
                 **{key: stack[key] for key in stack if key.startswith("flag.inductor.")},
             }
+            calls = Path(folder) / name / "calls.json"
+            if calls.exists():
+                found[name]["calls"] = json.loads(calls.read_text())
+            if "probed" in name:
+                found[name]["probes"] = list_probes(ledger)
             print(name, found[name], flush=True)
-        facts = {key: first.header.stack[key] for key in ("torch.version", "cpu.model")}
+        facts = {key: firsts[None].header.stack[key] for key in ("torch.version", "cpu.model")}
     if arguments.output is not None:
         arguments.output.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
 

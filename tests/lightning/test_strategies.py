@@ -55,6 +55,7 @@ SHARDED = [
     "fsdp1, wrapped layers",
     "fsdp2",
     "fsdp2, bf16-true",
+    "fsdp2, CPU offload",
     "tp",
 ]
 FLAT = "fsdp1, flat parameters"
@@ -326,6 +327,15 @@ def test_lightning_refuses_fsdp1_on_a_cpu():
         Trainer(accelerator="cpu", strategy="fsdp")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch pins memory here")
+@pytest.mark.parametrize("cell", ["fsdp2, CPU offload"], indirect=True)
+def test_torch_pins_memory_with_an_accelerator_alone(cell):
+    _, found = cell
+    for entry in found:
+        assert len(entry["pinned"]) == 2
+        assert all("Cannot access accelerator device" in text for text in entry["pinned"])
+
+
 def test_notebooks_fork():
     assert StrategyRegistry["ddp_notebook"] == StrategyRegistry["ddp_fork"] | {
         "strategy_name": "ddp_notebook"
@@ -340,7 +350,7 @@ def test_checkpointing_and_compiling_change_no_bit(one, name):
     assert compare_ledgers(ledger(one / "single device"), ledger(one / name)).equal
 
 
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, wrapped layers", "fsdp2"])
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, wrapped layers", "fsdp2", "fsdp2, CPU offload"])
 def test_a_sharded_ledger_has_the_digests_of_the_whole_model(two, name):
     """DDP computes the same sums of two gradients, and its ledger has the same digests."""
     sharded, whole = records(two / name), records(two / "ddp")

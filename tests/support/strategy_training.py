@@ -27,9 +27,12 @@ from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -179,8 +182,10 @@ class Net(L.LightningModule):
             mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("copies", "shards"))
         else:
             return
+        # Pinned memory, the default, needs an accelerator.
+        policy = CPUOffloadPolicy(pin_memory=False) if "offload" in self.layout else OffloadPolicy()
         for module in (self.layers[0], self.layers[3], self):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, offload_policy=policy)
 
     def training_step(self, batch, _):
         images, classes = batch
@@ -299,6 +304,7 @@ CELLS = {
     "fsdp1, hybrid": Cell(fsdp1_hybrid),
     "fsdp2": Cell(model_parallel(data=WORLD), "fsdp"),
     "fsdp2, bf16-true": Cell(model_parallel(data=WORLD), "fsdp", words={"precision": "bf16-true"}),
+    "fsdp2, CPU offload": Cell(model_parallel(data=WORLD), "fsdp, offload"),
     "hsdp": Cell(model_parallel(data=WORLD), "hsdp"),
     "tp": Cell(model_parallel(data=1, tensor=WORLD), "tp"),
     "fsdp2 and tp": Cell(model_parallel(data=WORLD // 2, tensor=2), "tp and fsdp"),
@@ -435,6 +441,22 @@ def list_outcomes(folder, cell, name, **words):
     return [None] * (len(errors) if cell in LAUNCHED else 1)
 
 
+def pin_offloaded():
+    """Return what torch says of offloaded parameters in pinned memory, of both kinds of FSDP."""
+    own, pinned = torch.device("cpu"), CPUOffload(offload_params=True)
+    mesh, policy = init_device_mesh("cpu", (WORLD,)), CPUOffloadPolicy()
+    found = []
+    for shard in (
+        partial(FullyShardedDataParallel, device_id=own, cpu_offload=pinned),
+        partial(fully_shard, mesh=mesh, offload_policy=policy),
+    ):
+        try:
+            shard(nn.Linear(2, 2))(torch.ones(1, 2))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
 def locate_fault(folder, cell, fault, name="located"):
     """Locate a fault that one rank has in each second run, or in all; return what is printed."""
 
@@ -482,6 +504,8 @@ def run(folder, cell):
         path = folder / "full checkpoints" / "step=1.ckpt"
         attempt("resumed from full", resume_from=path, reference=reference, full=True)
     found[0]["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
+    if "offload" in CELLS[cell].layout:
+        found[0]["pinned"] = pin_offloaded()
     if cell in RACING:
         race, name = Fault(last, races=True), "located op"
         found[0][name] = locate_fault(folder, cell, race, name)
