@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-import torch._inductor.config  # noqa: F401 - `use_deterministic_algorithms` loads it, and switches it too
+import torch._inductor.config  # `use_deterministic_algorithms` loads it, and switches it too
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +47,17 @@ def test_any_state_is_captured_and_restored(state, disturbance):
     restore_flags(disturbance)
     restore_flags(captured)
     assert capture_flags() == state
+
+
+def test_torch_computes_with_deterministic_kernels_and_times_none():
+    with algorithms_switched(fill_uninitialized_memory=False):
+        assert torch.get_deterministic_debug_mode() == 2  # others raise
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.mkldnn.deterministic
+        assert torch._inductor.config.deterministic
 
 
 @given(STATES, st.booleans())

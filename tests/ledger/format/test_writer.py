@@ -79,6 +79,17 @@ PROBE_FOR_EVER = (
 )
 
 
+def kill_after(count, program, path):
+    """Kill a program after so many records; return the number of the last acknowledged one."""
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        for _ in range(count):
+            acknowledged = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split(b"\n")[:-1]
+    return int(rest[-1]) if rest else acknowledged
+
+
 def read_all(path):
     """Return a reader that has been read to its end, and the records."""
     with read_ledger(path).open(0) as reader:
@@ -308,17 +319,9 @@ class TestFailures:
     def test_kill_loses_at_most_the_last_record(self, tmp_path):
         """SIGKILL at random moments: all that was acknowledged reads, in order, without a gap."""
         choice = random.Random(7)
-        for number in range(12):
+        for number in range(8):
             path = tmp_path / f"rank-{number}.jsonl"
-            process = subprocess.Popen(
-                [sys.executable, "-c", WRITE_FOR_EVER, str(path)], stdout=subprocess.PIPE
-            )
-            with process:
-                for _ in range(choice.randrange(1, 400)):
-                    acknowledged = int(process.stdout.readline())
-                process.send_signal(signal.SIGKILL)
-                rest = process.stdout.read().split(b"\n")[:-1]
-            acknowledged = int(rest[-1]) if rest else acknowledged
+            acknowledged = kill_after(choice.randrange(1, 400), WRITE_FOR_EVER, path)
             reader, records = read_all(path)
             steps = [record.fields["step"] for record in records]
             assert steps == list(range(len(steps)))
@@ -510,17 +513,10 @@ def test_the_kind_comes_first():
 
 
 def test_kill_loses_at_most_the_last_frames(tmp_path):
-    """SIGKILL at random moments: all that was acknowledged reads, in order, without a gap."""
     choice = random.Random(7)
-    for number in range(6):
+    for number in range(4):
         path = tmp_path / f"rank-{number}.jsonl"
-        command = [sys.executable, "-c", PROBE_FOR_EVER, str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            for _ in range(choice.randrange(1, 400)):
-                acknowledged = int(process.stdout.readline())
-            process.send_signal(signal.SIGKILL)
-            rest = process.stdout.read().split(b"\n")[:-1]
-        acknowledged = int(rest[-1]) if rest else acknowledged
+        acknowledged = kill_after(choice.randrange(1, 400), PROBE_FOR_EVER, path)
         steps = [where[1] for where in list_batches(read_ledger(path))]
         assert steps == list(range(len(steps)))
         assert len(steps) - 1 in (acknowledged, acknowledged + 1)
