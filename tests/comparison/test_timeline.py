@@ -31,3 +31,17 @@ def test_what_only_one_run_has_is_told_apart(runs):
     alone = {step.first: step.alone for step in timeline.ranks[0].ordered()}
     # The runs end after different epochs, so each final state is alone, too.
     assert (alone[1], alone[2], alone[46], alone[69]) == (0, 1, 1, 2)
+
+
+def test_the_steps_at_which_each_module_was_compared(runs):
+    timeline = Timeline()
+    ledger = read_ledger(runs.write(3, edit=probes(2)))
+    compare_ledgers(ledger, ledger, watch=timeline.watch)
+    steps = {
+        path: {step.first for found in timeline.find_recorded(path) for step in found.ordered()}
+        for path in timeline.modules
+    }
+    assert steps["layer"] == {0, 1}
+    assert steps["layers.0"] == {0, 23, 46, 69}
+    assert not timeline.differing
+    assert not timeline.modules_left_out
