@@ -8,7 +8,8 @@ way to reduce gradients for some steps, in changing order, so that load affects 
 is that of one round, and the result is the median over rounds. Time is that of a whole step:
 forward, backward, reduction, SGD. CPU time is the sum of all processes. The memory of gradients is
 the peak that torch's allocator reports for a step, less that of a forward and backward pass that
-drops each gradient as soon as it is there.
+drops each gradient as soon as it is there, with the memory that the process shares with others.
+Bytes sent are those that a process writes to it.
 Results go to ``benchmarks/results/logical-ranks-cpu.json``; other settings there are kept.
 """
 
@@ -233,9 +234,11 @@ def work(setting, rounds, folder):
     # The flat buckets are counted, too: they live on between the steps. Only the sums know them.
     packed = [each for each in logical.sums._buckets if isinstance(each, RootBucket)]  # noqa: SLF001 - see above
     buffers = sum(bucket._bucket.flat.nbytes for bucket in packed)  # noqa: SLF001 - see above
+    memory = logical.sums._exchange.memory if processes > 1 else None  # noqa: SLF001 - see above
+    shared = found["shared_bytes"] = 0 if memory is None else memory.own_bytes
     if model == "large":
         bare = measure_peak(Dropped(*arguments), folder)
-        found["peak"] = measure_peak(logical, folder) + buffers - bare
+        found["peak"] = measure_peak(logical, folder) + buffers + shared - bare
         found["peak_sets"] = found["peak"] / found["gradient_bytes"]
     Path(folder, f"{process}.json").write_text(json.dumps(found))
     distributed.barrier()
@@ -279,6 +282,7 @@ def summarize(setting, found):
             summary[f"{kind}_over_{other}"] = [round(each, 3) for each in quartiles]
     ring = 2 * found[0]["gradient_bytes"] * (processes - 1) / processes
     summary["bytes_sent"] = [part["bytes_sent"] for part in found]
+    summary["shared_bytes"] = found[0]["shared_bytes"]
     summary["bytes_over_ring"] = round(max(summary["bytes_sent"]) / ring, 4) if ring else None
     if "peak_sets" in found[0]:
         sets = max(part["peak_sets"] for part in found)

@@ -1,5 +1,7 @@
-"""The sum of the roots that all processes hold, by any of four exchanges with the same bits.
+"""The sum of the roots that all processes hold, by any of five exchanges with the same bits.
 
+- ``"shared"``: the processes of one host write their roots to memory that all of them read. Process
+  ``q`` folds the ``q``-th part of each chunk there, and all copy the results.
 - ``"gather"``: one all-gather of the roots, and each process folds all of them.
 - ``"shards"``: process ``q`` folds the ``q``-th part of each chunk and sends the result to all.
   With one root for each process this sends as many bytes as a ring all-reduce. While one chunk is
@@ -30,6 +32,12 @@ from lightning_d9m.logical_ranks.background import (
     flushes_subnormal_numbers,
 )
 from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.shared_memory import (
+    SLOT_BYTES,
+    SharedMemory,
+    SharedSum,
+    open_shared_memory,
+)
 from lightning_d9m.logical_ranks.sums import (
     CHUNK_BYTES,
     STEP,
@@ -43,7 +51,7 @@ from lightning_d9m.logical_ranks.sums import (
 )
 from lightning_d9m.logical_ranks.tree import Node, find_parent, list_roots
 
-Algorithm = Literal["gather", "shards", "pair", "collectives"]
+Algorithm = Literal["shared", "gather", "shards", "pair", "collectives"]
 # Up to this size the second phase of "shards" costs more than the additional bytes of "gather".
 _GATHER_BYTES = 2**16
 _SMALL_BYTES = 2**20
@@ -64,10 +72,12 @@ class RootExchange:
             default group. One process needs none.
         algorithm: None chooses by size and device.
         chunk_bytes: Size of the parts that overlap.
+        shares_memory: Whether processes on one host share memory.
 
     Attributes:
         roots: The nodes of every process, whose values it sends.
-        bytes_sent: The bytes of all messages of this process so far.
+        bytes_sent: The bytes of all messages of this process so far, and of what it has written to
+            shared memory.
         receiving: The sums that have memory for what arrives.
         flushes: Whether additions of this thread return zero for subnormal numbers.
 
@@ -83,6 +93,7 @@ class RootExchange:
         *,
         algorithm: Algorithm | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        shares_memory: bool = True,
     ) -> None:
         self.blocks = blocks
         self.process = process
@@ -91,6 +102,8 @@ class RootExchange:
         self.bytes_sent = 0
         self._algorithm = algorithm
         self._chunk_bytes = chunk_bytes
+        self._shares_memory = shares_memory
+        self._memory: SharedMemory | None = None
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._thread: BackgroundThread | None = None
         self.receiving: set[PendingSum] = set()
@@ -103,6 +116,7 @@ class RootExchange:
     def restart(self) -> None:
         """Forget the sums that were started, when Gloo does not use their memory any more."""
         self.close()
+        self._is_asked = not self._shares_memory  # whether the processes have tried
         self._next_tag = 0
         self.receiving.clear()
         # Torch's threads have a flag of the processor of their own.
@@ -127,6 +141,7 @@ class RootExchange:
         if self.blocks.processes == 1:
             return LocalSum(roots, result, fold)
         kinds: dict[str, Callable[..., PendingSum]] = {
+            "shared": SharedSum,
             "gather": GatheredSum,
             "shards": ShardedSum,
             "pair": PairSum,
@@ -146,7 +161,7 @@ class RootExchange:
 
     def finish_in_background(self, pending: PendingSum) -> Callable[[], None]:
         """Fold on a thread, if messages need no common order; return what waits for the result."""
-        if not isinstance(pending, ShardedSum | PairSum):
+        if not isinstance(pending, SharedSum | ShardedSum | PairSum):
             return pending.finish
         if self._thread is None:
             self._thread = BackgroundThread()
@@ -161,13 +176,29 @@ class RootExchange:
     def close(self) -> None:
         """Let the thread end, and release memory."""
         self._scratch.clear()
+        if self._memory is not None:
+            self._memory.disconnect()
+            self._memory = None
         if self._thread is not None:
             self._thread.close()
             self._thread = None
 
+    @property
+    def memory(self) -> SharedMemory | None:
+        """The memory that all processes share; None unless they are on one host."""
+        if not self._is_asked:
+            self._is_asked = True
+            slot_bytes = min(self._chunk_bytes, SLOT_BYTES)
+            self._memory = open_shared_memory(
+                self.process, self.blocks.processes, self.group, slot_bytes
+            )
+        return self._memory
+
     def _choose(self, roots: Sequence[Tensor], result: Tensor) -> Algorithm:
         if result.device.type != "cpu":
             return "collectives"
+        if self.memory is not None:
+            return "shared"
         # Two processes send as many bytes either way, but "gather" adds everything twice.
         limit = _SMALL_BYTES if self.blocks.processes == 2 else _GATHER_BYTES  # noqa: PLR2004
         if result.nbytes <= limit:

@@ -13,7 +13,7 @@ from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
 from lightning_d9m.logical_ranks.tree import Fold, Node, list_roots
 
-ALGORITHMS = ("gather", "shards", "collectives")
+ALGORITHMS = ("shared", "gather", "shards", "collectives")
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
 
 
@@ -114,11 +114,13 @@ def test_half_types_travel_as_they_are_only_if_every_root_is_a_leaf():
         assert run_processes(2, send) == [2048 * size + 2048 * 2] * 2
 
 
-def test_sums_that_overlap_do_not_mix():
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_sums_that_overlap_do_not_mix(shares_memory):
     blocks = Blocks(4, 2)
+    words = {"chunk_bytes": 2**12, "shares_memory": shares_memory}
 
     def exchange(process, group):
-        it = RootExchange(blocks, process, group, chunk_bytes=2**12)
+        it = RootExchange(blocks, process, group, **words)
         roots = [torch.full([n], float(process + n)) for n in (100, 50_000, 70_000)]
         pending = [it.start([root], root) for root in roots]
         for each in pending:
@@ -130,13 +132,14 @@ def test_sums_that_overlap_do_not_mix():
 
 
 @pytest.mark.parametrize("flushes", [False, True])
-def test_two_processes_flush_subnormal_numbers_as_one_does(flushes):
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memory):
     blocks = Blocks(2, 2)
     leaves = [torch.full([300_000], value) for value in (2.0**-126, -(2.0**-127) * 1.5)]
 
     def exchange(process, group):
         torch.set_flush_denormal(flushes)  # of this thread
-        it = RootExchange(blocks, process, group)
+        it = RootExchange(blocks, process, group, shares_memory=shares_memory)
         root = leaves[process].clone()
         pending = it.start([root], root)
         pending.finish()
@@ -144,6 +147,7 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes):
 
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
     name = "ShardedSum" if flushes else "PairSum"
+    name = "SharedSum" if shares_memory else name
     assert run_processes(2, exchange) == [([expected], name)] * 2
 
 
@@ -198,12 +202,12 @@ def test_several_processes_without_a_group_are_refused():
         (4, ["GatheredSum", "CollectiveSum", "ShardedSum"]),
     ],
 )
-def test_the_size_decides_how_values_travel(processes, names):
+def test_without_shared_memory_the_size_decides_how_values_travel(processes, names):
     """No process sends more than a ring all-reduce, except for the smallest sums."""
     blocks = Blocks(4, processes)
 
     def exchange(process, group):
-        it = RootExchange(blocks, process, group)
+        it = RootExchange(blocks, process, group, shares_memory=False)
         found = []
         for length in (2**14, 2**18, 2**18 + 64):
             before, root = it.bytes_sent, torch.ones(length)

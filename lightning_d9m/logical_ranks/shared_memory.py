@@ -1,0 +1,329 @@
+"""Memory that all processes of one host share, and the sum of roots in it."""
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from lightning_d9m.logical_ranks.scalars import gather_bytes
+from lightning_d9m.logical_ranks.sums import STEP, round_up
+
+if TYPE_CHECKING:
+    from lightning_d9m.logical_ranks.exchange import RootExchange
+
+SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
+# One chunk is packed while another is folded and a third is collected.
+_SLOTS = 3
+_SECRET_BYTES = 16
+_CONNECT_SECONDS = 60.0
+
+
+class SharedMemory:
+    """Slots of memory of each process, which all processes read and write.
+
+    The processes wait for each other by sockets, so that the end of a process is an error in all
+    others at once.
+
+    Args:
+        memory: The memory of all processes.
+        sockets: One to each other process, of which this object becomes the owner.
+        slot_bytes: The size of a slot.
+
+    Attributes:
+        own_bytes: The size of the memory of one process.
+    """
+
+    def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int) -> None:
+        self._files = [each.detach() for each in sockets]
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.slot_bytes = slot_bytes
+        self.own_bytes = _SLOTS * slot_bytes
+        self._taken = 0
+
+    def take_numbers(self, count: int) -> int:
+        """Return the first of so many numbers of chunks, the same on every process."""
+        first = self._taken
+        self._taken += count
+        return first
+
+    def slot(self, process: int, number: int, dtype: torch.dtype) -> Tensor:
+        """Return the memory of a process for a chunk."""
+        start = (process * _SLOTS + number % _SLOTS) * self.slot_bytes
+        return self._bytes[start : start + self.slot_bytes].view(dtype)
+
+    def meet(self) -> None:
+        """Wait until all processes are here.
+
+        Raises:
+            DistNetworkError: A process has ended or closed its sockets, or does not come in time.
+        """
+        try:
+            for file in self._files:
+                os.write(file, b"\0")
+            is_open = all(os.read(file, 1) for file in self._files)
+        except BlockingIOError:
+            raise distributed.DistNetworkError(
+                "A sum in shared memory timed out: a process is not here."
+            ) from None
+        except OSError as error:
+            raise distributed.DistNetworkError(
+                f"Connection closed by peer in a sum in shared memory: {error}"
+            ) from None
+        if not is_open:
+            raise distributed.DistNetworkError(
+                "Connection closed by peer in a sum in shared memory."
+            )
+
+    def disconnect(self) -> None:
+        """Let all processes that wait here fail, and this one."""
+        for file in self._files:
+            link = socket.socket(fileno=file)
+            with suppress(OSError):  # the other process has ended
+                link.shutdown(socket.SHUT_RDWR)
+            link.detach()
+
+    def __del__(self) -> None:
+        # Not before: a thread may still wait, and another file could get the number of a socket.
+        for file in self._files:
+            os.close(file)
+
+
+def open_shared_memory(
+    process: int, processes: int, group: Any, slot_bytes: int
+) -> SharedMemory | None:
+    """Share memory among the processes of a group; every process must call this.
+
+    The memory has no name, so it ends with the processes.
+
+    Returns:
+        None on every process if one of them is on another host or gets no memory.
+    """
+    slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
+    opening = _Opening(process, processes, _SLOTS * slot_bytes)
+    with ExitStack() as stack:
+        stack.callback(opening.close)
+        # Each step needs that the one before has succeeded on all processes.
+        address = opening.try_to(opening.listen)
+        addresses = gather_bytes(address, group)
+        is_connected = all(addresses) and opening.try_to(opening.connect, addresses)
+        if not all(gather_bytes(b"1" if is_connected else b"", group)):
+            return None
+        is_mapped = opening.try_to(opening.map, addresses)
+        if not all(gather_bytes(is_mapped, group)):
+            return None
+        stack.pop_all()
+    sockets = opening.take_sockets()
+    for each in sockets:
+        _limit_waits(each, _find_timeout(group))
+    assert opening.memory is not None
+    return SharedMemory(opening.memory, sockets, slot_bytes)
+
+
+class _Opening:
+    """The steps by which a process opens shared memory with the others.
+
+    Process 0 makes the memory. A socket of the others gets it only on the same host.
+    """
+
+    def __init__(self, process: int, processes: int, size: int) -> None:
+        self._process, self._processes = process, processes
+        self._size = size * processes
+        self._file = -1
+        self._listener: socket.socket | None = None
+        self._sockets: dict[int, socket.socket] = {}
+        self.memory: mmap.mmap | None = None
+
+    def try_to(self, step: Any, *args: Any) -> bytes:
+        """Return what a step returns, or nothing if the system refuses it."""
+        try:
+            found: bytes = step(*args)
+        # A system may have no such memory or sockets, or process 0 has closed that of this one.
+        except (OSError, AttributeError, ValueError):
+            self.close()
+            return b""
+        return found
+
+    def listen(self) -> bytes:
+        """Let the other processes connect; return the address and a secret."""
+        if self._process == 0:
+            self._file = os.memfd_create("lightning_d9m")
+            os.posix_fallocate(self._file, 0, self._size)
+        name, secret = secrets.token_hex(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen(self._processes)
+        self._listener.settimeout(0)
+        return secret + name.encode()
+
+    def connect(self, addresses: Sequence[bytes]) -> bytes:
+        """Connect to the processes before this one, which need not answer yet."""
+        secret = addresses[self._process][:_SECRET_BYTES]
+        for peer, address in enumerate(addresses[: self._process]):
+            link = self._sockets[peer] = socket.socket(socket.AF_UNIX)
+            link.settimeout(_CONNECT_SECONDS)
+            link.connect(b"\0" + address[_SECRET_BYTES:])
+            link.sendall(secret + self._process.to_bytes(_SECRET_BYTES, "little"))
+        return b"1"
+
+    def map(self, addresses: Sequence[bytes]) -> bytes:
+        """Accept the processes after this one, and map the memory."""
+        assert self._listener is not None
+        while len(self._sockets) < self._processes - 1:
+            link, _ = self._listener.accept()
+            peer = _identify(link, addresses)
+            if peer is None:
+                link.close()
+                continue
+            self._sockets[peer] = link
+            if self._process == 0:
+                socket.send_fds(link, [b"\0"], [self._file])
+        if self._process:
+            _, (self._file,), _, _ = socket.recv_fds(self._sockets[0], 1, 1)
+        self.memory = mmap.mmap(self._file, self._size)
+        return b"1"
+
+    def take_sockets(self) -> list[socket.socket]:
+        """Return the sockets, beginning with that to the next process, and close the others."""
+        order = [(self._process + i) % self._processes for i in range(1, self._processes)]
+        sockets = [self._sockets.pop(peer) for peer in order]
+        self.close()
+        return sockets
+
+    def close(self) -> None:
+        """Close what is open."""
+        for link in (self._listener, *self._sockets.values()):
+            if link is not None:
+                link.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _identify(link: socket.socket, addresses: Sequence[bytes]) -> int | None:
+    """Return the process that has connected, or None if it is none of the group."""
+    with suppress(BlockingIOError):  # all processes of the group have sent their word before
+        word = link.recv(2 * _SECRET_BYTES, socket.MSG_DONTWAIT)
+        peer = int.from_bytes(word[_SECRET_BYTES:], "little")
+        if peer < len(addresses) and secrets.compare_digest(
+            word[:_SECRET_BYTES], addresses[peer][:_SECRET_BYTES]
+        ):
+            return peer
+    return None
+
+
+def _find_timeout(group: Any) -> timedelta:
+    """Return how long the operations of a group may take."""
+    if hasattr(group, "_get_backend"):  # of torch.distributed, around that of Gloo
+        group = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - not public
+    options = getattr(group, "options", None)
+    found: timedelta = getattr(options, "_timeout", distributed.default_pg_timeout)
+    return found
+
+
+def _limit_waits(link: socket.socket, limit: timedelta) -> None:
+    # A timeout of Python's would cost another call of the system for each wait.
+    link.settimeout(None)
+    seconds = struct.pack("ll", int(limit.total_seconds()), limit.microseconds)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+
+
+class SharedSum:
+    """The sum whose shards each process folds from memory that all processes share.
+
+    The processes meet once for each chunk, and once more. Before they meet, each has packed one
+    chunk, folded its shard of the chunk before, and collected the shards of the one before that.
+    The sums must be folded in the order in which they were started.
+    """
+
+    def __init__(
+        self, exchange: "RootExchange", roots: Sequence[Tensor], result: Tensor, fold: Any
+    ) -> None:
+        assert exchange.memory is not None
+        self._exchange, self._memory = exchange, exchange.memory
+        self._roots, self._result, self._fold = roots, result, fold
+        self._dtype = roots[0].dtype
+        most = max(map(len, exchange.roots))
+        step = STEP * exchange.blocks.processes
+        room = self._memory.slot_bytes // (most * self._dtype.itemsize) // step * step
+        length = len(result)
+        size = round_up(-(-length // -(-length // room)), step)
+        self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
+        self._first = self._memory.take_numbers(len(self._chunks))
+        self._is_folded = False
+
+    def fold(self) -> None:
+        """Sum the chunks."""
+        if self._is_folded:
+            return
+        self._is_folded = True
+        last = len(self._chunks) - 1
+        for index in range(last + 2):
+            if index <= last:
+                self._pack(index)
+            if index >= 1:
+                self._fold_shard(index - 1)
+            if index >= 2:  # noqa: PLR2004 - the chunk before the one before
+                self._collect(index - 2)
+            self._memory.meet()
+        self._collect(last)
+
+    def finish(self) -> None:
+        """Sum the chunks, if no thread has done so."""
+        self.fold()
+
+    def _pack(self, index: int) -> None:
+        """Write this process's roots, but not its shard, where the others read them."""
+        chunk = self._chunks[index]
+        mine = self._exchange.shards(chunk)[self._exchange.process]
+        rows = self._view(self._exchange.process, index)
+        for row, root in zip(rows, self._roots, strict=True):
+            for part in (slice(chunk.start, mine.start), slice(mine.stop, chunk.stop)):
+                row[part.start - chunk.start : part.stop - chunk.start] = root[part]
+                self._exchange.bytes_sent += (part.stop - part.start) * root.element_size()
+
+    def _fold_shard(self, index: int) -> None:
+        """Fold the roots of all processes, and write the result where the others read it."""
+        chunk, me = self._chunks[index], self._exchange.process
+        mine = self._exchange.shards(chunk)[me]
+        if mine.start == mine.stop:
+            return
+        place = slice(mine.start - chunk.start, mine.stop - chunk.start)
+        values = [
+            [root[mine] for root in self._roots]
+            if process == me
+            else list(self._view(process, index)[:, place].unbind())
+            for process in range(self._exchange.blocks.processes)
+        ]
+        result = self._result[mine]
+        self._fold(values, result)
+        self._find_result(me, index, mine).copy_(result)
+        self._exchange.bytes_sent += result.nbytes
+
+    def _collect(self, index: int) -> None:
+        """Read the results of the others."""
+        shards = self._exchange.shards(self._chunks[index])
+        for peer in self._exchange.peers:
+            shard = shards[peer]
+            self._result[shard] = self._find_result(peer, index, shard)
+
+    def _view(self, process: int, index: int) -> Tensor:
+        """Return the roots of a process, one in each row."""
+        chunk, count = self._chunks[index], len(self._exchange.roots[process])
+        slot = self._memory.slot(process, self._first + index, self._dtype)
+        size = chunk.stop - chunk.start
+        return slot[: count * size].view(count, size)
+
+    def _find_result(self, process: int, index: int, shard: slice) -> Tensor:
+        """Return the place of a result: where its process would pack the shard for itself."""
+        start = (shard.start - self._chunks[index].start) * self._dtype.itemsize
+        slot = self._memory.slot(process, self._first + index, self._result.dtype)
+        start //= self._result.element_size()
+        return slot[start : start + shard.stop - shard.start]

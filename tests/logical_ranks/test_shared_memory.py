@@ -1,0 +1,218 @@
+"""Processes on one host sum in shared memory; all find out together if one of them cannot."""
+
+import errno
+import gc
+import mmap
+import socket
+import subprocess
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import current_thread
+
+import pytest
+import torch
+from gloo_threads import run_processes
+from logical_sums import average_leaves, bits, make_leaf
+
+from lightning_d9m.logical_ranks import shared_memory
+from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.exchange import RootExchange
+from lightning_d9m.logical_ranks.shared_memory import SharedMemory, open_shared_memory
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def sum_ones(process, group, processes, **words):
+    """Return the kinds of the exchange of a small and a large sum, which must be right."""
+    it = RootExchange(Blocks(processes, processes), process, group, **words)
+    kinds = []
+    for length in (10, 300_000):
+        root = torch.ones(length)
+        pending = it.start([root], root)
+        pending.finish()
+        assert root.unique().tolist() == [processes]
+        kinds.append(type(pending).__name__)
+    it.close()
+    return kinds
+
+
+def count_files():
+    """Return how many files of our memory are open in this process."""
+    gc.collect()
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the list itself
+            count += "lightning_d9m" in str(path.readlink())
+    return count
+
+
+def test_the_memory_has_no_name_that_could_stay():
+    def find(process, group):
+        memory = open_shared_memory(process, 3, group, 2**20)
+        memory.slot(process, 0, torch.uint8).fill_(process + 1)
+        memory.meet()
+        seen = [memory.slot(peer, 0, torch.uint8).unique().tolist() for peer in range(3)]
+        memory.meet()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return seen, [line for line in lines if "memfd:lightning_d9m" in line]
+
+    for seen, lines in run_processes(3, find):
+        assert seen == [[1], [2], [3]]
+        assert len(lines) >= 3
+        assert all("/memfd:lightning_d9m (deleted)" in line for line in lines)
+
+
+def refuse(monkeypatch, owner, name, process, error):
+    """Let a function fail in one process, which is a thread."""
+    real = getattr(owner, name)
+
+    def call(*args, **words):
+        if getattr(current_thread(), "process", None) == process:
+            raise error
+        return real(*args, **words)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+PLACES = {
+    "no memory": (shared_memory.os, "posix_fallocate", 0, FULL),
+    "no such memory": (shared_memory.os, "memfd_create", 0, AttributeError("memfd_create")),
+    "no socket": (shared_memory.socket, "socket", 1, FULL),
+    "no connection": (shared_memory._Opening, "connect", 2, ConnectionRefusedError()),
+    "no mapping": (shared_memory.mmap, "mmap", 1, FULL),
+    "no mapping in process 0": (shared_memory.mmap, "mmap", 0, FULL),
+    "no file sent": (shared_memory.socket, "send_fds", 0, FULL),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_process_without_memory_lets_all_send_messages(monkeypatch, place):
+    before = count_files()
+    refuse(monkeypatch, *PLACES[place])
+
+    def run(process, group):
+        current_thread().process = process
+        return sum_ones(process, group, 3)
+
+    assert run_processes(3, run) == [["GatheredSum", "ShardedSum"]] * 3
+    assert count_files() == before
+
+
+def test_processes_on_other_hosts_send_messages(monkeypatch):
+    """A socket with such a name exists on another host only."""
+    monkeypatch.setattr(
+        shared_memory._Opening, "listen", lambda self: b"s" * 16 + b"%d" % self._process
+    )
+    found = run_processes(3, lambda process, group: sum_ones(process, group, 3))
+    assert found == [["GatheredSum", "ShardedSum"]] * 3
+
+
+def test_strangers_get_nothing(monkeypatch):
+    real, strangers = shared_memory._Opening.connect, []
+
+    def connect(self, addresses):
+        for word in (b"", b"x" * 32, addresses[0][:16] + b"\xff" * 16):
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect(b"\0" + addresses[0][16:])
+            strangers[-1].sendall(word)
+        return real(self, addresses)
+
+    monkeypatch.setattr(shared_memory._Opening, "connect", connect)
+    # So many fit in the queue of the socket.
+    real_listen = socket.socket.listen
+    monkeypatch.setattr(socket.socket, "listen", lambda self, _count: real_listen(self, 20))
+    found = run_processes(2, lambda process, group: sum_ones(process, group, 2))
+    assert found == [["SharedSum", "SharedSum"]] * 2
+    for stranger in strangers:
+        with stranger:
+            try:
+                assert stranger.recv(1) == b""
+            except ConnectionResetError:  # what it sent was not read
+                continue
+
+
+def test_sums_of_any_sizes_share_the_slots():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 9000, (40,), generator=generator).tolist()
+    sums = [[make_leaf([n], torch.float32, generator) for _ in range(5)] for n in lengths]
+    blocks = Blocks(5, 3)
+
+    def run(process, group):
+        it = RootExchange(blocks, process, group, chunk_bytes=2**12)
+        waits, results = [], []
+        for number, leaves in enumerate(sums):
+            roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
+            results.append(roots[-1])
+            waits.append(it.submit(roots, roots[-1], 5, in_background=number < 39))
+        for wait in waits:
+            wait()
+        it.close()
+        return results
+
+    for results in run_processes(3, run):
+        for result, leaves in zip(results, sums, strict=True):
+            assert bits(result) == bits(average_leaves(leaves))
+
+
+def test_a_process_writes_its_roots_and_its_part_of_the_result():
+    def run(process, group):
+        it = RootExchange(Blocks(8, 4), process, group)
+        root = torch.randn(4 * 3 * 16 * 64)
+        it.start([root], root).finish()
+        return it.bytes_sent
+
+    assert run_processes(4, run) == [4 * 4 * 3 * 16 * 64] * 4
+
+
+def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
+    def run(process, group):
+        it = RootExchange(Blocks(3, 3), process, group)
+        roots = [torch.ones(1000) for _ in range(2)]
+        it.start(roots[:1], roots[0]).finish()
+        if process != 1:
+            wait = it.submit(roots[1:], roots[1], 1, in_background=process == 0)
+            with pytest.raises(RuntimeError, match="by peer"):
+                wait()
+        it.restart()
+        root = torch.ones(1000)
+        it.start([root], root).finish()
+        it.close()
+        return root.unique().tolist()
+
+    assert run_processes(3, run) == [[3.0]] * 3
+
+
+@pytest.fixture
+def pair():
+    """Return memory of two processes, and the socket of the other one."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        yield ours.fileno(), SharedMemory(mmap.mmap(-1, 6 * 4096), [ours], 4096), theirs
+
+
+def test_a_process_that_is_killed_is_an_error(pair):
+    _, memory, theirs = pair
+    with subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL) as process:
+        theirs.close()
+        process.kill()
+        process.wait()
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            memory.meet()
+
+
+def test_a_process_that_does_not_come_is_an_error(pair):
+    file, memory, _ = pair
+    ours = socket.socket(fileno=file)
+    shared_memory._limit_waits(ours, timedelta(milliseconds=5))
+    ours.detach()
+    with pytest.raises(RuntimeError, match="timed out"):
+        memory.meet()
+
+
+def test_the_group_says_how_long_a_process_may_take():
+    def find(_process, group):
+        return shared_memory._find_timeout(group)
+
+    assert run_processes(2, find) == [timedelta(seconds=120)] * 2
+    assert shared_memory._find_timeout(object()) == timedelta(minutes=30)
