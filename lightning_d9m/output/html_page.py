@@ -54,7 +54,7 @@ _MAX_DEPTH = 12
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
     "commit": lambda header: _describe_commit(header.program),
-    "date": lambda header: header.created.partition(".")[0].replace("T", " "),
+    "date": lambda header: _describe_date(header.created),
     "seed": lambda header: header.seed,
     "ranks": lambda header: header.world_size,
     "device": lambda header: header.stack.get("device.0.name", header.stack.get("device.kind")),
@@ -168,6 +168,11 @@ def _name_pair(one: Path, other: Path) -> str:
     ends = zip(reversed(one.parts), reversed(other.parts), strict=False)
     equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
     return " and ".join("/".join(path.parts[-1 - equal :]) for path in (one, other))
+
+
+def _describe_date(created: str) -> str:
+    day, _, time = created.partition("T")
+    return f"{day} {time[:8]} UTC" if time.endswith("+00:00") else created
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:

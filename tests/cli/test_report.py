@@ -295,7 +295,7 @@ def test_what_ran_and_the_logged_values_are_shown(tmp_path):
         "command python train.py python train.py commit abc123, with changes abc123, with changes"
         in words
     )
-    assert "date 2026-11-22 19:18:44" in words
+    assert "date 2026-11-22 19:18:44 UTC" in words
     assert "torch 2.13.0 2.13.0" in words
     assert "run 1, step 27: 0.25" in words
     assert "run 2, step 18: 0.5001" in words
@@ -337,8 +337,8 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path):
     words = Page(text).words
     assert "run 1, the reference run 2 run 3" in words
     assert "Different: 1 of 3 runs differs from run 1. Run 3: " in words
-    assert f"verdict 1 42 {'0' * 16} 0.5 reference" in words
-    assert f"equal 3 42 {'1' * 16} 0.25 differs" in words
+    assert f"seed 1 reference {'0' * 16} 0.5 42" in words
+    assert f"42 3 differs {'1' * 16} 0.25 42" in words
     assert "run 3, step 18: 0.25" in words
     assert "all runs: the wide line" in words
     assert "run-003/fit-000" in words
