@@ -5,8 +5,7 @@ python docs/draw_logical_ranks.py writes docs/images/logical-ranks.svg.
 
 from pathlib import Path
 
-from lightning_d9m.logical_ranks.blocks import Blocks
-from lightning_d9m.logical_ranks.tree import Node, list_roots
+from lightning_d9m.logical_ranks.tree import Blocks, Node, list_roots
 
 LEAVES = 8
 STEP = 36

@@ -17,8 +17,8 @@ from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.environment import import_horovod
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
-from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.tree import Blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

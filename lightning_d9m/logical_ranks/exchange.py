@@ -31,7 +31,6 @@ from lightning_d9m.logical_ranks.background import (
     BackgroundThread,
     flushes_subnormal_numbers,
 )
-from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.shared_memory import (
     SLOT_BYTES,
     SharedMemory,
@@ -49,7 +48,7 @@ from lightning_d9m.logical_ranks.sums import (
     ShardedSum,
     round_up,
 )
-from lightning_d9m.logical_ranks.tree import Node, find_parent, list_roots
+from lightning_d9m.logical_ranks.tree import Blocks, Node, find_parent, list_roots
 
 Algorithm = Literal["shared", "gather", "shards", "pair", "collectives"]
 # Up to this size the second phase of "shards" costs more than the additional bytes of "gather".

@@ -11,12 +11,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks.accumulation import GradientFold, Gradients, as_real, separate
-from lightning_d9m.logical_ranks.blocks import Blocks
+from lightning_d9m.logical_ranks.accumulation import (
+    GradientFold,
+    Gradients,
+    as_real,
+    make_dense,
+    refuse_stale,
+    separate,
+)
 from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.gradient_checks import make_dense, refuse_stale
 from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots
 from lightning_d9m.logical_ranks.scalars import gather_bytes
+from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.logical_ranks.whole_gradients import MissingGradients, WholeGradient
 
 BUCKET_BYTES = 25 * 2**20  # as DDP

@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -43,6 +44,8 @@ class SharedMemory:
 
     def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int) -> None:
         self._files = [each.detach() for each in sockets]
+        # Not before: a thread may still wait, and another file could get the number of a socket.
+        weakref.finalize(self, _close_files, self._files)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.slot_bytes = slot_bytes
         self.own_bytes = _SLOTS * slot_bytes
@@ -89,11 +92,6 @@ class SharedMemory:
             with suppress(OSError):  # the other process has ended
                 link.shutdown(socket.SHUT_RDWR)
             link.detach()
-
-    def __del__(self) -> None:
-        # Not before: a thread may still wait, and another file could get the number of a socket.
-        for file in self._files:
-            os.close(file)
 
 
 def open_shared_memory(
@@ -226,6 +224,11 @@ def _find_timeout(group: Any) -> timedelta:
     options = getattr(group, "options", None)
     found: timedelta = getattr(options, "_timeout", distributed.default_pg_timeout)
     return found
+
+
+def _close_files(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _limit_waits(link: socket.socket, limit: timedelta) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from lightning_d9m.logical_ranks.accumulation import make_dense, refuse_stale
 from lightning_d9m.logical_ranks.bucket_layout import Bucket
-from lightning_d9m.logical_ranks.gradient_checks import make_dense, refuse_stale
 
 
 class SmallGradients:

@@ -376,7 +376,7 @@ CASES = [
         ),
     ),
     (
-        "logical_ranks.blocks",
+        "logical_ranks.tree",
         lambda g: g.module.Blocks(8, 0),
         ("…=… is not allowed: pass a whole number from 1.", "processes=0 is"),
     ),

@@ -9,9 +9,8 @@ from logical_sums import average_leaves, bits, make_leaf
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide
-from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
-from lightning_d9m.logical_ranks.tree import Fold, Node, list_roots
+from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node, list_roots
 
 ALGORITHMS = ("shared", "gather", "shards", "collectives")
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]

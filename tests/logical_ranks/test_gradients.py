@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 from lightning_d9m.logical_ranks import whole_gradients
-from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.tree import Blocks
 
 BUILDING = threading.Lock()
 # Small and large gradients; of the largest, more than one chunk is added.

@@ -15,8 +15,8 @@ from lightning_d9m.lightning.ranks.process_group import (
     is_default_group_closed,
     reopen_default_group,
 )
-from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
+from lightning_d9m.logical_ranks.tree import Blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

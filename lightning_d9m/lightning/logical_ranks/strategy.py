@@ -20,10 +20,10 @@ from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
-from lightning_d9m.logical_ranks.blocks import Blocks
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
+from lightning_d9m.logical_ranks.tree import Blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
