@@ -87,7 +87,8 @@ def test_every_public_name_loads():
 def test_what_examples_and_docs_import_is_public():
     """They import the package itself, and the modules that are public by their names."""
     root = Path(__file__).parents[1]
-    pages = [*root.glob("docs/*.md"), *root.glob("examples/*.py"), root / "README.md"]
+    patterns = ("README.md", "docs/*.md", "docs/notebooks/*.ipynb", "examples/*.py")
+    pages = [page for pattern in patterns for page in root.glob(pattern)]
     found = {
         module
         for page in pages
