@@ -245,3 +245,20 @@ def test_an_epoch_that_was_started_is_not_started_again():
     found = order([[row for batch in (first, *iterator) for row in zip(*batch, strict=True)]])
     control.release()
     assert found == order(epochs(make(), count=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [({}, True), (WORKERS[0], True), (WORKERS[1], False)],
+    ids=["none", "workers", "persistent"],
+)
+def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(words, kept):
+    """A change of the program does not reach the copies that persistent workers have."""
+    dataset = Draws()
+    dataset.epoch = 0
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(make(dataset, **words), "train")
+    dataset.epoch = 1
+    found = control.capture_samplers("train", within=False)
+    assert ("dataset numbers" in found.get("0", {})) == kept
+    control.release()
