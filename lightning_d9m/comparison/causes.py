@@ -318,6 +318,8 @@ def name_module(found: Divergence) -> str:
     'encoder.0'
     >>> name_module(Place(kind="op", name="encoder.0::aten.max.dim:1"))
     'encoder.0'
+    >>> name_module(Place(kind="loss", name="loss")) == ROOT
+    True
     """
     name = found.name.partition("::")[0].partition(":")[0]
     if found.kind in ("input", "grad_output", "local_gradient"):
