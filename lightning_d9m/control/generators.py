@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 # Objects of these packages are searched only if they are owners.
 _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
 # The most frequent types, none of which holds a generator.
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray})
+_ATOMS = frozenset({
+    *(type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter, np.ndarray),
+    *(torch.device, torch.dtype, ref),
+})  # fmt: skip
 _CONTAINERS = (dict, list, tuple)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
 _MODULE = frozenset(vars(torch.nn.Module()))
@@ -190,6 +194,11 @@ def list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any
     if depth and type(value).__module__.partition(".")[0] in _FOREIGN:
         return ()  # a Trainer, a controlled loader
     return getattr(value, "__dict__", {}).items()
+
+
+def holds_data_only(owner: object) -> bool:
+    """Return whether the types of an owner's attributes show that none holds a generator."""
+    return all(type(part) in _ATOMS for _, part in list_parts(owner, 0, 1))
 
 
 def _may_hold(items: Collection[object]) -> bool:

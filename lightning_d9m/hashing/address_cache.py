@@ -13,7 +13,12 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.hashing.digest import _load_kernel
-from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor, locate
+from lightning_d9m.hashing.tensor_bytes import (
+    DenseTensor,
+    flatten_tensor,
+    locate,
+    locate_quickly,
+)
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 
@@ -136,12 +141,16 @@ def _locate(tensors: Sequence[Tensor]) -> TensorAddresses | None:
     memory: dict[torch.device, list[tuple[int, int]]] = {}
     indices: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        part = flatten_tensor(tensor)
-        # A contiguous copy would be outdated in the next call.
-        if not isinstance(part, DenseTensor) or part.data is not tensor or tensor.is_complex():
-            return None
-        headers.append(part.header)
-        memory.setdefault(tensor.device, []).append(locate(tensor))
+        if (place := locate_quickly(tensor)) is not None:
+            header, span = place[0], place[1:]
+        else:
+            part = flatten_tensor(tensor)
+            # A contiguous copy would be outdated in the next call.
+            if not isinstance(part, DenseTensor) or part.data is not tensor or tensor.is_complex():
+                return None
+            header, span = part.header, locate(tensor)
+        headers.append(header)
+        memory.setdefault(tensor.device, []).append(span)
         indices.setdefault(tensor.device, []).append(index)
     parts = []
     for device, spans in memory.items():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_d9m.hashing.shards import Shard, has_base, make_shard
+from lightning_d9m.hashing.shards import Shard, has_base, make_shard, may_be_sharded
 
 
 class FlatLayout(NamedTuple):
@@ -47,6 +47,8 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
     Args:
         model: The model, with the wrapper around it.
     """
+    if not may_be_sharded():
+        return {}
     return {
         key: layout
         for module in model.modules()

@@ -81,6 +81,7 @@ class ModelTensors:
         self._held: list[object] = []
         self._parameters = self._buffers = NamedTensors(())
         self._names: dict[int, str] = {}
+        self._modules: dict[str, nn.Module] = {}
 
     def look(self) -> tuple[NamedTensors, NamedTensors, dict[int, str]]:
         """Return the parameters, the buffers and the names."""
@@ -111,8 +112,15 @@ class ModelTensors:
         """The name of every parameter by its id."""
         return self.look()[2]
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by name, the same object while the model holds the same tensors."""
+        self.look()
+        return self._modules
+
     def _walk(self) -> None:
-        modules = list(self._model.modules())
+        self._modules = dict(self._model.named_modules())
+        modules = self._modules.values()
         tables = [table for own in _TABLES for table in map(own, modules)]
         # TorchScript modules return copies of their tables, so such a model is always walked.
         self._tables = tables if all(isinstance(table, dict) for table in tables) else []

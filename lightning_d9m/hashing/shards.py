@@ -129,9 +129,16 @@ def reshard(model: nn.Module) -> None:
     After a forward pass without a backward pass, as in a validation, the outermost module holds
     whole parameters, other objects than those of the optimizer, in the dtype of the computation.
     """
+    if not may_be_sharded():
+        return
     for module in model.modules():
         if has_base(module, "FSDPModule"):
             module.reshard()  # type: ignore[operator]
+
+
+def may_be_sharded() -> bool:
+    """Return whether ranks may hold parts of tensors: FSDP needs a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:

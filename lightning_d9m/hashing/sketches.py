@@ -34,6 +34,8 @@ _BLOCK = _WIDTH * _ROWS
 # Most weights of a model that is sketched: 10 million take about 10 ms on one core.
 MOST_ELEMENTS = 2**28
 
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+
 _Floats: TypeAlias = NDArray[np.float64]
 
 
@@ -51,9 +53,8 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
-        whole = {name: t for name, t in tensors.items() if not is_sharded_dtensor(t)}
-        local = {name: _take_local(tensor) for name, tensor in whole.items()}
-        dense = {name: tensor for name, tensor in local.items() if _is_dense(tensor)}
+        local = {name: _take_whole(tensor) for name, tensor in tensors.items()}
+        dense = {name: t for name, t in local.items() if t is not None and _is_dense(t)}
         if sum(map(Tensor.numel, dense.values())) > MOST_ELEMENTS:
             return {}
         short = {name: tensor for name, tensor in dense.items() if tensor.numel() <= _WIDTH}
@@ -63,8 +64,12 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             return {name: found.get(name) or _sketch(own, buffer) for name, own in dense.items()}
 
 
-def _take_local(tensor: Tensor) -> Tensor:
-    """Return the whole tensor that this rank has of a replicated DTensor; others unchanged."""
+def _take_whole(tensor: Tensor) -> Tensor | None:
+    """Return the whole tensor that this rank has of a DTensor; None if it has a part; others."""
+    if type(tensor) in _ORDINARY:
+        return tensor
+    if is_sharded_dtensor(tensor):
+        return None
     dtensor: Any = tensor
     local: Tensor = dtensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
@@ -73,8 +78,7 @@ def _take_local(tensor: Tensor) -> Tensor:
 def _is_dense(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel() or tensor.layout is not torch.strided:
         return False
-    ordinary = type(tensor) in (Tensor, torch.nn.Parameter)
-    return ordinary or isinstance(flatten_tensor(tensor), DenseTensor)
+    return type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
 
 
 def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
@@ -82,10 +86,17 @@ def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
     if not tensors:
         return []
     signs, buckets = _draw_rows(tuple(map(Tensor.numel, tensors)))
-    flat = [tensor.detach().reshape(-1).to("cpu", torch.float64) for tensor in tensors]
-    sums = np.bincount(buckets, torch.cat(flat).numpy() * signs, SKETCH_BUCKETS * len(tensors))
+    flat = _join([tensor.reshape(-1) for tensor in tensors])
+    sums = np.bincount(buckets, flat.numpy() * signs, SKETCH_BUCKETS * len(tensors))
     digits = sums.astype("<f8", copy=False).tobytes().hex()
     return [digits[at : at + SKETCH_DIGITS] for at in range(0, len(digits), SKETCH_DIGITS)]
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    """Return the elements of flat tensors as float64 on the CPU."""
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
+        tensors = [tensor.to("cpu", torch.float64) for tensor in tensors]
+    return torch.cat(tensors).to("cpu", torch.float64)
 
 
 @lru_cache(maxsize=4)

@@ -37,6 +37,7 @@ from lightning_d9m.lightning.resume.loop_position import (
     makes_iterator_again,
     reopen_epoch,
 )
+from lightning_d9m.lightning.resume.model_parts import ModelParts
 from lightning_d9m.lightning.resume.weights import load_unrounded
 from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
@@ -81,6 +82,7 @@ class CheckpointState:
         self._unvalidated: SavedRank | None = None
         self._before_evaluation: run_state.RngAndMetricState | None = None
         self._loader_states: list[dict[str, Any]] = []
+        self._model: ModelParts | None = None
         self._epoch_length: EpochLength | None = None
         self._ended = None
         # The state where `max_steps` ended the fit, before the end of the epoch.
@@ -120,7 +122,7 @@ class CheckpointState:
             recorder.reduce_loss(trainer)
             state = self._cut or self._capture(trainer, session, recorder)
             if state.position.phase == "batch":
-                self._saved.note(trainer)
+                self._saved.note(trainer, self._parts(trainer))
             state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
@@ -197,6 +199,7 @@ class CheckpointState:
             yield
         finally:
             patches.undo()
+            self._model = None
 
     def _load_loader_states(self, trainer: "Trainer", load: Callable[[], None]) -> None:
         if trainer.fit_loop.restarting:
@@ -274,7 +277,7 @@ class CheckpointState:
 
     def _find_late_changes(self, trainer: "Trainer") -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
-        names = self._saved.find(trainer)
+        names = self._saved.find(self._parts(trainer))
         self._saved.forget()
         if names and not self._late:
             self._late = [describe_hook(names)]
@@ -289,8 +292,10 @@ class CheckpointState:
 
     def _run_validation(self, trainer: "Trainer", run: Callable[[], object]) -> object:
         if not trainer.sanity_checking:
-            self._before_evaluation = run_state.capture_rng_and_metrics(trainer, "validation")
-            self._validated.note(trainer)
+            self._before_evaluation = run_state.capture_rng_and_metrics(
+                trainer, self._parts(trainer), "validation"
+            )
+            self._validated.note(trainer, self._parts(trainer))
         outputs = run()
         self._find_late_changes(trainer)
         self._validated.forget()
@@ -363,6 +368,11 @@ class CheckpointState:
             run_state.restore_within(trainer, self._rank_state(trainer), report)
         self._resumed = None
 
+    def _parts(self, trainer: "Trainer") -> ModelParts:
+        if self._model is None:
+            self._model = ModelParts(trainer.lightning_module)
+        return self._model
+
     def _position(self, trainer: "Trainer") -> LoopPosition:
         return find_position(trainer) if self._resumed is None else self._resumed.position
 
@@ -382,9 +392,11 @@ class CheckpointState:
         """Return the state of the run, with the state of this rank alone."""
         position = find_position(trainer)
         user = self._before_evaluation if position.phase == "validation" else None
-        user = user or run_state.capture_rng_and_metrics(trainer, position.phase)
+        user = user or run_state.capture_rng_and_metrics(
+            trainer, self._parts(trainer), position.phase
+        )
         late = self._late if position.phase == "batch" else []
-        if position.phase == "validation" and (names := self._validated.find(trainer)):
+        if position.phase == "validation" and (names := self._validated.find(self._parts(trainer))):
             late = [describe_validation(names)]
         ledger = recorder.ledger_position
         rank = replace(
@@ -398,7 +410,7 @@ class CheckpointState:
             seed=session.settings.seed,
             fit=session.fit,
             settings=exactness.describe_settings(trainer, session)
-            | run_state.capture_frozen(trainer),
+            | run_state.capture_frozen(self._parts(trainer)),
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],

@@ -4,11 +4,11 @@ Lightning calls the hook of the module after those of callbacks, where checkpoin
 validation that was interrupted is run again, from weights that it may have replaced.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_d9m.lightning.resume.model_parts import ModelParts
 from lightning_d9m.lightning.strategies import is_sharded
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ class LateChanges:
     def __init__(self) -> None:
         self._noted: _Versions = {}
 
-    def note(self, trainer: "Trainer") -> None:
+    def note(self, trainer: "Trainer", model: ModelParts) -> None:
         """Note the present state, unless ranks hold shards of it; values are not read."""
         if not is_sharded(trainer.strategy):
-            self._noted = _read_versions(trainer.lightning_module)
+            self._noted = _read_versions(model)
 
     def forget(self) -> None:
         """Forget what was noted."""
         self._noted = {}
 
-    def find(self, trainer: "Trainer") -> list[str]:
+    def find(self, model: ModelParts) -> list[str]:
         """Return the names of what has changed since."""
         if not self._noted:
             return []
-        now = _read_versions(trainer.lightning_module)
+        now = _read_versions(model)
         return [name for name, version in self._noted.items() if now.get(name) != version]
 
 
@@ -58,10 +58,9 @@ def describe_validation(names: list[str]) -> str:
     )
 
 
-def _read_versions(module: nn.Module) -> _Versions:
+def _read_versions(model: ModelParts) -> _Versions:
     found = {}
-    tensor: Any
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, tensor in model.tensors:
         if not is_lazy(tensor) and not tensor.is_inference():
             found[name] = (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - torch has no other
     return found

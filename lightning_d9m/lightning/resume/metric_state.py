@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MetricCollection
 
 from lightning_d9m.hashing.nested_values import list_leaves
+from lightning_d9m.lightning.resume.model_parts import ModelParts, find_metric_modules
 from lightning_d9m.lightning.saved_state import SavedMetrics
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
 
@@ -56,17 +57,20 @@ def move(value: Any, device: torch.device) -> Any:
     )
 
 
-def capture_metrics(trainer: "Trainer", reset: list[str]) -> tuple[SavedMetrics, dict[str, str]]:
+def capture_metrics(
+    trainer: "Trainer", model: ModelParts, reset: list[str]
+) -> tuple[SavedMetrics, dict[str, str]]:
     """Return the state of every metric.
 
     Args:
         trainer: The Trainer.
+        model: The parts of its module.
         reset: Names of the module's metrics that Lightning is about to reset.
 
     Returns:
         The states; and the reason why a metric was left out, by path, as the end of a sentence.
     """
-    found = find_metrics(trainer)
+    found = _find_metrics(trainer, model.metrics)
     known = [found[path] for name in reset if (path := f"model.{name}") in found]
     reset_parts = {id(part) for metric in known for part in metric.modules()}
     saved = SavedMetrics(paths=list(found), reset=reset)
@@ -108,16 +112,21 @@ def restore_metrics(trainer: "Trainer", saved: SavedMetrics) -> None:
 
 def find_metrics(trainer: "Trainer") -> dict[str, Any]:
     """Return the metrics and collections of the module and of its callbacks, by path."""
-    found: dict[str, Any] = {}
-    for path, owner in _owners(trainer):
-        for name, module in owner.named_modules():
-            if isinstance(module, Metric | MetricCollection):
-                found[f"{path}.{name}" if name else path] = module
+    return _find_metrics(
+        trainer, find_metric_modules(dict(trainer.lightning_module.named_modules()))
+    )
+
+
+def _find_metrics(trainer: "Trainer", of_model: Mapping[str, Any]) -> dict[str, Any]:
+    found = {f"model.{name}" if name else "model": metric for name, metric in of_model.items()}
+    for path, owner in _list_owned_modules(trainer):
+        metrics = find_metric_modules(dict(owner.named_modules()))
+        found |= {f"{path}.{name}" if name else path: metric for name, metric in metrics.items()}
     return found
 
 
-def _owners(trainer: "Trainer") -> Iterator[tuple[str, nn.Module]]:
-    yield "model", trainer.lightning_module
+def _list_owned_modules(trainer: "Trainer") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are attributes of callbacks, by path."""
     for path, callback in name_callbacks(list_callbacks(trainer)).items():
         for name, value in getattr(callback, "__dict__", {}).items():
             if isinstance(value, nn.Module) and value is not trainer.lightning_module:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.nn import Module
+
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
@@ -26,6 +28,7 @@ from lightning_d9m.lightning.resume.metric_state import (
     name_callbacks,
     restore_metrics,
 )
+from lightning_d9m.lightning.resume.model_parts import ModelParts
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
     LoopPhase,
@@ -65,13 +68,15 @@ class RngAndMetricState:
     by_logical_rank: dict[str, dict[int, Any]]
 
 
-def capture_rng_and_metrics(trainer: "Trainer", phase: LoopPhase) -> RngAndMetricState:
+def capture_rng_and_metrics(
+    trainer: "Trainer", model: ModelParts, phase: LoopPhase
+) -> RngAndMetricState:
     """Return the states of the user's generators and metrics."""
     reset = logged_results.find_metrics_to_reset(trainer, phase)
     logical = get_logical_state(trainer)
     return RngAndMetricState(
-        capture_generators(_name_owners(trainer)),
-        *capture_metrics(trainer, reset),
+        capture_generators(_name_owners(trainer, model.searched)),
+        *capture_metrics(trainer, model, reset),
         {} if logical is None else logical.capture_metric_states(),
     )
 
@@ -196,12 +201,18 @@ def _settle_reload(
         lightning_private.set_reload_epoch(trainer, stage, epoch if due else saved)
 
 
-def _name_owners(trainer: "Trainer") -> dict[str, object]:
-    """Return the user's objects whose generators training may use, by name."""
-    owners: dict[str, object] = {
-        f"model.{name}" if name else "model": module
-        for name, module in trainer.lightning_module.named_modules()
-    }
+def _name_owners(
+    trainer: "Trainer", modules: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Return the user's objects whose generators training may use, by name.
+
+    Args:
+        trainer: The Trainer.
+        modules: The modules that may hold generators, if they are known.
+    """
+    if modules is None:
+        modules = dict(trainer.lightning_module.named_modules())
+    owners = {f"model.{name}" if name else "model": module for name, module in modules.items()}
     owners["datamodule"] = get_datamodule(trainer)
     owners |= name_callbacks(list_callbacks(trainer))
     fit = trainer.fit_loop
@@ -233,7 +244,7 @@ def _set_accumulation(trainer: "Trainer") -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def capture_frozen(trainer: "Trainer") -> dict[str, dict[str, list[str]]]:
+def capture_frozen(model: ModelParts) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters, and of batch norms without running statistics.
 
     Callbacks and hooks freeze and unfreeze them at the start of an epoch.
@@ -241,14 +252,15 @@ def capture_frozen(trainer: "Trainer") -> dict[str, dict[str, list[str]]]:
     Returns:
         Settings of the run, as ``SavedState`` has them.
     """
-    module = trainer.lightning_module
-    parameters = [name for name, part in module.named_parameters() if not part.requires_grad]
-    statistics = [
-        name
-        for name, part in module.named_modules()
-        if not getattr(part, "track_running_stats", True)
-    ]
+    parameters = [name for name, tensor in model.parameters if not tensor.requires_grad]
+    statistics = [name for name, module in model.modules.items() if not _tracks(module)]
     return {FROZEN: {"parameters": parameters, "statistics": statistics}}
+
+
+def _tracks(module: Module) -> bool:
+    # Not getattr, which Module answers slowly where there is no such attribute.
+    default = getattr(type(module), "track_running_stats", True)
+    return bool(vars(module).get("track_running_stats", default))
 
 
 def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:

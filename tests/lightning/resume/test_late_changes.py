@@ -11,6 +11,7 @@ from trainings import make_model
 
 from lightning_d9m import InexactResumeError
 from lightning_d9m.lightning.resume.late_changes import LateChanges
+from lightning_d9m.lightning.resume.model_parts import ModelParts
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -83,15 +84,15 @@ def test_weights_that_a_validation_has_swapped_are_named(fits):
 
 def test_each_way_to_change_a_tensor_is_found():
     module = nn.BatchNorm1d(3)
-    trainer = SimpleNamespace(strategy=object(), lightning_module=module)
+    trainer, model = SimpleNamespace(strategy=object()), ModelParts(module)
     changes = LateChanges()
-    assert changes.find(trainer) == []
-    changes.note(trainer)
-    assert changes.find(trainer) == []
+    assert changes.find(model) == []
+    changes.note(trainer, model)
+    assert changes.find(model) == []
     with torch.no_grad():
         module.weight.mul_(1)
     module.bias.data = torch.zeros(3)
     module.running_mean = torch.zeros(3)
-    assert changes.find(trainer) == ["weight", "bias", "running_mean"]
+    assert changes.find(model) == ["weight", "bias", "running_mean"]
     changes.forget()
-    assert changes.find(trainer) == []
+    assert changes.find(model) == []

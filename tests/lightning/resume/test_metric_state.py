@@ -15,6 +15,7 @@ from trainings import make_model
 
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.lightning.resume import metric_state
+from lightning_d9m.lightning.resume.model_parts import ModelParts
 from lightning_d9m.lightning.saved_state import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
@@ -111,10 +112,15 @@ def trainer_of(metric):
     return SimpleNamespace(lightning_module=nn.ModuleList([metric]), callbacks=[])
 
 
+def capture(metric):
+    trainer = trainer_of(metric)
+    return metric_state.capture_metrics(trainer, ModelParts(trainer.lightning_module), [])
+
+
 def test_a_metric_that_keeps_what_is_no_plain_value_is_left_out():
     metric = CatMetric()
     metric.value.append(torch.device("cpu"))
-    _, left_out = metric_state.capture_metrics(trainer_of(metric), [])
+    _, left_out = capture(metric)
     assert left_out == {"model.0": "of which a part cannot be saved: device is not a plain value"}
 
 
@@ -134,7 +140,7 @@ def test_a_metric_that_is_made_in_training_is_missed(fits):
 def test_what_is_configured_is_not_overwritten():
     metric = MulticlassAccuracy(10, top_k=1)
     metric.update(torch.eye(10), torch.arange(10))
-    kept, _ = metric_state.capture_metrics(trainer_of(metric), [])
+    kept, _ = capture(metric)
     other = MulticlassAccuracy(10, top_k=2)
     metric_state.restore_metrics(trainer_of(other), kept)
     assert other.top_k == 2

@@ -1,0 +1,87 @@
+"""A model's modules, metrics and tensors by name, found again only when the model has others."""
+
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_d9m.control.generators import holds_data_only
+from lightning_d9m.hashing.model_tensors import ModelTensors
+
+
+class ModelParts:
+    """What a save and a validation look for in a model.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors = ModelTensors(model)
+        self._modules: dict[str, nn.Module] = {}
+        self._metrics: dict[str, Any] = {}
+        self._parameters: list[tuple[str, Tensor]] = []
+        self._buffers: list[tuple[str, Tensor]] = []
+        # The attributes of modules that hold data only: their names and types.
+        self._plain: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._types: list[type] = []
+        self._searched: dict[str, nn.Module] = {}
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """All modules."""
+        modules = self._tensors.modules
+        if modules is not self._modules:
+            self._modules = modules
+            self._metrics = find_metric_modules(modules)
+            self._parameters = list(self._model.named_parameters())
+            self._buffers = list(self._model.named_buffers())
+            self._divide()
+        return modules
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics and collections of metrics."""
+        return self._metrics if self.modules else {}
+
+    @property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors of all parameters."""
+        return self._parameters if self.modules else []
+
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors of all parameters and buffers."""
+        return [*self.parameters, *self._buffers]
+
+    @property
+    def searched(self) -> dict[str, nn.Module]:
+        """The modules among whose own attributes may be generators."""
+        modules = self.modules
+        # In C, for all attributes at once: most modules of a model hold only numbers and texts.
+        attributes = chain.from_iterable(map(dict.values, self._plain))
+        if (
+            list(map(type, attributes)) != self._types
+            or list(chain.from_iterable(self._plain)) != self._names
+        ):
+            self._divide()
+        return self._searched if modules else {}
+
+    def _divide(self) -> None:
+        self._searched = {
+            name: module for name, module in self._modules.items() if not holds_data_only(module)
+        }
+        self._plain = [
+            vars(module) for name, module in self._modules.items() if name not in self._searched
+        ]
+        self._names = list(chain.from_iterable(self._plain))
+        self._types = list(map(type, chain.from_iterable(map(dict.values, self._plain))))
+
+
+def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:
+    """Return the metrics and collections of metrics among modules."""
+    kinds = (Metric, MetricCollection)
+    return {name: module for name, module in modules.items() if isinstance(module, kinds)}
