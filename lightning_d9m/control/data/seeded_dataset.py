@@ -214,8 +214,11 @@ class SeededDataset:
     def _fetch_batch(self, indices: Any, epoch: int) -> Any:
         fetch = getattr(self._dataset, "__getitems__", None)
         # With a seed per sample, fetch them one by one.
-        if self._per_sample or fetch is None:
+        if self._per_sample:
             return [self._fetch_sample(index, epoch) for index in indices]
+        if fetch is None:
+            dataset = self._dataset
+            return [dataset[index] for index in indices]
         return fetch(indices)
 
     def _fetch_sample(self, index: Any, epoch: int) -> Any:

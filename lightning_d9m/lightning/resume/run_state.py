@@ -106,6 +106,8 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
 
 def gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
     """Return a state with those of all ranks, on rank 0; every rank calls this."""
+    if trainer.world_size == 1:
+        return state
     (own,) = state.ranks
     gathered = gather_values(trainer, own.as_plain())
     return replace(state, ranks=[SavedRank.from_plain(rank) for rank in gathered])
