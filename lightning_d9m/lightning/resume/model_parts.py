@@ -11,7 +11,7 @@ from lightning_d9m.hashing.model_tensors import ModelTensors
 
 
 class ModelParts:
-    """What a save and a validation look for in a model.
+    """The modules, metrics and tensors of a model that a save and a validation read.
 
     Args:
         model: The model.
