@@ -196,9 +196,9 @@ def list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any
     return getattr(value, "__dict__", {}).items()
 
 
-def holds_data_only(owner: object) -> bool:
-    """Return whether the types of an owner's attributes show that none holds a generator."""
-    return all(type(part) in _ATOMS for _, part in list_parts(owner, 0, 1))
+def are_data(values: Iterable[object]) -> bool:
+    """Return whether the types of values show that none of them holds a generator."""
+    return _ATOMS.issuperset(map(type, values))
 
 
 def _may_hold(items: Collection[object]) -> bool:

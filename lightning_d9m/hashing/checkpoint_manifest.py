@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_pieces
-from lightning_d9m.hashing.nested_values import PLAIN_TYPES, Layout
+from lightning_d9m.hashing.nested_values import PLAIN_TYPES, Layout, list_sections
 from lightning_d9m.hashing.value_bytes import Piece, encode, encode_plain
 from lightning_d9m.text import quote
 
@@ -42,10 +41,15 @@ class Damage:
 
 
 class ManifestMaker:
-    """Makes the manifests of a fit's checkpoints, whose keys and types seldom change."""
+    """Makes the manifests of a fit's checkpoints, which have the same keys and types for the most.
 
-    def __init__(self) -> None:
-        self._known: _Leaves | None = None
+    Args:
+        version: That of the manifests.
+    """
+
+    def __init__(self, version: int = _VERSION) -> None:
+        self._version = version
+        self._known: dict[tuple[str, object], _Leaves] = {}
 
     def make(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
@@ -58,15 +62,38 @@ class ManifestMaker:
             of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
             other values (32 hex digits).
         """
-        leaves = None if self._known is None else self._known.layout.read(content)
-        if self._known is None or leaves is None:
-            layout, leaves = Layout.of(content)
-            self._known = _Leaves(layout, leaves, layout.keys)
-        digests = self._known.digest_tensors(leaves)
-        rows = sorted(map(add, digests.keys(), digests.values()))
+        tensors, values = self.digest(content)
+        rows = sorted(name + half for name, (_, half) in tensors.items())
         table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
-        values = self._known.digest_values(leaves)
-        return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
+        return {"version": self._version, "tensors": torch.from_numpy(table), "values": values}
+
+    def digest(self, content: Mapping[str, Any]) -> tuple[dict[bytes, tuple[str, bytes]], str]:
+        """Return path and half the digest of each tensor by that of its name; that of the values.
+
+        Of tensors with the same name the last one counts.
+        """
+        known: dict[tuple[str, object], _Leaves] = {}
+        tensors: list[Tensor] = []
+        pieces: list[Piece] = []
+        names: list[tuple[bytes, str]] = []
+        count = 0
+        for section, path, key, above in list_sections(content):
+            place = (key, next(iter(section)))
+            found = self._known.get(place)
+            leaves = None if found is None else found.layout.read(section)
+            if found is None or leaves is None:
+                layout, leaves = Layout.of(section, path, key, above)
+                found = _Leaves(layout, leaves, self._version)
+            known[place] = found
+            names += found.names
+            tensors += found.select_tensors(leaves)
+            count += found.encode_values(leaves, pieces)
+        self._known = known
+        halves = (bytes.fromhex(digest[: 2 * _HALF]) for digest in digest_many(tensors))
+        found_tensors = {
+            name: (path, half) for (name, path), half in zip(names, halves, strict=True)
+        }
+        return found_tensors, digest_pieces([b"L%x:" % count, *pieces])
 
 
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,17 +116,15 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
     data = manifest["tensors"].cpu().numpy().tobytes()
     rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
     expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
-    layout, leaves = Layout.of(content)
-    present = _Leaves(layout, leaves, layout.paths if version == 1 else layout.keys)
+    tensors, values = ManifestMaker(version).digest(content)
     changed, added = [], []
-    for key, found in present.digest_tensors(leaves).items():
-        expected = expected_rows.pop(key, None)
+    for name, (path, found) in tensors.items():
+        expected = expected_rows.pop(name, None)
         if expected is None:
-            added.append(present.paths[key])
+            added.append(path)
         elif expected != found:
-            changed.append(present.paths[key])
-    values_differ = present.digest_values(leaves) != manifest["values"]
-    return Damage(tuple(changed), tuple(added), len(expected_rows), values_differ)
+            changed.append(path)
+    return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
 
 
 class _Leaves:
@@ -108,46 +133,43 @@ class _Leaves:
     Args:
         layout: The layout.
         leaves: Its leaves in one checkpoint.
-        names: The name of each leaf in the manifest.
+        version: That of the manifest; in the first one, the path of a leaf is its name.
 
     Attributes:
         layout: The layout.
-        paths: The path of each tensor, by the digest of its name.
+        names: The digest of the name, and the path, of each tensor.
     """
 
-    def __init__(self, layout: Layout, leaves: Sequence[Any], names: Sequence[str]) -> None:
+    def __init__(self, layout: Layout, leaves: Sequence[Any], version: int) -> None:
         self.layout = layout
+        texts = layout.paths if version == 1 else layout.keys
         self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._keys = [
-            blake2b(names[place].encode(), digest_size=_HALF).digest() for place in self._tensors
+        self.names = [
+            (blake2b(texts[place].encode(), digest_size=_HALF).digest(), layout.paths[place])
+            for place in self._tensors
         ]
-        tensors = [layout.paths[place] for place in self._tensors]
-        self.paths = dict(zip(self._keys, tensors, strict=True))
         among = set(self._tensors)
-        self._values = [place for place in range(len(leaves)) if place not in among]
-        # What `encode([name, leaf])` begins with.
-        self._starts = [b"L2:%b" % encode_plain(names[place]) for place in self._values]
+        # The other leaves, and what `encode([name, leaf])` begins with.
+        self._values = [
+            (place, b"L2:%b" % encode_plain(text))
+            for place, text in enumerate(texts)
+            if place not in among
+        ]
 
-    def digest_tensors(self, leaves: Sequence[Any]) -> dict[bytes, bytes]:
-        """Return the first half of each tensor's digest, by the digest of its name.
+    def select_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Return the tensors among the leaves."""
+        return [leaves[place] for place in self._tensors]
 
-        Of tensors with the same name it is that of the last one.
-        """
-        digests = digest_many([leaves[place] for place in self._tensors])
-        halves = (bytes.fromhex(digest[: 2 * _HALF]) for digest in digests)
-        return dict(zip(self._keys, halves, strict=True))
-
-    def digest_values(self, leaves: Sequence[Any]) -> str:
-        """Return the digest of the list of the name and the value of each other leaf."""
-        pieces: list[Piece] = [b"L%x:" % len(self._values)]
-        for start, place in zip(self._starts, self._values, strict=True):
+    def encode_values(self, leaves: Sequence[Any], pieces: list[Piece]) -> int:
+        """Append the encoded names and values of the other leaves; return their number."""
+        for place, start in self._values:
             leaf = leaves[place]
             pieces.append(start)
             if type(leaf) in PLAIN_TYPES:
                 pieces.append(encode_plain(leaf))
             else:
                 pieces += _encode_other(leaf)
-        return digest_pieces(pieces)
+        return len(self._values)
 
 
 def _encode_other(leaf: object) -> list[Piece]:

@@ -1,6 +1,6 @@
 """The walker of nested values: ``(path, leaf)`` pairs in order. Nothing here imports torch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 # Returns the (key, entry) pairs of a container, given its depth; None for a leaf.
@@ -68,10 +68,18 @@ class Layout:
         self._is_known = True
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> tuple["Layout", list[Any]]:
+    def of(
+        cls, value: Mapping[Any, Any], path: str = "", key: str = "", above: tuple[int, ...] = ()
+    ) -> tuple["Layout", list[Any]]:
         """Return the layout of a value and its leaves; an empty container is not a leaf.
 
         A container that holds itself is a leaf where it occurs again.
+
+        Args:
+            value: The value.
+            path: The path of the value, if it is part of another one.
+            key: Its key there.
+            above: The ids of the containers around it.
 
         >>> layout, leaves = Layout.of({"a.b": 1, "a": {"b": 2}, "c": [3]})
         >>> list(zip(layout.paths, layout.keys, leaves))
@@ -79,10 +87,10 @@ class Layout:
         """
         layout = cls()
         entries: list[Any] = []
-        layout._root = layout._explore(value, "", "", (), entries)
+        layout._root = layout._explore(value, path, key, above, entries)
         return layout, [entries[place] for place in layout._places]
 
-    def read(self, value: Mapping[str, Any]) -> list[Any] | None:
+    def read(self, value: Mapping[Any, Any]) -> list[Any] | None:
         """Return the leaves of a value; None if it does not have this layout."""
         entries: list[Any] = []
         if self._root is None or not self._is_known or not self._root.read(value, entries):
@@ -101,9 +109,7 @@ class Layout:
         inner = []
         for place, entry in enumerate(entries):
             name = place if names is None else names[place]
-            written = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
-            below = f"{path}.{name}" if path else str(name)
-            written = f"{key}{left}{written}{right}"
+            below, written = _name(path, key, name, left + right)
             holds_itself = id(entry) in above or entry is value
             self._is_known &= not holds_itself
             if type(entry) in PLAIN_TYPES or not isinstance(entry, _CONTAINERS) or holds_itself:
@@ -115,6 +121,30 @@ class Layout:
                     (place, self._explore(entry, below, written, (*above, id(value)), out))
                 )
         return _Container(type(value), names, list(map(type, entries)), inner)
+
+
+def list_sections(
+    value: Mapping[Any, Any], path: str = "", key: str = "", above: tuple[int, ...] = ()
+) -> Iterator[tuple[Mapping[Any, Any], str, str, tuple[int, ...]]]:
+    """Yield the parts of a value whose layouts change apart, as the arguments of ``Layout.of``.
+
+    These are its entries, and those of a mapping in it that holds only mappings, as the states of
+    callbacks in a checkpoint.
+    """
+    above = (*above, id(value))
+    for name, entry in value.items():
+        whole = not isinstance(entry, Mapping) or id(entry) in above
+        if whole or not all(isinstance(part, Mapping) for part in entry.values()):
+            yield {name: entry}, path, key, above
+        else:
+            yield from list_sections(entry, *_name(path, key, name, "{}"), above)
+
+
+def _name(path: str, key: str, name: object, brackets: str) -> tuple[str, str]:
+    """Return the path and the key of an entry of a container."""
+    written = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
+    below = f"{path}.{name}" if path else str(name)
+    return below, f"{key}{brackets[0]}{written}{brackets[1]}"
 
 
 class _Container(NamedTuple):

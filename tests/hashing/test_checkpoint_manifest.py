@@ -132,6 +132,12 @@ ALIKE = [
     {"x": [holding_itself()], "y": [T]},
     {"x": [{"x": [{"x": [1]}]}], "y": [T]},
     {"x": [{"x": [1]}], "y": [T]},
+    {"x": {"a": {"b": T}, "c": {"d": 1}}, "y": {}},
+    {"x": {"a": {"b": T}, "c": {"e": 1}}, "y": {}},
+    {"x": {"c": {"d": 1}, "a": {"b": T}}, "y": {}},
+    {"x": {"a": holding_itself(), "c": {"d": 1}}, "y": {}},
+    {"x": {"a": holding_itself()}, "y": {True: {2: T}, 2: {}}},
+    {"y": {"x": {1: {2: T}}}},
 ]
 
 
@@ -147,18 +153,26 @@ def test_a_maker_makes_the_manifests_of_its_fit_as_if_each_were_the_first(first)
         assert as_text(maker.make(second)) == as_text(make_manifest(second))
 
 
-def test_the_second_checkpoint_of_a_fit_is_not_walked_again(monkeypatch):
-    walked = []
+def test_of_the_second_checkpoint_only_what_has_other_keys_is_named(monkeypatch):
+    """As the state of ModelCheckpoint, which has the path of the best checkpoint as a key."""
+    named = []
     layout_of = checkpoint_manifest.Layout.of
     monkeypatch.setattr(
-        checkpoint_manifest.Layout, "of", lambda value: [walked.append(1), layout_of(value)][1]
+        checkpoint_manifest.Layout,
+        "of",
+        lambda value, *words: [named.append(list(value)), layout_of(value, *words)][1],
     )
     maker = ManifestMaker()
     for number in (1.0, 2.0):
         changed = content()
         changed["states"][0]["lr"] = number
-        assert not check_manifest(changed, maker.make(changed))
-    assert len(walked) == 3  # once by the maker, once by each check
+        changed["callbacks"] = {"best": {"paths": {str(number): 1}}, "stopping": {"wait": 1}}
+        made = maker.make(changed)
+        walked = [*named]
+        named.clear()
+        assert not check_manifest(changed, made)
+        named.clear()
+    assert walked == [["paths"]]
 
 
 # Made by the first version for `content()`.

@@ -1,46 +1,44 @@
-"""Small tensors in one storage: a checkpoint's file has an entry for each storage, not tensor."""
+"""Numbers in one storage: a checkpoint's file has an entry for each storage, not tensor."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Joining copies; for a larger tensor that takes longer than an entry of the file.
-_MOST_BYTES = 65536
-
 
 def join_tensors(value: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values whose small tensors of one dtype are parts of the same storage.
+    """Return plain values whose tensors of one number share a storage for each dtype.
 
     torch writes such tensors as views of it, which load as any other tensor: an entry of the file
-    takes 30 microseconds, and a state has dozens of numbers as tensors.
+    takes 30 microseconds, and a state has dozens of numbers as tensors. Larger ones stay apart: a
+    generator reads its state from the beginning of the storage.
 
     Args:
         value: Nested dicts, lists and tuples; the other values are kept.
     """
-    small: dict[torch.dtype, list[Tensor]] = {}
-    _collect(value, small)
-    parts = {dtype: iter(_join(tensors)) for dtype, tensors in small.items()}
+    numbers: dict[torch.dtype, list[Tensor]] = {}
+    _collect(value, numbers)
+    parts = {dtype: iter(_join(tensors)) for dtype, tensors in numbers.items()}
     joined: dict[str, Any] = _replace(value, parts)
     return joined
 
 
-def _is_small(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return (
         type(value) is Tensor
         and value.is_cpu
         and value.layout is torch.strided
-        and value.nbytes <= _MOST_BYTES
+        and value.numel() == 1
         and not (value.requires_grad or value.is_complex() or value.is_quantized)
     )
 
 
-def _collect(value: Any, small: dict[torch.dtype, list[Tensor]]) -> None:
+def _collect(value: Any, numbers: dict[torch.dtype, list[Tensor]]) -> None:
     if type(value) in (dict, list, tuple):
         for entry in value.values() if type(value) is dict else value:
-            _collect(entry, small)
-    elif _is_small(value):
-        small.setdefault(value.dtype, []).append(value)
+            _collect(entry, numbers)
+    elif _is_number(value):
+        numbers.setdefault(value.dtype, []).append(value)
 
 
 def _join(tensors: list[Tensor]) -> list[Tensor]:
@@ -56,4 +54,4 @@ def _replace(value: Any, parts: dict[torch.dtype, Any]) -> Any:
         return {key: _replace(entry, parts) for key, entry in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_replace(entry, parts) for entry in value)
-    return next(parts[value.dtype]) if _is_small(value) else value
+    return next(parts[value.dtype]) if _is_number(value) else value

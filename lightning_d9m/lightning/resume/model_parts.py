@@ -1,13 +1,15 @@
 """A model's modules, metrics and tensors by name, found again only when the model has others."""
 
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_d9m.control.generators import holds_data_only
+from lightning_d9m.control.generators import are_data
 from lightning_d9m.hashing.model_tensors import ModelTensors
+
+_MODULE = frozenset(vars(nn.Module()))
 
 
 class ModelParts:
@@ -24,10 +26,10 @@ class ModelParts:
         self._metrics: dict[str, Any] = {}
         self._parameters: list[tuple[str, Tensor]] = []
         self._buffers: list[tuple[str, Tensor]] = []
-        # The attributes of modules that hold data only: their names and types.
+        # The attributes of the modules that hold data only, and which of them are not torch's.
         self._plain: list[dict[str, Any]] = []
         self._names: list[str] = []
-        self._types: list[type] = []
+        self._are_own: list[bool] = []
         self._searched: dict[str, nn.Module] = {}
 
     @property
@@ -62,23 +64,22 @@ class ModelParts:
         """The modules among whose own attributes may be generators."""
         modules = self.modules
         # In C, for all attributes at once: most modules of a model hold only numbers and texts.
-        attributes = chain.from_iterable(map(dict.values, self._plain))
-        if (
-            list(map(type, attributes)) != self._types
-            or list(chain.from_iterable(self._plain)) != self._names
-        ):
+        same = list(chain.from_iterable(self._plain)) == self._names
+        values = chain.from_iterable(map(dict.values, self._plain))
+        if not same or not are_data(compress(values, self._are_own)):
             self._divide()
         return self._searched if modules else {}
 
     def _divide(self) -> None:
-        self._searched = {
-            name: module for name, module in self._modules.items() if not holds_data_only(module)
-        }
-        self._plain = [
-            vars(module) for name, module in self._modules.items() if name not in self._searched
-        ]
+        self._searched, self._plain = {}, []
+        for name, module in self._modules.items():
+            own = (value for key, value in vars(module).items() if key not in _MODULE)
+            if are_data(own):
+                self._plain.append(vars(module))
+            else:
+                self._searched[name] = module
         self._names = list(chain.from_iterable(self._plain))
-        self._types = list(map(type, chain.from_iterable(map(dict.values, self._plain))))
+        self._are_own = [name not in _MODULE for name in self._names]
 
 
 def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:

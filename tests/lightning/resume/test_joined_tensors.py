@@ -1,4 +1,4 @@
-"""Joined tensors load as the same tensors, from fewer entries of a file."""
+"""Joined numbers load as the same tensors, from fewer entries of a file."""
 
 import io
 import zipfile
@@ -11,12 +11,17 @@ from lightning_d9m.lightning.resume.joined_tensors import join_tensors
 NAN = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000], dtype=torch.int32).view(torch.float32)
 VALUE = {
     "numbers": [torch.tensor(1.5), {"count": torch.tensor(3)}, (torch.tensor(-0.0), 2, "x")],
-    "bits": {"nan": NAN, "half": torch.ones(3, dtype=torch.bfloat16), "bool": torch.tensor(True)},
+    "nan": [NAN[number] for number in range(3)],
+    "bits": {
+        "ones": torch.ones(1, 1),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "bool": torch.tensor(True),
+    },
     "empty": [torch.ones(0), torch.ones(0, 3), [], {}],
     "shaped": torch.arange(6).reshape(2, 3).T,
     "large": torch.zeros(20000, dtype=torch.float64),
     "other": [torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse()],
-    "again": NAN,
+    "state": torch.Generator().get_state(),
 }
 
 
@@ -35,8 +40,9 @@ def test_joined_tensors_load_as_the_same_tensors():
     torch.save(joined, file)
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert describe(joined) == describe(loaded) == expected
-    assert joined["large"] is VALUE["large"]
-    assert joined["other"][0] is VALUE["other"][0]
+    for name in ("large", "state", "shaped"):
+        assert joined[name] is VALUE[name]
+    assert torch.Generator().set_state(loaded["state"]).initial_seed()
     loaded["numbers"][0].add_(1)  # changes no neighbor
     loaded["numbers"][0].sub_(1)
     assert describe(loaded) == expected

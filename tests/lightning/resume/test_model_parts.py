@@ -30,6 +30,7 @@ CHANGES = {
     "a generator in the place of a number": lambda model: setattr(
         model[3][0], "scale", random.Random(1)
     ),
+    "a tensor in the place of None": lambda model: setattr(model[2], "noise", torch.ones(1)),
     "a new attribute": lambda model: setattr(model[0], "noise", [random.Random(1)]),
     "an attribute that replaces another": lambda model: (
         delattr(model[2], "noise"),
@@ -73,6 +74,6 @@ def test_an_unchanged_model_is_not_searched_again(monkeypatch):
     parts = ModelParts(model)
     before = describe(parts)
     monkeypatch.setattr(nn.Module, "named_modules", None)
-    model[2].scale = 3.0
+    model[2].scale, model[2].noise = 3, torch.ones(1)
     assert describe(parts) == before
     assert list(parts.searched) == []
