@@ -122,18 +122,31 @@ def unwrap_model(model: Any) -> torch.nn.Module:
     while type(model).__name__ in _WRAPPERS:
         model = model.module
     found: torch.nn.Module = model
-    engine = type(found).__module__.partition(".")[0] == "deepspeed"
-    if engine or any(hasattr(parameter, "ds_id") for parameter in found.parameters()):
-        raise SettingError(
-            f"The model is {type(found).__name__} with DeepSpeed, which keeps the states of "
-            "optimizers, and with ZeRO stage 3 the weights, in partitions that the parameters do "
-            "not show: a ledger would not show every difference. Use DDP or FSDP."
-        )
+    if _is_of_deepspeed(found) or any(hasattr(own, "ds_id") for own in found.parameters()):
+        raise SettingError(_describe_deepspeed("model", found))
     return found
 
 
+def _is_of_deepspeed(made: object) -> bool:
+    return type(made).__module__.partition(".")[0] == "deepspeed"
+
+
+def _describe_deepspeed(part: str, made: object) -> str:
+    return (
+        f"The {part} is {type(made).__name__} with DeepSpeed, which keeps the states of "
+        "optimizers, and with ZeRO stage 3 the weights, in partitions that the parameters do "
+        "not show: a ledger would not show every difference. Use DDP or FSDP."
+    )
+
+
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer within the wrappers of Fabric and Accelerate."""
+    """Return the optimizer within the wrappers of Fabric and Accelerate.
+
+    Raises:
+        SettingError: For an optimizer of DeepSpeed.
+    """
+    if _is_of_deepspeed(optimizer):
+        raise SettingError(_describe_deepspeed("optimizer", optimizer))
     inner = getattr(optimizer, "optimizer", None)
     found: torch.optim.Optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
     return found

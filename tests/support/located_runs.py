@@ -42,7 +42,7 @@ def locate(train, output, *, rank=0, ranks=1):
             except Exception as error:
                 raise CommandError(str(error)) from error
 
-    def run_here(command, folder, *, title, timeout, variables):
+    def run_here(_, folder, *, variables, **__):
         own = {LEDGER_VARIABLE: str(folder), **variables}
         what = (int(folder.name.rpartition("-")[2]), own)
         request(what)

@@ -320,6 +320,7 @@ CELLS |= {
     ),
 }
 FLAT = "fsdp1, flat parameters"
+HYBRID = "fsdp1, hybrid"
 # These are resumed from full checkpoints, too.
 FULL = ("fsdp1", "fsdp2", "tp", "tp, 4 ranks", "hsdp", "fsdp2 and tp")
 # In these an operation races, too.
@@ -468,6 +469,21 @@ def locate_fault(folder, cell, fault, name="located"):
     return locate(train, folder / f"{name} runs", rank=RANK, ranks=WORLD)
 
 
+def find_more(folder, cell, last):
+    """Locate the faults of a cell on its last rank, and pin its offloaded parameters."""
+    found = {}
+    found["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
+    if "offload" in CELLS[cell].layout:
+        found["pinned"] = pin_offloaded()
+    if cell in RACING:
+        race, name = Fault(last, races=True), "located op"
+        found[name] = locate_fault(folder, cell, race, name)
+    if cell in DRIFTING:
+        drift, name = Fault(last, epoch=0, batch=0, name=COPIED), "located drift"
+        found[name] = locate_fault(folder, cell, drift, name)
+    return found
+
+
 def run(folder, cell):
     """Run a cell; return what each rank found whose process this is, or that it started."""
     session._fits = 0
@@ -492,26 +508,22 @@ def run(folder, cell):
     attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
-    attempt("probed", probes="all")
-    attempt("probed again", probes="all")
-    attempt("replayed", replay_every=2)
+    divided = cell.startswith(("fsdp", "hsdp", "tp"))
+    replay = {"replay_every": 2}
+    attempt("probed", probes="all", **({} if divided else replay))
+    attempt("probed again", probes="all", **({} if divided else replay))
+    if divided:
+        attempt("replayed", **replay)
     attempt("patched", patched=True, reference=reference)
-    for step in (1, 2) if WORLD > 2 else (1,):  # the second ends an epoch of four ranks
+    # The second ends an epoch of four ranks.
+    for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
         path = folder / "checkpoints" / f"step={step}.ckpt"
         attempt(f"resumed at {step}", resume_from=path, reference=reference)
     if cell in FULL:
         attempt("full", every=1, full=True)
         path = folder / "full checkpoints" / "step=1.ckpt"
         attempt("resumed from full", resume_from=path, reference=reference, full=True)
-    found[0]["located"] = locate_fault(folder, cell, Fault(last, epoch=0, batch=0))
-    if "offload" in CELLS[cell].layout:
-        found[0]["pinned"] = pin_offloaded()
-    if cell in RACING:
-        race, name = Fault(last, races=True), "located op"
-        found[0][name] = locate_fault(folder, cell, race, name)
-    if cell in DRIFTING:
-        drift, name = Fault(last, epoch=0, batch=0, name=COPIED), "located drift"
-        found[0][name] = locate_fault(folder, cell, drift, name)
+    found[0] |= find_more(folder, cell, last)
     return found
 
 
