@@ -24,7 +24,7 @@ TRAINING = Path(__file__).parents[1] / "support" / "gallery_training.py"
 PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 
-def run_forked(command, folder, *, title, timeout, variables, ranks, pythons):
+def run_forked(command, folder, *, variables, ranks, pythons, **_):
     """Replace ``run_once``: the same variables, without the start of an interpreter."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
     environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}

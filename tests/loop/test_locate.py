@@ -72,7 +72,7 @@ def locate(tmp_path, monkeypatch, capsys):
     """Return a function that locates a cause; it gives the status and what was found."""
     monkeypatch.chdir(tmp_path)
 
-    def run_here(_, folder, *, variables, **__):
+    def run_here(command, folder, *, variables, **_):
         with monkeypatch.context() as environment:
             environment.setenv("LIGHTNING_D9M_LEDGER_DIR", str(folder))
             for name, text in variables.items():
