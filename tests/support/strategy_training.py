@@ -508,12 +508,9 @@ def run(folder, cell):
     attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
-    divided = cell.startswith(("fsdp", "hsdp", "tp"))
-    replay = {"replay_every": 2}
-    attempt("probed", probes="all", **({} if divided else replay))
-    attempt("probed again", probes="all", **({} if divided else replay))
-    if divided:
-        attempt("replayed", **replay)
+    attempt("probed", probes="all")
+    attempt("probed again", probes="all")
+    attempt("replayed", replay_every=2)
     attempt("patched", patched=True, reference=reference)
     # The second ends an epoch of four ranks.
     for step in (1, 2) if cell in ("hsdp", "fsdp2 and tp", HYBRID) else (1,):
