@@ -405,7 +405,7 @@ def test_a_checkpoint_has_the_weights_of_the_ledger(capsys, kind, cell):
     assert last.is_dir() == (not kind)
     command = ["verify", "--allow-objects", str(last)]
     assert main([*command, str(ledger(folder).path)]) == 0
-    assert "its weights are those of epoch 1 (step" in capsys.readouterr().out
+    assert " are those of epoch 1 (step" in capsys.readouterr().out
     assert main([*command, str(ledger(folder, "fault without reference").path)]) == 1
     step = records(folder)[-1].step
     assert f"; of epoch 1 (step {step}) differ layers.0.weight\n" in capsys.readouterr().out
