@@ -15,7 +15,7 @@ from lightning_d9m.hashing.digest import digest_value
 _TIMINGS = 9
 
 
-def count_outputs(
+def count_distinct_outputs(
     subject: Subject,
     sizes: Sequence[int],
     evaluate: Callable[[Sequence[int]], list[str | None]],

@@ -96,7 +96,7 @@ def _audit(arguments: argparse.Namespace) -> dict[str, Any]:
     micros = inference_modes.time_modes(subject, max(sizes))
     modes = []
     for mode, evaluate in inference_modes.make_evaluators(subject, max(sizes)).items():
-        distinct, differing = inference_modes.count_outputs(subject, [1, *sizes], evaluate)
+        distinct, differing = inference_modes.count_distinct_outputs(subject, [1, *sizes], evaluate)
         modes.append(
             {
                 "mode": mode,

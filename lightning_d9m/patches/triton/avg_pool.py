@@ -17,8 +17,8 @@ from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.patches.primitives.pooling_windows import Window, count_adaptive_windows
 from lightning_d9m.patches.triton.geometry import (
-    divide,
     divide_float,
+    divide_index,
     find_adaptive_window,
     find_block,
     find_coordinates,
@@ -46,8 +46,8 @@ def _measure_strided_window(output, inputs, window, COUNT_PADDING: tl.constexpr)
 @triton.jit
 def _measure_adaptive_window(output, inputs, outputs):
     """Return the length of a window of an adaptive pooling; ``outputs`` is a divisor."""
-    start = divide(output * inputs, outputs)
-    return divide((output + 1) * inputs + outputs[0] - 1, outputs) - start
+    start = divide_index(output * inputs, outputs)
+    return divide_index((output + 1) * inputs + outputs[0] - 1, outputs) - start
 
 
 @triton.jit(do_not_specialize=["sizes", "outputs", "windows", "strides", "divisor", "elements"])

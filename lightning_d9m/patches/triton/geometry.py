@@ -27,7 +27,7 @@ def find_block(elements, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def divide(number, divisor):
+def divide_index(number, divisor):
     """Divide a number from 0 by one that all programs share.
 
     A division of integers takes many instructions, a multiplication few. In 64 bits, which only
@@ -60,23 +60,23 @@ def find_coordinates(offsets, sizes, DIMS: tl.constexpr, CHANNELS_LAST: tl.const
     depth = channel
     height = channel
     if CHANNELS_LAST:
-        above = divide(offsets, sizes[0])
+        above = divide_index(offsets, sizes[0])
         channel = offsets - above * sizes[0][0]
         offsets = above
-    above = divide(offsets, sizes[3])
+    above = divide_index(offsets, sizes[3])
     width = offsets - above * sizes[3][0]
     offsets = above
     if DIMS > 1:
-        above = divide(offsets, sizes[2])
+        above = divide_index(offsets, sizes[2])
         height = offsets - above * sizes[2][0]
         offsets = above
     if DIMS > 2:  # noqa: PLR2004 - a number of dimensions
-        above = divide(offsets, sizes[1])
+        above = divide_index(offsets, sizes[1])
         depth = offsets - above * sizes[1][0]
         offsets = above
     batch = offsets
     if not CHANNELS_LAST:
-        batch = divide(offsets, sizes[0])
+        batch = divide_index(offsets, sizes[0])
         channel = offsets - batch * sizes[0][0]
     return batch, channel, depth, height, width
 
@@ -116,10 +116,12 @@ def find_strided_window(place, rank, outputs, window, DILATED: tl.constexpr):
     stride = window[1]
     if DILATED:
         reach = place + window[2] - (window[0] - 1 - rank) * window[3]
-        output = divide(tl.maximum(reach, 0), stride)
+        output = divide_index(tl.maximum(reach, 0), stride)
         inside = (reach >= 0) & (output * stride[0] == reach)
     else:
-        output = divide(tl.maximum(place + window[2] - window[0] + stride[0], 0), stride) + rank
+        output = (
+            divide_index(tl.maximum(place + window[2] - window[0] + stride[0], 0), stride) + rank
+        )
         inside = output * stride[0] <= place + window[2]
     return output, inside & (output < outputs)
 
@@ -136,7 +138,7 @@ def find_adaptive_window(place, rank, outputs, inputs):
         outputs: The number of windows.
         inputs: The number of inputs, as a divisor.
     """
-    output = divide(place * outputs, inputs) + rank
+    output = divide_index(place * outputs, inputs) + rank
     return output, output * inputs[0] < (place + 1) * outputs
 
 
@@ -155,5 +157,5 @@ def find_fractional_window(place, rank, outputs, window):
     """
     steps = outputs - 1
     span = window[1]
-    output = divide(tl.maximum(place - window[0] - 1, 0) * steps + span[0] - 1, span) + rank
+    output = divide_index(tl.maximum(place - window[0] - 1, 0) * steps + span[0] - 1, span) + rank
     return output, (output * span[0] <= (place + 2) * steps) & (output < outputs)

@@ -34,7 +34,7 @@ class Side(NamedTuple):
 
 @lru_cache(4096)
 def as_divisor(number: int) -> tuple[int, int, int]:
-    """Return a divisor for ``geometry.divide``: the number, a factor and a shift.
+    """Return a divisor for ``geometry.divide_index``: the number, a factor and a shift.
 
     For ``0 <= n < 2**31`` and ``0 < number < 2**31`` the quotient is ``n * factor >> shift``
     (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994). The

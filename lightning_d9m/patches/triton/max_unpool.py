@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9m.patches.triton.geometry import divide, find_block
+from lightning_d9m.patches.triton.geometry import divide_index, find_block
 from lightning_d9m.patches.triton.input_gradient import as_divisor
 from lightning_d9m.patches.triton.launch import (
     INT32_LIMIT,
@@ -41,7 +41,7 @@ def mark_last(
         WIDE: Whether an offset may exceed 32 bits.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
-    plane = divide(offsets, inputs)
+    plane = divide_index(offsets, inputs)
     position = (offsets - plane * inputs[0]).to(last.dtype.element_ty)
     place = tl.load(places + offsets, mask=exists, other=0)
     inside = (place >= 0) & (place < outputs)
@@ -66,7 +66,7 @@ def read_last(
         WIDE: Whether an offset may exceed 32 bits.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
-    plane = divide(offsets, outputs)
+    plane = divide_index(offsets, outputs)
     position = tl.load(last + offsets, mask=exists, other=-1)
     found = position >= 0
     value = tl.load(values + plane * inputs + position, mask=found, other=0)
