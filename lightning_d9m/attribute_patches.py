@@ -26,7 +26,7 @@ class AttributePatches:
         original = _find_original(owner, name)
         # A DataLoader does not allow to set `dataset` and similar attributes after construction,
         # because its sampler may depend on them. Replacements here keep length and samples.
-        object.__setattr__(owner, name, value)
+        _set(owner, name, value)
         if any(patched() is owner and name == other for patched, other, _ in self._originals):
             return
         self._originals = [entry for entry in self._originals if entry[0]() is not None]
@@ -43,7 +43,14 @@ class AttributePatches:
                 with suppress(AttributeError):
                     object.__delattr__(owner, name)
             else:
-                object.__setattr__(owner, name, original)
+                _set(owner, name, original)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        setattr(owner, name, value)
+    else:
+        object.__setattr__(owner, name, value)
 
 
 def _find_original(owner: Any, name: str) -> Any:

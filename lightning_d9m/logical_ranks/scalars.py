@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.utils._python_dispatch import _disable_current_modes
 
 # All processes send so many bytes at first, which is enough for logged values; then they know how
 # many follow.
@@ -53,8 +54,9 @@ def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
 
 
 def _gather_equal(data: bytes, group: Any) -> list[bytes]:
-    # Lightning validates in inference mode, whose tensors may not be written to elsewhere.
-    with torch.inference_mode(mode=False):
+    # Lightning validates in inference mode, whose tensors may not be written to elsewhere. A mode
+    # that probes operations would see bytes that no two runs have in common.
+    with torch.inference_mode(mode=False), _disable_current_modes():
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if "nccl" in group.name().lower():
             sent = sent.cuda()

@@ -22,7 +22,6 @@ from strategy_training import (
     Fault,
     RacingReLU,
     change_one_bit,
-    choose_probes,
     describe,
     patches_counted,
 )
@@ -253,8 +252,8 @@ def run(folder, cell, launched=None):
     fault = Fault(ranks - 1)
     trainings = {
         "second": {"reference": reference},
-        "probed": {"probes": choose_probes(cell)},
-        "probed again": {"probes": choose_probes(cell)},
+        "probed": {"probes": "all"},
+        "probed again": {"probes": "all"},
         "fault": {"reference": reference, "fault": fault},
         "fault without reference": {"fault": fault},
         "patched": {"patched": True, "reference": reference},

@@ -48,7 +48,6 @@ from lightning_d9m import (
 from lightning_d9m.control import session
 from lightning_d9m.errors import D9mError
 from lightning_d9m.hashing.model_tensors import plain_name
-from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.patches import registration
 
 RANK = int(os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0"))
@@ -470,13 +469,6 @@ def locate_fault(folder, cell, fault, name="located"):
     return locate(train, folder / f"{name} runs", rank=RANK, ranks=WORLD)
 
 
-def choose_probes(cell):
-    """Return what is probed: no operations where threads that exchange gradients call some."""
-    if cell.endswith(("fp16_compress_hook", "logical ranks")):
-        return [kind for kind in PROBE_KINDS if kind != "op"]
-    return "all"
-
-
 def find_more(folder, cell, last):
     """Locate the faults of a cell on its last rank, and pin its offloaded parameters."""
     found = {}
@@ -516,8 +508,8 @@ def run(folder, cell):
     attempt("fault without reference", fault=Fault(last))
     if "tp" in CELLS[cell].layout:
         attempt("fault of a copy", fault=Fault(last, name=COPIED))
-    attempt("probed", probes=choose_probes(cell))
-    attempt("probed again", probes=choose_probes(cell))
+    attempt("probed", probes="all")
+    attempt("probed again", probes="all")
     attempt("replayed", replay_every=2)
     attempt("patched", patched=True, reference=reference)
     # The second ends an epoch of four ranks.

@@ -8,9 +8,9 @@ import contextlib
 import linecache
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache, partial, partialmethod, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.hashing.model_tensors import plain_name
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import eager_modules
@@ -115,7 +116,7 @@ class OpMode(TorchDispatchMode):
             return
         self._is_on = True
         try:
-            with self:
+            with _callbacks_unseen(), self:
                 yield
         finally:
             self._is_on = False
@@ -188,6 +189,32 @@ class OpMode(TorchDispatchMode):
         device = next(tensors, torch.empty(0, device=kwargs.get("device"))).device
         module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
         return content | {"rng": module.get_rng_state(), "rng_device": str(device)}
+
+
+@contextmanager
+def _callbacks_unseen() -> Iterator[None]:
+    """Call the callbacks of futures, as of DDP's communication hooks, outside dispatch modes.
+
+    A callback runs in the thread that completes the future, or in this one if it is complete, so
+    that time would decide whether a mode sees its operations.
+    """
+    future: Any = torch._C.Future  # noqa: SLF001 - torch.futures.Future calls its methods
+    patches = AttributePatches()
+    for name in ("then", "add_done_callback"):
+        patches.replace(future, name, partialmethod(_add_unseen, getattr(future, name)))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _add_unseen(future: Any, add: Callable[..., Any], callback: Callable[..., Any]) -> Any:
+    @wraps(callback)
+    def unseen(*args: Any) -> Any:
+        with _disable_current_modes():
+            return callback(*args)
+
+    return add(future, unseen)
 
 
 def _parents(name: str) -> Iterator[str]:

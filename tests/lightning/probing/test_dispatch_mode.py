@@ -1,11 +1,15 @@
-"""The line of the program that an operation's dump names, forward and backward."""
+"""The operations that are probed, and the line of the program that each one's dump names."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from trainings import make_model
 
+from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.probes.dumps import read_dump
+from lightning_d9m.probes.settings import ProbeSettings
 
 
 class Doubled(torch.autograd.Function):
@@ -54,3 +58,25 @@ def test_each_operation_has_the_line_that_called_it(dumped, op, line, backward):
     """In a backward pass that is a line of the program's own, or the forward operation's."""
     assert dumped[op]["source"].endswith(f": {line}")
     assert dumped[op]["backward"] is backward
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+@pytest.mark.parametrize("method", ["then", "add_done_callback"])
+def test_a_callback_of_a_future_is_probed_in_no_thread(method, is_complete):
+    """As that of a communication hook, which runs here or in another thread."""
+    seen, called = [], []
+    probes = SimpleNamespace(
+        listens=True, saves=False, add=lambda kind, name, value: seen.append(name)
+    )
+    before = dict(vars(torch._C.Future))
+    future, value = torch.futures.Future(), torch.ones(2)
+    if is_complete:
+        future.set_result(value)
+    with OpMode(ProbeSettings(), probes).entered():
+        getattr(future, method)(lambda done: called.append(done.value().mul(2)))
+        if not is_complete:
+            future.set_result(value)
+        value.neg()
+    assert len(called) == 1
+    assert seen == ["(model)::aten.neg.default"]
+    assert dict(vars(torch._C.Future)) == before
