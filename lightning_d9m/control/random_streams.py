@@ -19,9 +19,10 @@ class RandomStreams:
         number: Ordinal of the loader in its stage.
         epoch: The current epoch of this process.
         workers: The base seed that torch draws for the workers of the epoch's first iteration.
-        shared: In shared memory for persistent workers, int64 of shape (2,): the current epoch of
-            the main process, and whether a worker's dataset has changed its numbers. None without
-            such workers.
+        starts: How often an epoch was started, or started again.
+        shared: In shared memory for persistent workers, int64 of shape (3,): the current epoch of
+            the main process, whether a worker's dataset has changed its numbers, and ``starts``.
+            None without such workers.
     """
 
     seed: int
@@ -31,24 +32,26 @@ class RandomStreams:
     number: int = 0
     epoch: int = 0
     workers: int = 0
+    starts: int = 0
     shared: torch.Tensor | None = None
 
     def start_epoch(self, epoch: int) -> None:
         """Enter an epoch in the main process."""
         self.epoch = epoch
+        self.starts += 1
         if self.shared is not None:
-            self.shared[0] = epoch
+            self.shared[0], self.shared[2] = epoch, self.starts
 
     def at_epoch(self) -> "RandomStreams":
         """Return a copy that stays in the current epoch."""
         return replace(self, shared=None)
 
     def follow(self) -> bool:
-        """Enter the main process's epoch; return whether the epoch changed."""
-        before = self.epoch
+        """Enter the main process's epoch; return whether it was started since the last call."""
+        before = self.starts
         if self.shared is not None:
-            self.epoch = int(self.shared[0])
-        return self.epoch != before
+            self.epoch, _, self.starts = map(int, self.shared.tolist())
+        return self.starts != before
 
     def report_changed_numbers(self) -> None:
         """Tell the main process that iterating changes numbers of the dataset."""

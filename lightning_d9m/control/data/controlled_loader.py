@@ -105,7 +105,7 @@ class ControlledLoader:
                 # Running workers do not have these streams, so torch must start new ones.
                 replacements.replace(loader, "_iterator", None)
                 if iterable:
-                    stream.shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+                    stream.shared = torch.zeros(3, dtype=torch.int64).share_memory_()
         self.at_start: dict[str, Any] = {}
         self._dataset = weakref.ref(loader.dataset) if numbers is not None else None
         self._first_numbers = numbers or {}

@@ -52,6 +52,29 @@ def test_a_long_lived_worker_draws_the_same_as_one_that_starts_anew():
     assert epochs(make(**WORKERS[1]), start=2, count=1) == persistent[2:]
 
 
+class DrawnOrder(IterableDataset):
+    """A stream that draws its order when it starts."""
+
+    def __iter__(self):
+        return iter(torch.randperm(SIZE).tolist())
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["workers", "persistent"])
+def test_an_epoch_that_is_started_again_draws_the_same(workers):
+    """Lightning 2.5 iterates a loader twice before it resumes; persistent workers live on."""
+    loader = DataLoader(DrawnOrder(), batch_size=3, **workers)
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(loader, "train")
+    found = []
+    for epoch in (0, 1):
+        control.start_epoch("train", epoch)
+        found.append([batch.tolist() for batch in loader])
+        control.restart_epoch("train", epoch)
+        assert [batch.tolist() for batch in loader] == found[epoch]
+    control.release()
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize("dataset", [Draws, BatchDraws])
 def test_per_sample_rng_does_not_depend_on_workers(dataset):
     found = {
