@@ -21,7 +21,6 @@ from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resume import exactness, run_state
 from lightning_d9m.lightning.resume.epoch_length import EpochLength
-from lightning_d9m.lightning.resume.joined_tensors import join_tensors
 from lightning_d9m.lightning.resume.late_changes import (
     LateChanges,
     describe_hook,
@@ -132,7 +131,7 @@ class CheckpointState:
             add_manifests(trainer, once=True)  # no session is open that does so
         else:  # a Trainer that has not trained
             return
-        checkpoint.setdefault(CALLBACKS, {})[KEY] = join_tensors(state.as_plain())
+        checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
 
     def load(
         self, trainer: "Trainer", session: TrainerSession, checkpoint: Mapping[str, Any]
