@@ -26,7 +26,8 @@ class AttributePatches:
         original = _find_original(owner, name)
         # A DataLoader does not allow to set `dataset` and similar attributes after construction,
         # because its sampler may depend on them. Replacements here keep length and samples.
-        _set(owner, name, value)
+        set_, _ = _find_accessors(owner)
+        set_(owner, name, value)
         if any(patched() is owner and name == other for patched, other, _ in self._originals):
             return
         self._originals = [entry for entry in self._originals if entry[0]() is not None]
@@ -39,18 +40,19 @@ class AttributePatches:
             owner = reference()
             if owner is None:
                 continue
+            set_, delete = _find_accessors(owner)
             if original is _MISSING:
                 with suppress(AttributeError):
-                    object.__delattr__(owner, name)
+                    delete(owner, name)
             else:
-                _set(owner, name, original)
+                set_(owner, name, original)
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def _find_accessors(owner: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what sets and deletes an attribute of a class, or of an object past its class."""
     if isinstance(owner, type):
-        setattr(owner, name, value)
-    else:
-        object.__setattr__(owner, name, value)
+        return setattr, delattr
+    return object.__setattr__, object.__delattr__
 
 
 def _find_original(owner: Any, name: str) -> Any:

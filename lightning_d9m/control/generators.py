@@ -26,7 +26,7 @@ _ATOMS = frozenset({
 })  # fmt: skip
 _CONTAINERS = (dict, list, tuple)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
-_MODULE = frozenset(vars(torch.nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 # How deep objects are searched for generators: dataset -> transform -> its list -> a transform ->
 # its list -> a transform -> generator, in a loader that replaces the dataset by a proxy.
 _DEPTH = 8
@@ -188,7 +188,7 @@ def list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any
         return value.items() if isinstance(value, dict) else enumerate(value)
     if isinstance(value, torch.nn.Module):
         # Its parts are modules with attributes of their own; the caller lists them.
-        return [entry for entry in vars(value).items() if entry[0] not in _MODULE]
+        return [entry for entry in vars(value).items() if entry[0] not in MODULE_ATTRIBUTES]
     if isinstance(value, _OPAQUE):
         return ()
     if depth and type(value).__module__.partition(".")[0] in _FOREIGN:

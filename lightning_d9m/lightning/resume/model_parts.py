@@ -6,10 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_d9m.control.generators import are_data
+from lightning_d9m.control.generators import MODULE_ATTRIBUTES, are_data
 from lightning_d9m.hashing.model_tensors import ModelTensors
-
-_MODULE = frozenset(vars(nn.Module()))
 
 
 class ModelParts:
@@ -35,24 +33,20 @@ class ModelParts:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """All modules."""
-        modules = self._tensors.modules
-        if modules is not self._modules:
-            self._modules = modules
-            self._metrics = find_metric_modules(modules)
-            self._parameters = list(self._model.named_parameters())
-            self._buffers = list(self._model.named_buffers())
-            self._divide()
-        return modules
+        self._look()
+        return self._modules
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The metrics and collections of metrics."""
-        return self._metrics if self.modules else {}
+        self._look()
+        return self._metrics
 
     @property
     def parameters(self) -> list[tuple[str, Tensor]]:
         """The names and tensors of all parameters."""
-        return self._parameters if self.modules else []
+        self._look()
+        return self._parameters
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -62,24 +56,35 @@ class ModelParts:
     @property
     def searched(self) -> dict[str, nn.Module]:
         """The modules among whose own attributes may be generators."""
-        modules = self.modules
+        self._look()
         # In C, for all attributes at once: most modules of a model hold only numbers and texts.
         same = list(chain.from_iterable(self._plain)) == self._names
         values = chain.from_iterable(map(dict.values, self._plain))
         if not same or not are_data(compress(values, self._are_own)):
             self._divide()
-        return self._searched if modules else {}
+        return self._searched
+
+    def _look(self) -> None:
+        """Find the parts again if the model holds other modules or tensors."""
+        modules = self._tensors.modules
+        if modules is self._modules:
+            return
+        self._modules = modules
+        self._metrics = find_metric_modules(modules)
+        self._parameters = list(self._model.named_parameters())
+        self._buffers = list(self._model.named_buffers())
+        self._divide()
 
     def _divide(self) -> None:
         self._searched, self._plain = {}, []
         for name, module in self._modules.items():
-            own = (value for key, value in vars(module).items() if key not in _MODULE)
+            own = (value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES)
             if are_data(own):
                 self._plain.append(vars(module))
             else:
                 self._searched[name] = module
         self._names = list(chain.from_iterable(self._plain))
-        self._are_own = [name not in _MODULE for name in self._names]
+        self._are_own = [name not in MODULE_ATTRIBUTES for name in self._names]
 
 
 def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def capture_frozen(model: ModelParts) -> dict[str, dict[str, list[str]]]:
 
 
 def _tracks(module: Module) -> bool:
-    # Not getattr, which Module answers slowly where there is no such attribute.
+    # getattr takes long for a Module without the attribute: it raises and formats an error.
     default = getattr(type(module), "track_running_stats", True)
     return bool(vars(module).get("track_running_stats", default))
 
