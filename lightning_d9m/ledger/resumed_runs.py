@@ -4,9 +4,11 @@ The second record of a resumed run's ledger names the folder that it continues. 
 these records back and yields each record once, as the uninterrupted run would have written it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -19,7 +21,6 @@ from lightning_d9m.ledger.format.records import Digests, End, ProbeLayout, Recor
 _Entry: TypeAlias = bytes | Frames
 
 _RESUME, _END, _RUN, _DIGESTS = map(kind_prefix, (Resume, End, RunFacts, Digests))
-_REPEATED = (_RESUME, _RUN)
 _MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
 
@@ -54,33 +55,57 @@ class LineageReader(RankReader):
     Args:
         path: The file of the last run.
 
-    Attributes:
-        breaks: The interruptions, in order.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self._parts, self.breaks = _follow(path)
+            self._parts, self._breaks = _follow(path)
         except BaseException:
             self.close()
             raise
+        self._reasons = [dict.fromkeys(found.inexact) for found in self._breaks]
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        """The interruptions, in order; reasons that a run found late are known once it was read."""
+        found = zip(self._breaks, self._reasons, strict=True)
+        return tuple(replace(entry, inexact=tuple(reasons)) for entry, reasons in found)
 
     def entries(self) -> Iterator[_Entry]:
         """Yield the JSON text of each record after the header, and frames in order among them."""
         for number, (path, resume) in enumerate(self._parts):
             with RankReader(path) as reader:
-                yield from _inner(reader, reader.entries(), resume, first=number == 0)
-        yield from _filtered(super().entries(), first=not self._parts)
+                left_out = partial(self._leave_out, number, reader)
+                yield from _inner(reader, reader.entries(), resume, left_out)
+        left_out = partial(self._leave_out, len(self._parts), self)
+        yield from filterfalse(left_out, super().entries())
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header; of a ledger of schema 2, without frames."""
         for number, (path, resume) in enumerate(self._parts):
             with RankReader(path) as reader:
-                inner = _inner(reader, reader.bodies(), resume, first=number == 0)
+                left_out = partial(self._leave_out, number, reader)
+                inner = _inner(reader, reader.bodies(), resume, left_out)
                 yield from map(reader.parse, cast("Iterator[bytes]", inner))
-        last = _filtered(super().bodies(), first=not self._parts)
-        yield from map(self.parse, cast("Iterator[bytes]", last))
+        left_out = partial(self._leave_out, len(self._parts), self)
+        yield from map(self.parse, filterfalse(left_out, super().bodies()))
+
+    def _leave_out(self, number: int, reader: RankReader, entry: _Entry) -> bool:
+        """Return whether the part with this number repeats a record; keep the reasons it gives."""
+        if not isinstance(entry, bytes):
+            return False
+        if entry.startswith(_RUN):
+            return number > 0
+        if not entry.startswith(_RESUME):
+            return False
+        # The oldest part continues a ledger, too, if that cannot be read.
+        place = number + len(self._breaks) - len(self._parts) - 1
+        if place >= 0:
+            record = reader.parse(entry)
+            assert isinstance(record, Resume), "told by the first bytes"
+            self._reasons[place].update(dict.fromkeys(record.inexact))
+        return True
 
 
 def open_lineage(path: Path) -> RankReader:
@@ -173,7 +198,10 @@ def _find_problem(
 
 
 def _inner(
-    reader: RankReader, entries: Iterator[_Entry], resume: Resume, *, first: bool
+    reader: RankReader,
+    entries: Iterator[_Entry],
+    resume: Resume,
+    left_out: Callable[[_Entry], bool],
 ) -> Iterator[_Entry]:
     """Yield the records of a file that its continuation does not repeat."""
 
@@ -185,17 +213,10 @@ def _inner(
             if isinstance(entry, bytes):
                 reached = reached or reader.chain_hash == resume.parent_check
 
-    for entry in _filtered(kept(), first=first):
+    for entry in filterfalse(left_out, kept()):
         if isinstance(entry, bytes) and (entry.startswith(_END) or _is_final(reader, entry)):
             continue
         yield entry
-
-
-def _filtered(entries: Iterator[_Entry], *, first: bool) -> Iterator[_Entry]:
-    """Leave out the records that a continuing file repeats."""
-    for entry in entries:
-        if not isinstance(entry, bytes) or not entry.startswith(_RESUME if first else _REPEATED):
-            yield entry
 
 
 def _is_final(reader: RankReader, body: bytes) -> bool:

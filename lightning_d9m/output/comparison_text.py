@@ -210,6 +210,8 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
                 f"{name} was interrupted and resumed at epoch {found_break.epoch}, batch "
                 f"{found_break.batch} (step {found_break.step}){problem}."
             )
+            for reason in found_break.inexact:
+                yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
         if not complete:
             torn = "; its torn last record was left out" if truncated else ""
             yield f"{name} was ended before it finished its ledger{torn}."

@@ -1,5 +1,6 @@
 """Ledgers of resumed runs are read as one run, and say where it was interrupted."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.resumed_runs import holds_record
+from lightning_d9m.output.comparison_text import format_comparison
 
 HEADER = Header(
     rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0"
@@ -164,6 +166,25 @@ def test_why_a_break_is_inexact_is_kept(chain):
     record = resume("../gone", "0" * 16, epoch=1, inexact=["Other ranks."])
     write(chain / "fit-009", [HEADER, record, FACTS])
     assert find_breaks(chain / "fit-009" / "rank-0.jsonl")[0].inexact == ("Other ranks.",)
+
+
+def test_reasons_that_are_found_late_belong_to_the_break(chain):
+    """Unless the batches after which they were found were trained again."""
+    late = partial(resume, "", "")
+    first = (chain / "fit-001" / "rank-0.jsonl").read_text().splitlines()[3][-18:-2]
+    records = [HEADER, resume("../fit-001", first, epoch=1, inexact=["Early."]), FACTS]
+    records += [late(epoch=1, inexact=["Late.", "Early."]), digests("epoch", 1)]
+    records += [late(epoch=2, inexact=["Again."]), digests("epoch", 2, 7)]
+    checks = write(chain / "fit-007", records)
+    records = [HEADER, resume("../fit-007", checks[4], epoch=2), FACTS, digests("epoch", 2)]
+    records += [digests("final", 2), late(epoch=2, inexact=["Last."]), END]
+    write(chain / "fit-008", records)
+    breaks = find_breaks(chain / "fit-008" / "rank-0.jsonl")
+    assert [found.inexact for found in breaks] == [("Early.", "Late."), ("Last.",)]
+    assert moments(chain / "fit-008") == STRAIGHT
+    comparison = compare_ledgers(*(read_ledger(chain / name) for name in ("fit-000", "fit-008")))
+    assert comparison.equal
+    assert "Rank 0: this run was not resumed exactly there: Last." in format_comparison(comparison)
 
 
 def test_a_record_is_found_anywhere_in_the_chain(chain):

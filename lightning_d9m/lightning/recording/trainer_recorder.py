@@ -125,6 +125,23 @@ class TrainerRecorder:
         self._run.load_loss(pending.loss)
         self._evaluations[:] = pending.evaluations
 
+    def add_reasons(self, trainer: "Trainer", reasons: Sequence[str]) -> None:
+        """Record why a resumed fit is inexact, as found after it has begun.
+
+        The record is another one that names a continued ledger, without a name: readers take only
+        the reasons from it.
+        """
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        record = Resume(
+            parent="",
+            parent_check="",
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            batch=batches.ready,
+            inexact=reasons,
+        )
+        self._run.append(record.as_record())
+
     def keep_loss(self, outputs: object) -> None:
         """Keep the loss of a step on its device, without waiting for it."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

@@ -4,6 +4,7 @@ The file has over 400 lines because one class wraps the methods of Lightning's l
 wrapper repeats a signature.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,6 +79,7 @@ class CheckpointState:
         self._saved, self._validated = LateChanges(), LateChanges()
         self._late: list[str] = []
         self._has_begun = False  # not yet, while a callback searches for a learning rate
+        self._recorder: TrainerRecorder | None = None
         self._reasons: list[str] = []
         self._unvalidated: SavedRank | None = None
         self._before_evaluation: run_state.RngAndMetricState | None = None
@@ -171,6 +173,7 @@ class CheckpointState:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
         self._clear()
         if session.stage == "fit":
+            self._recorder = recorder
             resume_loader = partial(self._resume_loader, trainer, session)
             session.resume(self._loops_wrapped(trainer, session, recorder), resume_loader)
 
@@ -329,9 +332,7 @@ class CheckpointState:
             problem = self._epoch_length.end_epoch(trainer)
             if self._epoch_length.is_checked:
                 self._epoch_length = None
-            ranks_of(trainer).raise_on_all(
-                lambda: self._raise_or_warn(trainer, [problem]) if problem else None
-            )
+            self._raise_or_warn_on_all_ranks(trainer, [problem] if problem else [])
 
     def begin(self, trainer: "Trainer", recorder: TrainerRecorder) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
@@ -345,7 +346,10 @@ class CheckpointState:
                 self._raise_or_warn(trainer, [problem])
             run_state.restore_frozen(trainer, resumed.settings)
             if resumed.fits(trainer.world_size, get_logical_ranks(trainer)):
-                self._raise_or_warn_on_all_ranks(trainer, rank)
+                problems = ranks_of(trainer).raise_on_all(
+                    lambda: self._find_unmatched(trainer, rank)
+                )
+                self._raise_or_warn_on_all_ranks(trainer, problems)
         ledger = rank.ledger or SavedLedger("", "")
         recorder.resume(
             Resume(
@@ -416,14 +420,17 @@ class CheckpointState:
             ranks=[rank],
         )
 
-    def _raise_or_warn_on_all_ranks(self, trainer: "Trainer", rank: SavedRank) -> None:
-        """Raise or warn on all ranks if one of them finds a problem."""
+    def _find_unmatched(self, trainer: "Trainer", rank: SavedRank) -> list[str]:
+        """Return why the generators and metrics of this rank cannot be restored."""
         problems = exactness.describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._position(trainer).epoch)
-        problems += exactness.describe_reloaded_generators(reloaded)
-        ranks_of(trainer).raise_on_all(
-            lambda: self._raise_or_warn(trainer, problems) if problems else None
-        )
+        return problems + exactness.describe_reloaded_generators(reloaded)
+
+    def _raise_or_warn_on_all_ranks(self, trainer: "Trainer", problems: list[str]) -> None:
+        """Raise or warn on all ranks of the problems that any of them has found."""
+        rows = ranks_of(trainer).gather_bytes(json.dumps(problems).encode())
+        if found := list(dict.fromkeys(problem for row in rows for problem in json.loads(row))):
+            self._raise_or_warn(trainer, found)
 
     def _report_problem(self, trainer: "Trainer", problem: str | None) -> None:
         if problem is not None and problem not in self._reasons:
@@ -431,6 +438,8 @@ class CheckpointState:
 
     def _raise_or_warn(self, trainer: "Trainer", problems: list[str]) -> None:
         self._reasons += problems
+        if self._recorder is not None:
+            self._recorder.add_reasons(trainer, problems)  # if its ledger is open
         listed = "\n".join(f"- {problem}" for problem in problems)
         text = (
             f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"

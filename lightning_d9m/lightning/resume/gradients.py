@@ -56,17 +56,24 @@ def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
 def restore_gradients(
     trainer: "Trainer", gradients: Mapping[str, Any], report: Callable[[str], None]
 ) -> None:
-    """Restore gradients; before a backward pass adds to one that was left out, report a problem."""
+    """Restore gradients; before a backward pass adds to one that was left out, report it once."""
     if not gradients:
         return
     if (logical := get_logical_state(trainer)) is not None:
         logical.restore_gradients(dict(gradients))
         return
+    reported: list[str] = []
+
+    def report_first(problem: str) -> None:
+        if not reported:
+            reported.append(problem)
+            report(problem)
+
     for name, parameter in trainer.lightning_module.named_parameters():
         kept = gradients.get(name)
         parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
         if kept is None and name in gradients and parameter.requires_grad:
-            _watch(parameter, partial(report, _describe_addition(name)))
+            _watch(parameter, partial(report_first, _describe_addition(name)))
 
 
 def _is_used(parameter: "Parameter") -> bool:
@@ -83,6 +90,8 @@ def _watch(parameter: "Parameter", report: Callable[[], None]) -> None:
     """Report a problem if the next backward pass adds to a gradient that nothing has zeroed."""
     # NaN, because in-place operations other than zero_() leave it in place.
     stand_in = torch.full_like(parameter, torch.nan)
+    marked: Any = stand_in
+    marked.d9m_used = marked._version  # noqa: SLF001 - as above; a checkpoint leaves it out too
     parameter.grad = stand_in
 
     def check(_: "Tensor") -> None:  # called before the gradient is added

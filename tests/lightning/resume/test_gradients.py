@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ledger_runs import find_breaks
 from resuming import Fits, agree
 from torch import nn
 from trainings import make_model
@@ -75,7 +76,9 @@ def test_with_a_warning_it_goes_on_without_them(fits):
     model = {"model": manual} | WORDS
     fits.interrupt(**model, at=WITHIN)
     with pytest.warns(UserWarning, match="adds to the gradient of layers"):
-        fits.resume(**model, words={"on_inexact_resume": "warn"})
+        folder = fits.resume(**model, words={"on_inexact_resume": "warn"})
+    (found,) = find_breaks(folder / "rank-0.jsonl")
+    assert ["adds to the gradient" in reason for reason in found.inexact] == [True]
     assert all(part.isfinite().all() for part in fits.model.parameters())
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from ledger_runs import find_breaks
 from resuming import Fits, agree
 from torch.utils.data import IterableDataset, get_worker_info
 from trainings import NoisyDigits
@@ -90,6 +91,10 @@ def test_a_loader_that_begins_later_epochs_at_the_checkpoint_is_an_error(
     fits = Fits(tmp_path, new_process)
     run = {"loader": lambda: loaders.StatefulDataLoader(Continuing(), batch_size=16)}
     fits.interrupt(**run, at={"epoch": 0, **at})
+    with pytest.warns(UserWarning, match=f"Epoch 1 had {lengths}"):
+        resumed = fits.resume(**run, words={"on_inexact_resume": "warn"})
+    (found,) = find_breaks(resumed / "rank-0.jsonl")
+    assert [reason.partition(":")[0] for reason in found.inexact] == [f"Epoch 1 had {lengths}"]
     with pytest.raises(InexactResumeError, match=f"Epoch 1 had {lengths}"):
         fits.resume(**run)
 
