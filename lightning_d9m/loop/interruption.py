@@ -98,7 +98,8 @@ class Interruption:
     def _act_at(self, kind: InterruptionKind, epoch: int, number: int) -> None:
         if self._is_point(kind, epoch, number):
             saved = {name: part.state_dict() for name, part in self._parts.items()}
-            torch.save(saved, _path_of_rank(self._checkpoint, self._ranks.rank))
+            path = _path_of_rank(self._checkpoint, self._ranks.rank)
+            self._ranks.raise_on_all(lambda: torch.save(saved, path))
             self._end_save()
 
     def _is_point(self, kind: InterruptionKind, epoch: int, number: int) -> bool:

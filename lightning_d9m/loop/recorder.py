@@ -353,27 +353,27 @@ class Recorder:
             InexactResumeError: If FSDP1 shards the model within groups of ranks.
             SettingError: After the training has begun.
         """
-        session = self._open_session
+        _ = self._open_session
         if self._run.is_open:
             raise SettingError(
                 "load_state_dict() was called after the first batch. Call it at the start of the "
                 "`with` block."
             )
-        saved = self._ranks.raise_on_all(lambda: self._read_state(state))
+        self._ranks.raise_on_all(lambda: self._load_state(state))
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        session, saved = self._open_session, SavedLoop.from_plain(state)
+        rank, seed = self._ranks.rank, session.settings.seed
+        saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
+        check_sharding(self._wrapped)
         self._open_batches.release()
         self._fit = saved.fit
-        self._batches = Batches(session.settings, saved.fit, self._ranks.rank)
+        self._batches = Batches(session.settings, saved.fit, rank)
         self._resumed = saved
         self.next_epoch, self.global_step = saved.epoch, saved.step
         self._run.load_loss(saved.loss)
         self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
         restore_rng(decode_rng(saved.rng))
-
-    def _read_state(self, state: Mapping[str, Any]) -> SavedLoop:
-        saved, seed = SavedLoop.from_plain(state), self._open_session.settings.seed
-        saved.check_run(rank=self._ranks.rank, world_size=self._world_size, seed=seed)
-        check_sharding(self._wrapped)
-        return saved
 
     def _interrupt(self, request: InterruptRequest) -> Interruption:
         """Return what interrupts the loop as a request says."""

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME, find_checkpoint
+from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.run_setup import find_session
 from lightning_d9m.loop.transformers_interruption import TransformersRecorder, resume_first_training
 
@@ -125,7 +126,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     ) -> None:
         """Open the ledger and record the state that the training starts from."""
         self._give_up()
-        chosen = find_checkpoint()
+        ranks, _ = find_ranks()
+        chosen = ranks.raise_on_all(find_checkpoint)
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
         self.recorder = TransformersRecorder(
             folder,
@@ -141,10 +143,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         # The Trainer tells its callbacks only a mean over some steps.
         self._loss_hook = kwargs["model"].register_forward_hook(self._keep_loss)
         try:
-            _check_interruption(args, state, chosen, wanted=self.recorder.interruption.is_wanted)
-            if state.global_step > 0:
-                path = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
-                self.recorder.load_state_dict(_load_state(_name_state(path, args), path))
+            saved = ranks.raise_on_all(lambda: self._read_checkpoint(args, state, chosen))
+            if saved is not None:
+                self.recorder.load_state_dict(saved)
             self.recorder.begin(kwargs.get("train_dataloader"))
         except Exception as error:
             self._close(error)
@@ -206,9 +207,10 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def on_save(self, args: "TrainingArguments", state: "TrainerState", *_: Any, **__: Any) -> None:
         """Add what the ledger of a resumed run needs to the checkpoint."""
-        folder = _name_checkpoint(args, state)
-        if self._is_open and not args.save_only_model and folder.is_dir():
-            torch.save(self._recorder.state_dict(), _name_state(folder, args))
+        if self._is_open and not args.save_only_model:
+            folder = _name_checkpoint(args, state)
+            ranks = find_ranks()[0]
+            ranks.raise_on_all(lambda: self._save_state(folder, args))
             self._recorder.interruption.keep(folder)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -226,6 +228,21 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if model.training and isinstance(loss, Tensor) and loss.numel() == 1:
             self._loss = loss.detach()
+
+    def _read_checkpoint(
+        self, args: "TrainingArguments", state: "TrainerState", chosen: Path | None
+    ) -> Any:
+        """Return what this rank saved in the checkpoint that is resumed; None without one."""
+        wanted = self._recorder.interruption.is_wanted
+        _check_interruption(args, state, chosen, wanted=wanted)
+        if state.global_step == 0:
+            return None
+        path = Path(chosen or self._resumed_from or _name_checkpoint(args, state))
+        return _load_state(_name_state(path, args), path)
+
+    def _save_state(self, folder: Path, args: "TrainingArguments") -> None:
+        if folder.is_dir():
+            torch.save(self._recorder.state_dict(), _name_state(folder, args))
 
     def _record_epoch(self) -> None:
         try:

@@ -54,8 +54,10 @@ class TrainerInterruption(Interruption):
             return
         self._is_saving = False
         self._wait_for_ranks()  # each adds its files
-        if self._ranks.rank == 0:
-            shutil.copytree(checkpoint, self._checkpoint)
+        copies = self._ranks.rank == 0
+        self._ranks.raise_on_all(
+            lambda: shutil.copytree(checkpoint, self._checkpoint) if copies else None
+        )
         self._end_save()
 
 

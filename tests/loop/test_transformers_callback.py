@@ -18,7 +18,8 @@ from lightning_d9m import (
     read_ledger,
 )
 from lightning_d9m.cli.main import main
-from lightning_d9m.loop import transformers_callback
+from lightning_d9m.loop import recorder, transformers_callback
+from lightning_d9m.recording.collective import Ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 
@@ -119,15 +120,37 @@ def test_a_resume_that_forgets_the_optimizer_is_seen(example, tmp_path):
     assert compare(straight.ledger, resumed.ledger).verdict == "different"
 
 
-def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp_path):
+@pytest.fixture
+def told(monkeypatch):
+    """Let each rank be one of two that do the same; return what it tells the other."""
+    numbers = []
+
+    def gather(own):
+        numbers.append(list(own))
+        return [list(own), list(own)]
+
+    for module in (transformers_callback, recorder):
+        monkeypatch.setattr(module, "find_ranks", lambda: (Ranks(0, gather), 2))
+    return numbers
+
+
+def test_a_checkpoint_of_a_training_without_the_callback_is_refused(example, tmp_path, told):
+    """And an error of one rank reaches the others, which would wait for it."""
     example.train(tmp_path, num_train_epochs=1)
     (state,) = tmp_path.glob("checkpoints/checkpoint-10/d9m-0.pt")
     moved = state.rename(tmp_path / "d9m-0.pt")
+    assert [1] not in told
     with pytest.raises(CheckpointError, match=r"If the checkpoint is not .*checkpoint-10, name it"):
         example.train(tmp_path, resume=True)
+    assert told[-1] == [1]
     assert moved.exists()
     resumed = example.train(tmp_path, resume=True, settings={"resumed_from": tmp_path})
     assert read_ledger(resumed.ledger).outcome(0).last.step == 30
+    last = tmp_path / "checkpoints/checkpoint-30"
+    (last.with_name("checkpoint-40") / "d9m-0.pt").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="open file failed"):
+        example.train(tmp_path, resume=str(last), num_train_epochs=4)
+    assert told[-1] == [1]
 
 
 def test_a_training_that_failed_is_closed_with_its_session_or_by_the_next(example, tmp_path):
