@@ -1,6 +1,6 @@
 """Train 100 small parameters in a plain loop and write the digests of each way of fusing.
 
-Usage: fusion.py FOLDER default|ours REPETITIONS
+Usage: fusion.py FOLDER groups|ours REPETITIONS
 """
 
 import json
@@ -45,16 +45,21 @@ def repeat(reduced):
     return [train(reduced) for _ in range(int(repetitions))]
 
 
-def horovods_own(model, optimizer):
-    """Reduce with Horovod's optimizer and its dynamic fusion."""
-    distributed = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+def groups(size):
+    """Reduce so many gradients at a time, as Horovod's fusion does with those that are ready."""
 
-    def step(loss):
-        distributed.zero_grad()
-        loss.backward()
-        distributed.step()
+    def reduced(model, optimizer):
+        def step(loss):
+            optimizer.zero_grad()
+            loss.backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            for start in range(0, len(gradients), size):
+                hvd.grouped_allreduce_(gradients[start : start + size])  # returns when it is done
+            optimizer.step()
 
-    return step
+        return step
+
+    return reduced
 
 
 def buckets(size, communicator):
@@ -86,5 +91,5 @@ if mode == "ours":
             result[f"{fusion} over {transport}"] = repeat(buckets(size, communicator))
     communicator.disconnect()
 else:
-    result = {"default": repeat(horovods_own)}
+    result = {str(size): repeat(groups(size)) for size in (1, 3, 100)}
 Path(folder, f"rank-{hvd.rank()}.json").write_text(json.dumps(result))
