@@ -3,17 +3,18 @@
 import gc
 import sys
 
-from torch import nn
+from torch import distributed, nn
 
 
 def count_stages(model: nn.Module) -> int:
     """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
 
     A stage holds its module, and a module does not know its stage, so that this looks through the
-    objects of the process, if the program has imported pipelines.
+    objects of the process, if the program has imported pipelines and opened a process group, from
+    which a stage takes its rank.
     """
     stages = sys.modules.get("torch.distributed.pipelining.stage")
-    if stages is None:
+    if stages is None or not distributed.is_initialized():
         return 0
     modules = set(map(id, model.modules()))
     return max(

@@ -1,6 +1,7 @@
 """A pipeline is found by the objects that run it."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ def test_a_stage_is_found_while_it_exists(group):
     assert describe_division(model, find_flat_layouts(model)) == {"world.pipeline_stages": 3}
     assert find_replicated_state(model) is None
     assert find_replicated_state(other).weights == {"weight", "bias"}
+    with mock.patch.object(distributed, "is_initialized", return_value=False):
+        assert count_stages(model) == 0  # without a group no stage can run
     del stage
     gc.collect()
     assert count_stages(model) == 0
