@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_d9m.audit.ops.report import (
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.audit.ops.worker_process import measure_rows
 from lightning_d9m.cli.arguments import positive_seconds, whole_number
+from lightning_d9m.errors import SettingError
 from lightning_d9m.output.terminal import print_wrapped
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -72,9 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (
         arguments.output or Path("d9m-audit") / f"ops-{arguments.device.replace(':', '')}{kind}"
     )
-    with closing(RowFile(folder / "ops.jsonl", settings)) as rows:
-        facts = measure_rows(rows, settings, arguments.timeout, folder / "worker.log")
-        summary = summarize(settings | facts, rows.rows)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with closing(RowFile(folder / "ops.jsonl", settings)) as rows:
+            facts = measure_rows(rows, settings, arguments.timeout, folder / "worker.log")
+            summary = summarize(settings | facts, rows.rows)
+    except SettingError:  # by the worker, which knows ops and devices
+        for path in made[-1:]:
+            shutil.rmtree(path)
+        raise
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
     (folder / "ops.svg").write_text(render_plot(summary))

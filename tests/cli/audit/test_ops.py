@@ -305,10 +305,16 @@ def test_the_real_worker(tmp_path, capsys):
     assert result["rows"][0]["conditions"]["patched"]["spread"]["distinct"] == 1
 
 
-def test_the_worker_says_what_cannot_be_and_the_folder_stays_free(tmp_path, capsys):
+def test_the_worker_says_what_cannot_be_and_no_folder_is_left(tmp_path, capsys):
     """cli/test_refusals.py has the other refusals of the worker."""
-    assert main(["audit", "ops", "--quick", "-o", str(tmp_path), "--ops", "no_such_op"]) == 2
+    folder = tmp_path / "new" / "folder"
+    assert main(["audit", "ops", "--quick", "-o", str(folder), "--ops", "no_such_op"]) == 2
     message = "--ops contains 'no_such_op', which matches no op of the audit"
     assert message in capsys.readouterr().err
-    with closing(RowFile(tmp_path / "ops.jsonl", {"other": "settings"})) as rows:
-        assert rows.rows == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_rows_stays_free_for_other_settings(tmp_path):
+    for settings in ({"one": 1}, {"other": 2}):
+        with closing(RowFile(tmp_path / "ops.jsonl", settings)) as rows:
+            assert rows.rows == []
