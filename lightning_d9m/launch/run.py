@@ -124,22 +124,28 @@ def read_runs(output: Path) -> dict[int, Run]:
     return runs if 1 in runs else {}
 
 
-def read_fits(folder: Path, command: Sequence[str]) -> dict[str, Ledger]:
+def read_fits(
+    folder: Path, command: Sequence[str], *, with_weights: bool = False
+) -> dict[str, Ledger]:
     """Return the ledgers that a run left, by name.
+
+    Args:
+        folder: The run's folder.
+        command: The command, for the error.
+        with_weights: Whether to leave out evaluations, whose weights are not kept, as a Recorder's.
 
     Raises:
         CommandError: If there is none.
         LedgerError: If one cannot be read.
     """
-    fits = {
-        path.name: read_ledger(path) for path in (*list_fits(folder), *list_evaluations(folder))
-    }
+    evaluations = [] if with_weights else list_evaluations(folder)
+    fits = {path.name: read_ledger(path) for path in (*list_fits(folder), *evaluations)}
     if not fits:
+        others = "" if with_weights else " In any other loop, use lightning_d9m.Recorder."
         raise CommandError(
             f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
             "model with a Trainer of Lightning, in the environment in which lightning_d9m is "
             "installed; where LIGHTNING_D9M is 0, with lightning_d9m.DeterminismCallback() in "
-            "Trainer(callbacks=[...]). In any other loop, use lightning_d9m.Recorder. Log: "
-            f"{folder / 'output.log'}."
+            f"Trainer(callbacks=[...]).{others} Log: {folder / 'output.log'}."
         )
     return fits

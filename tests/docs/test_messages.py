@@ -206,11 +206,6 @@ CASES = [
         lambda g: g.module.load_checkpoint(g.folder),
         ("… cannot be read: …", "{folder} cannot be read: ", "Is a directory"),
     ),
-    (
-        "cli.audit.model",
-        lambda g: g.module._train(["true"], "with", g.folder, None, id),
-        "succeeded but wrote no ledger.",
-    ),
     ("cli.audit.inference", asks("run", batch_sizes=[1]), "include at least one size above 1."),
     (
         "horovod.build",
