@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_d9m.errors import CheckpointError, DigestError
 from lightning_d9m.hashing.digest import digest_many, digest_pieces
 from lightning_d9m.hashing.nested_values import PLAIN_TYPES, Layout, list_sections
-from lightning_d9m.hashing.value_bytes import Piece, encode, encode_plain
+from lightning_d9m.hashing.value_bytes import Piece, encode, encode_exact
 from lightning_d9m.text import quote
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents
@@ -151,7 +151,7 @@ class _Leaves:
         among = set(self._tensors)
         # The other leaves, and what `encode([name, leaf])` begins with.
         self._values = [
-            (place, b"L2:%b" % encode_plain(text))
+            (place, b"L2:%b" % encode_exact(text))
             for place, text in enumerate(texts)
             if place not in among
         ]
@@ -166,7 +166,7 @@ class _Leaves:
             leaf = leaves[place]
             pieces.append(start)
             if type(leaf) in PLAIN_TYPES:
-                pieces.append(encode_plain(leaf))
+                pieces.append(encode_exact(leaf))
             else:
                 pieces += _encode_other(leaf)
         return len(self._values)
@@ -176,4 +176,4 @@ def _encode_other(leaf: object) -> list[Piece]:
     try:
         return encode(leaf)
     except DigestError:
-        return [encode_plain(f"{type(leaf).__module__}.{type(leaf).__qualname__}")]
+        return [encode_exact(f"{type(leaf).__module__}.{type(leaf).__qualname__}")]

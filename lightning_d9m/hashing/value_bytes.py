@@ -70,7 +70,7 @@ _EXACT: dict[type, Callable[[Any], bytes]] = {
 }
 
 
-def encode_plain(value: Any) -> bytes:
+def encode_exact(value: Any) -> bytes:
     """Encode a value whose type is one of ``PLAIN_TYPES``."""
     return _EXACT[type(value)](value)
 

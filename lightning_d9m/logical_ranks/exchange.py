@@ -38,7 +38,7 @@ from lightning_d9m.logical_ranks.shared_memory import (
     open_shared_memory,
 )
 from lightning_d9m.logical_ranks.sums import (
-    CHUNK_BYTES,
+    MESSAGE_BYTES,
     STEP,
     CollectiveSum,
     GatheredSum,
@@ -91,7 +91,7 @@ class RootExchange:
         group: Any = None,
         *,
         algorithm: Algorithm | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = MESSAGE_BYTES,
         shares_memory: bool = True,
     ) -> None:
         self.blocks = blocks

@@ -12,7 +12,7 @@ from lightning_d9m.logical_ranks.accumulation import split_in_chunks
 if TYPE_CHECKING:
     from lightning_d9m.logical_ranks.exchange import RootExchange
 
-CHUNK_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones overlap less
+MESSAGE_BYTES = 2**22  # 4 MiB: smaller ones cost more messages, larger ones overlap less
 STEP = 16  # shards begin at multiples of 64 bytes of float32
 _WINDOW = 3  # chunks whose parts may be on their way to a process
 
