@@ -1,13 +1,117 @@
-"""The progress of ``d9m install-horovod`` in a pipe."""
+"""``d9m install-horovod`` without a build: what it chooses, does and prints."""
 
-from lightning_d9m.cli.install_horovod import _make_progress
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_d9m.cli import install_horovod
+from lightning_d9m.cli.main import main
+from lightning_d9m.errors import CommandError
 from lightning_d9m.launch.status_line import StatusLine
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Return a function that installs without doing the steps, which it returns with the status.
+
+    ``problems`` are what trials of the installed Horovod find, in order.
+    """
+    taken = []
+
+    def build(folder, target, *, quiet):
+        taken.append("build")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "horovod-1.whl").touch()
+        return folder / "horovod-1.whl"
+
+    def run(problems, *words):
+        found = iter(problems)
+        monkeypatch.setattr(install_horovod, "_try_installed", lambda _: next(found))
+        command = ["install-horovod", "--gpu", "none", "--cache", str(tmp_path), "--json", *words]
+        return main(command), taken
+
+    monkeypatch.setattr(install_horovod, "_build_into", build)
+    monkeypatch.setattr(
+        install_horovod, "_pip", lambda *words: taken.append(words[-1].rpartition("/")[2])
+    )
+    monkeypatch.setattr(install_horovod, "_install_requirements", lambda: None)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("problems", "cached", "words", "done", "expected"),
+    [
+        ([None], True, [], "kept", []),
+        (["It hung.", None], True, [], "installed", ["horovod-0.whl"]),
+        (["It hung.", None], False, [], "built", ["build", "horovod-1.whl"]),
+        ([None], True, ["--rebuild"], "built", ["build", "horovod-1.whl"]),
+    ],
+)
+def test_it_does_what_is_missing(
+    install, tmp_path, capsys, problems, cached, words, done, expected
+):
+    if cached:
+        folder = tmp_path / install_horovod._find_target(mpi=False, gpu="none").key
+        folder.mkdir()
+        (folder / "horovod-0.whl").touch()
+    assert install(problems, *words) == (0, expected)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["done"] == done
+    assert facts["wheel"] is None or facts["wheel"].endswith(expected[-1])
+
+
+def test_an_installation_that_does_not_work(install, capsys):
+    assert install(["It hung.", "It hung again."])[0] == 2
+    assert "allreduce of two processes failed: It hung again." in capsys.readouterr().err
+
+
+def test_an_installation_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CommandError, match="has none: install torch first"):
+        install_horovod._find_target(mpi=False, gpu="none")
+
+
+def test_nccl_on_a_cpu_torch_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(CommandError, match="--gpu nccl needs a CUDA build"):
+        install_horovod._find_target(mpi=False, gpu="nccl")
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, ("80", "90")), ("70, 90", ("70", "90"))])
+def test_kernels_are_compiled_for_the_present_devices(monkeypatch, chosen, expected):
+    """Unless the user chooses; without a device, Horovod's own list remains."""
+    if chosen is None:
+        monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
+    else:
+        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", chosen)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    devices = [(9, 0), (8, 0), (9, 0)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
+    monkeypatch.setattr("torch.cuda.get_device_capability", devices.__getitem__)
+    target = install_horovod._find_target(mpi=False, gpu="auto")
+    assert (target.nccl, target.cuda, target.capabilities) == (True, "13.0", expected)
+    monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert install_horovod._find_target(mpi=False, gpu="nccl").capabilities == ()
+    assert install_horovod._find_target(mpi=False, gpu="none").capabilities == ()
+
+
+def test_the_cache_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert install_horovod.default_cache() == tmp_path / "lightning_d9m" / "wheels"
+
+
+def test_importing_the_command_loads_no_torch():
+    code = "import sys, lightning_d9m.cli.install_horovod; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_in_a_pipe_a_line_is_printed_every_half_minute(capsys):
     for quiet, expected in ((False, "0:00 a\n1:01 c\n1:31 e\n"), (True, "")):
         with StatusLine(quiet=quiet) as line:
-            show = _make_progress(line, quiet=quiet)
+            show = install_horovod._make_progress(line, quiet=quiet)
             for seconds, text in ((0.0, "a"), (10.0, "b"), (61.0, "c"), (90.9, "d"), (91.0, "e")):
                 show(seconds, text)
         assert capsys.readouterr().err == expected

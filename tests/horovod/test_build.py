@@ -1,14 +1,11 @@
 """`d9m install-horovod` without a build: tools, refusals, variables and messages."""
 
-import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli import install_horovod
 from lightning_d9m.errors import CommandError
 from lightning_d9m.horovod import build
 from lightning_d9m.horovod.build import Target, Tools, build_environment, build_wheel, find_tools
@@ -121,25 +118,6 @@ def test_nvcc_gets_the_standard_the_toolkit_and_the_devices(tmp_path):
     assert not [name for name in plain if "CUDA" in name or "NVCC" in name or "GPU" in name]
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [(None, ("80", "90")), ("70, 90", ("70", "90"))])
-def test_kernels_are_compiled_for_the_present_devices(monkeypatch, chosen, expected):
-    """Unless the user chooses; without a device, Horovod's own list remains."""
-    if chosen is None:
-        monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
-    else:
-        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", chosen)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    devices = [(9, 0), (8, 0), (9, 0)]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
-    monkeypatch.setattr("torch.cuda.get_device_capability", devices.__getitem__)
-    target = install_horovod._find_target(mpi=False, gpu="auto")
-    assert (target.nccl, target.cuda, target.capabilities) == (True, "13.0", expected)
-    monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert install_horovod._find_target(mpi=False, gpu="nccl").capabilities == ()
-    assert install_horovod._find_target(mpi=False, gpu="none").capabilities == ()
-
-
 def test_an_old_cmake_is_refused(tools):
     with pytest.raises(CommandError, match="pip install cmake"):
         find_tools(TARGET, tools("c++", "make", "cmake", cmake="3.10.2"))
@@ -170,11 +148,6 @@ def test_the_cache_key_names_all_that_a_wheel_depends_on():
     assert "recipe1" in TARGET.key
 
 
-def test_the_cache_follows_xdg(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert install_horovod.default_cache() == tmp_path / "lightning_d9m" / "wheels"
-
-
 def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path):
     program = tmp_path / "python"
     failure = "echo compiling error.cc.o\necho 'a.cc:3: error: no such thing'\nexit 1\n"
@@ -193,27 +166,3 @@ def test_the_last_line_of_a_log_skips_blank_ones(tmp_path):
     assert build.read_last_line(log) == "two"
     log.write_text("")
     assert build.read_last_line(log) == ""
-
-
-def test_arguments_have_defaults():
-    parser = argparse.ArgumentParser()
-    install_horovod.add_arguments(parser)
-    arguments = parser.parse_args([])
-    assert (arguments.mpi, arguments.gpu, arguments.rebuild, arguments.json) == (
-        False,
-        "auto",
-        False,
-        False,
-    )
-
-
-def test_nccl_on_a_cpu_torch_is_refused(monkeypatch):
-    monkeypatch.setattr("torch.version.cuda", None)
-    with pytest.raises(CommandError, match="--gpu nccl needs a CUDA build"):
-        install_horovod._find_target(mpi=False, gpu="nccl")
-
-
-def test_importing_the_command_loads_no_torch():
-    code = "import sys, lightning_d9m.cli.install_horovod; sys.exit('torch' in sys.modules)"
-    real = Path(sys.prefix) / "bin" / "python"
-    assert subprocess.run([str(real), "-c", code], check=False).returncode == 0

@@ -1,6 +1,5 @@
-"""Errors of ranks and of the installation, raised in this process."""
+"""Errors of ranks, raised in this process."""
 
-import argparse
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.cli import install_horovod
-from lightning_d9m.errors import CommandError, RanksDisagreeError, SettingError
+from lightning_d9m.errors import RanksDisagreeError, SettingError
 from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.communication.intents import CollectiveIntent
 from lightning_d9m.horovod.environment import import_horovod
@@ -88,21 +86,3 @@ def test_ranks_that_end_together_exchange_nothing_more(make_communicator):
     communicator = make_communicator(agree=True)
     communicator.announce(ValueError("all have it"))
     assert str(communicator.broken) == "This rank has ended its part of the run."
-
-
-def test_an_installation_without_torch(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(CommandError, match="has none: install torch first"):
-        install_horovod._find_target(mpi=False, gpu="none")
-
-
-def test_an_installation_that_does_not_work(monkeypatch, tmp_path, capsys):
-    key = install_horovod._find_target(mpi=False, gpu="none").key
-    (tmp_path / key).mkdir()
-    (tmp_path / key / "horovod-0.whl").touch()
-    for name in ("_install_requirements", "_pip"):
-        monkeypatch.setattr(install_horovod, name, lambda *_: None)
-    monkeypatch.setattr(install_horovod, "_try_installed", lambda _: "It hung.")
-    arguments = argparse.Namespace(mpi=False, gpu="none", rebuild=False, cache=tmp_path, json=True)
-    with pytest.raises(CommandError, match=r"an allreduce of two processes failed: It hung\."):
-        install_horovod.run(arguments)
