@@ -189,9 +189,8 @@ def _differentiate(
     sizes = zip(input_size[2:], output_size, scales, strict=True)
     steps = [_find_step(size, outputs, align_corners, scale) for size, outputs, scale in sizes]
     memory_format = suggest_memory_format(grad_output) if keep_format else torch.contiguous_format
-    module = "interpolation" if mode in {"linear", "cubic"} else "antialiasing"
     return run_kernel(
-        f"{module}:resampled",
+        "interpolation:resampled",
         _gather,
         grad_output,
         input_size[2:],

@@ -102,7 +102,7 @@ def _unpool(
     ):
         raise_as_original(bound)
     reference = partial(_write_last, bound)
-    return run_kernel("max_unpool:unpool", reference, self, indices, output_size)
+    return run_kernel("put:unpool", reference, self, indices, output_size)
 
 
 def _write_last(

@@ -33,25 +33,32 @@ _NEUTRAL = (1, _ONE, 0, 1)
 
 
 @triton.jit
-def _measure_strided_window(output, inputs, window, COUNT_PADDING: tl.constexpr):
-    """Return the length of a window, with or without the padding that it contains."""
-    start = output * window[1][0] - window[2]
-    end = tl.minimum(start + window[0], inputs + window[2])
-    if not COUNT_PADDING:
-        start = tl.maximum(start, 0)
-        end = tl.minimum(end, inputs)
-    return end - start
-
-
-@triton.jit
-def _measure_adaptive_window(output, inputs, outputs):
-    """Return the length of a window of an adaptive pooling; ``outputs`` is a divisor."""
-    start = divide_index(output * inputs, outputs)
-    return divide_index((output + 1) * inputs + outputs[0] - 1, outputs) - start
+def _find_window(
+    place,
+    rank,
+    outputs,
+    inputs,
+    window,
+    ADAPTIVE: tl.constexpr,
+    COUNT_PADDING: tl.constexpr,
+):
+    """Return the window of a given rank around an input, if it contains it, and its length."""
+    if ADAPTIVE:
+        output, inside = find_adaptive_window(place, rank, outputs, inputs)
+        start = divide_index(output * inputs[0], window)
+        end = divide_index((output + 1) * inputs[0] + window[0] - 1, window)
+    else:
+        output, inside = find_strided_window(place, rank, outputs, window, False)  # noqa: FBT003
+        start = output * window[1][0] - window[2]
+        end = tl.minimum(start + window[0], inputs[0] + window[2])
+        if not COUNT_PADDING:
+            start = tl.maximum(start, 0)
+            end = tl.minimum(end, inputs[0])
+    return output, inside, end - start
 
 
 @triton.jit(do_not_specialize=["sizes", "outputs", "windows", "strides", "divisor", "elements"])
-def add_strided_means(
+def add_means(
     gradient,
     result,
     sizes,
@@ -64,20 +71,23 @@ def add_strided_means(
     WIDE: tl.constexpr,
     DIMS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
     COUNT_PADDING: tl.constexpr,
     OVERRIDE: tl.constexpr,
     RANKS_D: tl.constexpr,
     RANKS_H: tl.constexpr,
     RANKS_W: tl.constexpr,
 ):
-    """Write for each input the sum of the shares that it has in windows of a fixed stride.
+    """Write for each input the sum of the shares that it has in the windows that contain it.
 
     ``launch_gradient`` describes the other arguments.
 
     Args:
-        windows: For each spatial dimension what ``find_strided_window`` takes.
+        windows: For each spatial dimension what ``find_strided_window`` takes; of an adaptive
+            pooling the number of outputs, as a divisor.
         divisor: The divisor of all windows, if ``OVERRIDE``.
         WIDE: Whether an offset, or the volume of a window, may exceed 32 bits.
+        ADAPTIVE: Whether the windows are those of an adaptive pooling.
         COUNT_PADDING: Whether the padding counts as a part of a window.
         OVERRIDE: Whether ``divisor`` replaces the volume of a window.
     """
@@ -86,76 +96,35 @@ def add_strided_means(
     plane = batch * strides[0] + channel * strides[1]
     total = make_zeros(gradient, BLOCK)
     for rank_d in range(RANKS_D):
-        d, in_d = find_strided_window(depth, rank_d, outputs[0], windows[0], False)  # noqa: FBT003
-        size_d = _measure_strided_window(d, sizes[1][0], windows[0], COUNT_PADDING)
+        d, in_d, size_d = _find_window(
+            depth, rank_d, outputs[0], sizes[1], windows[0], ADAPTIVE, COUNT_PADDING
+        )
         total_h = make_zeros(gradient, BLOCK)
         for rank_h in range(RANKS_H):
-            h, in_h = find_strided_window(height, rank_h, outputs[1], windows[1], False)  # noqa: FBT003
-            size_h = _measure_strided_window(h, sizes[2][0], windows[1], COUNT_PADDING)
+            h, in_h, size_h = _find_window(
+                height, rank_h, outputs[1], sizes[2], windows[1], ADAPTIVE, COUNT_PADDING
+            )
             total_w = make_zeros(gradient, BLOCK)
             for rank_w in range(RANKS_W):
-                w, in_w = find_strided_window(width, rank_w, outputs[2], windows[2], False)  # noqa: FBT003
-                size_w = _measure_strided_window(w, sizes[3][0], windows[2], COUNT_PADDING)
-                inside = exists & in_d & in_h & in_w
-                place = plane + d * strides[2] + h * strides[3] + w * strides[4]
-                read = tl.load(gradient + place, mask=inside, other=0).to(total.dtype)
-                volume = size_d * size_h * size_w
-                if OVERRIDE:
-                    volume = volume * 0 + divisor
-                total_w += tl.where(inside, divide_float(read, volume.to(total.dtype)), 0)
-            total_h += total_w
-        total += total_h
-    tl.store(result + offsets, total.to(result.dtype.element_ty), mask=exists)
-
-
-@triton.jit(do_not_specialize=["sizes", "outputs", "divisors", "strides", "elements"])
-def add_adaptive_means(
-    gradient,
-    result,
-    sizes,
-    outputs,
-    divisors,
-    strides,
-    elements,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-    DIMS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    RANKS_D: tl.constexpr,
-    RANKS_H: tl.constexpr,
-    RANKS_W: tl.constexpr,
-):
-    """Write for each input the sum of the shares that it has in windows of an adaptive pooling.
-
-    ``launch_gradient`` describes the other arguments.
-
-    Args:
-        divisors: ``outputs`` as divisors.
-    """
-    offsets, exists = find_block(elements, BLOCK, WIDE)
-    batch, channel, depth, height, width = find_coordinates(offsets, sizes, DIMS, CHANNELS_LAST)
-    plane = batch * strides[0] + channel * strides[1]
-    total = make_zeros(gradient, BLOCK)
-    for rank_d in range(RANKS_D):
-        d, in_d = find_adaptive_window(depth, rank_d, outputs[0], sizes[1])
-        size_d = _measure_adaptive_window(d, sizes[1][0], divisors[0]).to(total.dtype)
-        total_h = make_zeros(gradient, BLOCK)
-        for rank_h in range(RANKS_H):
-            h, in_h = find_adaptive_window(height, rank_h, outputs[1], sizes[2])
-            size_h = _measure_adaptive_window(h, sizes[2][0], divisors[1]).to(total.dtype)
-            total_w = make_zeros(gradient, BLOCK)
-            for rank_w in range(RANKS_W):
-                w, in_w = find_adaptive_window(width, rank_w, outputs[2], sizes[3])
-                size_w = _measure_adaptive_window(w, sizes[3][0], divisors[2]).to(total.dtype)
+                w, in_w, size_w = _find_window(
+                    width, rank_w, outputs[2], sizes[3], windows[2], ADAPTIVE, COUNT_PADDING
+                )
                 inside = exists & in_d & in_h & in_w
                 place = plane + d * strides[2] + h * strides[3] + w * strides[4]
                 share = tl.load(gradient + place, mask=inside, other=0).to(total.dtype)
-                # Dividing by one side after the other rounds as torch's kernels do.
-                if DIMS > 2:  # noqa: PLR2004 - a number of dimensions
-                    share = divide_float(share, size_d)
-                if DIMS > 1:
-                    share = divide_float(share, size_h)
-                total_w += tl.where(inside, divide_float(share, size_w), 0)
+                if ADAPTIVE:
+                    # Dividing by one side after the other rounds as torch's kernels do.
+                    if DIMS > 2:  # noqa: PLR2004 - a number of dimensions
+                        share = divide_float(share, size_d.to(total.dtype))
+                    if DIMS > 1:
+                        share = divide_float(share, size_h.to(total.dtype))
+                    share = divide_float(share, size_w.to(total.dtype))
+                else:
+                    volume = size_d * size_h * size_w
+                    if OVERRIDE:
+                        volume = volume * 0 + divisor
+                    share = divide_float(share, volume.to(total.dtype))
+                total_w += tl.where(inside, share, 0)
             total_h += total_w
         total += total_h
     tl.store(result + offsets, total.to(result.dtype.element_ty), mask=exists)
@@ -174,7 +143,7 @@ def strided(
         for one in windows
     ]
     return launch_gradient(
-        add_strided_means,
+        add_means,
         [grad_output],
         self.shape,
         sides,
@@ -182,6 +151,7 @@ def strided(
         memory_format=torch.contiguous_format,
         extra=[divisor_override or 1],
         wide=prod(one.size for one in windows) > INT32_LIMIT,
+        ADAPTIVE=False,
         COUNT_PADDING=count_include_pad,
         OVERRIDE=divisor_override is not None,
     )
@@ -195,10 +165,14 @@ def adaptive(grad_output: Tensor, self: Tensor, dims: int) -> Tensor:
     ]
     keeps_format = dims == 2  # noqa: PLR2004 - as torch's kernels
     return launch_gradient(
-        add_adaptive_means,
+        add_means,
         [grad_output],
         self.shape,
         sides,
         neutral=_ONE,
         memory_format=suggest_memory_format(self) if keeps_format else torch.contiguous_format,
+        extra=[1],
+        ADAPTIVE=True,
+        COUNT_PADDING=False,
+        OVERRIDE=False,
     )

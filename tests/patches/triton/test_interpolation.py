@@ -28,7 +28,7 @@ def compare_sizes(
 ) -> Tensor:
     gradient = torch.randn(2, 2, *outputs, dtype=torch.promote_types(dtype, torch.float32))
     return compare(
-        "antialiasing:resampled" if name.endswith("aa") else "interpolation:resampled",
+        "interpolation:resampled",
         getattr(interpolation, f"{name}_backward"),
         gradient.to(dtype),
         list(outputs),

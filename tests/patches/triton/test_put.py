@@ -1,9 +1,11 @@
-"""The kernels of ``put_``, under Triton's interpreter: the bits of the torch ops."""
+"""The kernels of ``put_`` and max unpooling, under Triton's interpreter: the torch ops' bits."""
 
 from unittest import mock
 
 import pytest
 import torch
+from patches.triton.comparison import DTYPES as FLOATS
+from patches.triton.comparison import compare
 from patches.triton.interpreted import interpreted, kernels_on_cpu, refuse
 from torch import Tensor
 
@@ -44,6 +46,13 @@ def compare_put(target: Tensor, index: Tensor, source: Tensor) -> None:
         assert torch.equal(bits[0], bits[2])
 
 
+def compare_unpool(values: Tensor, places: Tensor, output_size: list[int]) -> None:
+    op, more = put_unpool.max_unpool2d, ()
+    if len(output_size) == 3:
+        op, more = put_unpool.max_unpool3d, ([1] * 3, [0] * 3)
+    compare("put:unpool", op, values, places, output_size, *more)
+
+
 @interpreted
 def test_the_last_value_of_a_place_is_written() -> None:
     """Many values for one place, places without one, negative and strided indices, one place."""
@@ -78,6 +87,7 @@ def test_offsets_of_64_bits() -> None:
     sizes = mock.patch.multiple(put, needs_int64=lambda *_: True, INT32_LIMIT=10)
     with sizes:
         compare_put(torch.zeros(9), torch.randint(-9, 9, (50,)), torch.randn(50))
+        compare_unpool(torch.randn(2, 3, 4, 5), torch.randint(0, 12, (2, 3, 4, 5)), [6, 2])
 
 
 @interpreted
@@ -97,3 +107,28 @@ def test_few_values_are_sorted() -> None:
     with kernels_on_cpu(), launch.kernels_noted() as used:
         assert torch.equal(write(target, index, source), target.put(index, source))
     assert used == []
+
+
+@interpreted
+def test_the_last_value_of_a_place_in_a_plane_is_written() -> None:
+    """Many values for one place, more places than values and fewer, without a batch, strided."""
+    for dtype in FLOATS:
+        values = torch.randn(2, 3, 4, 5).to(dtype)
+        values[0, 0, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 0.0], dtype=dtype)
+        places = torch.randint(0, 12, values.shape)
+        compare_unpool(values, places, [6, 2])
+        compare_unpool(values[1], places[1], [9, 7])
+        compare_unpool(values.transpose(2, 3), places.transpose(2, 3), [3, 4])
+    compare_unpool(torch.randn(2, 2, 3, 2, 4), torch.randint(0, 30, (2, 2, 3, 2, 4)), [2, 3, 5])
+    compare_unpool(torch.randn(0, 2, 3, 4), torch.zeros(0, 2, 3, 4, dtype=torch.int64), [2, 3])
+
+
+@interpreted
+def test_a_place_outside_its_plane_is_an_error() -> None:
+    """Nothing is written there; on a device the error comes later."""
+    for place in (-1, 6, 2**40):
+        places = torch.tensor([[[[0, place]]]])
+        with pytest.raises(RuntimeError):
+            put.unpool(torch.ones(1, 1, 1, 2), places, [2, 3])
+    with kernels_on_cpu():
+        assert put.unpool(torch.ones(1, 1, 1, 2), places.clamp(max=5), [2, 3]).sum() == 2
