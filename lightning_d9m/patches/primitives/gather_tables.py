@@ -7,10 +7,9 @@ sum reads them: one thread adds each run from left to right and touches the list
 so an infinity or a NaN does not spread (in a matrix product it would meet the zeros).
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from threading import Lock
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype, sum_bags
-
-Parts = TypeVar("Parts", bound=tuple[Tensor | None, ...])
-TableKey: TypeAlias = tuple[torch.device, Callable[..., Any], tuple[Hashable, ...]]
 
 
 class GatherTable(NamedTuple):
@@ -39,87 +35,25 @@ class GatherTable(NamedTuple):
     divisor: Tensor | None = None
 
 
-class DeviceCache:
-    """Tensors on a device by the arguments that they were built from.
+@cache
+def cached_on_device(
+    device: torch.device, build: Callable[..., GatherTable], *sizes: Hashable
+) -> GatherTable:
+    """Build a table on the host, once for each set of sizes, and copy it to a device.
 
-    It evicts the least recently used entry, but never one that a CUDA graph was captured with: the
-    graph reads that memory at each replay.
-
-    Args:
-        capacity: Number of entries that may be evicted.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[TableKey, tuple[Tensor | None, ...]] = OrderedDict()
-        self._captured: dict[TableKey, tuple[Tensor | None, ...]] = {}
-        self._lock = Lock()
-
-    def get(self, key: TableKey) -> tuple[Tensor | None, ...]:
-        """Return the tensors of a key; build them if they are not there.
-
-        Raises:
-            D9mError: They are not there, and a CUDA graph is being captured: the copy from the host
-                cannot be part of a graph.
-        """
-        device, build, sizes = key
-        capturing = device.type == "cuda" and _is_capturing()
-        with self._lock:  # backward passes run on several threads
-            parts = self._captured.get(key) or self._entries.get(key)
-            if parts is None:
-                if capturing:
-                    raise D9mError(
-                        "A CUDA graph is being captured, and a deterministic replacement has to "
-                        f"copy a table for the sizes {sizes} to {device} first. Run the same step "
-                        "once before the capture."
-                    )
-                parts = _build_on_device(device, build, sizes)
-            if capturing:
-                self._captured[key] = parts
-            if key not in self._captured:
-                self._entries[key] = parts
-                self._entries.move_to_end(key)
-                if len(self._entries) > self._capacity:
-                    self._entries.popitem(last=False)
-        if device.type == "cuda":
-            _record_use(parts, device)
-        return parts
-
-
-_cache = DeviceCache(512)
-
-
-def cached_on_device(device: torch.device, build: Callable[..., Parts], *sizes: Hashable) -> Parts:
-    """Build tensors on the host, once for each set of sizes, and copy them to a device.
-
-    Sizes seldom change during a training, so a layer pays for this at its first step only.
+    Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
+    is evicted: a CUDA graph reads the memory at each replay, and other streams may still read it.
 
     Raises:
-        D9mError: A CUDA graph is being captured, and the tensors are not on the device yet.
+        D9mError: A CUDA graph is being captured, of which the copy from the host cannot be a part.
     """
-    return cast(Parts, _cache.get((device, build, sizes)))
-
-
-def _build_on_device(
-    device: torch.device,
-    build: Callable[..., tuple[Tensor | None, ...]],
-    sizes: tuple[Hashable, ...],
-) -> tuple[Tensor | None, ...]:
-    built = build(*sizes)
-    moved = (part if part is None else part.to(device) for part in built)
-    return cast(Callable[..., tuple[Tensor | None, ...]], type(built))(*moved)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
-
-
-def _record_use(parts: tuple[Tensor | None, ...], device: torch.device) -> None:
-    """Keep evicted memory from being reused while the current stream may still read it."""
-    stream = torch.cuda.current_stream(device)
-    for part in parts:
-        if part is not None:
-            part.record_stream(stream)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise D9mError(
+            "A CUDA graph is being captured, and a deterministic replacement has to copy a table "
+            f"for the sizes {sizes} to {device} first. Run the same step once before the capture."
+        )
+    parts = build(*sizes)
+    return GatherTable._make(None if part is None else part.to(device) for part in parts)
 
 
 def build_gather_table(
