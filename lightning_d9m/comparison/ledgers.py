@@ -21,7 +21,6 @@ from lightning_d9m.comparison.record_diff import (
     setting_differences,
 )
 from lightning_d9m.comparison.result import (
-    NONE,
     PLACES_KEPT,
     Comparison,
     Divergence,
@@ -171,25 +170,19 @@ def _merge(found: Iterable[FieldDifference]) -> tuple[FieldDifference, ...]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts of the comparison of one rank's files so far."""
+    """The comparison of one rank's files so far.
 
-    rank: int
+    Attributes:
+        found: The counts.
+        watched: Whether an observer gets the places that differ.
+        refusals: What makes the runs incomparable.
+        batch: The last batch that was counted.
+        differing_batch: The last batch that was counted as differing.
+    """
+
+    found: RankComparison
     watched: bool
-    records: int = 0
-    digests: int = 0
-    epochs: int = 0
-    differing: int = 0
-    first: RecordDifference | None = None
-    divergence: Divergence | None = None
     refusals: list[FieldDifference] = field(default_factory=list)
-    batches: int = 0
-    differing_batches: int = 0
-    left_out: int = 0
-    places: int = 0
-    differing_places: int = 0
-    only: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
-    only_places: list[OneSided] = field(default_factory=lambda: [NONE, NONE])
-    # The last batch that was counted, and the last that was counted as differing.
     batch: tuple[int, int] = (-1, -1)
     differing_batch: tuple[int, int] = (-1, -1)
 
@@ -200,74 +193,79 @@ class _Tally:
         if isinstance(one, Frames) and isinstance(other, Frames):
             self._count_frames(one, other)
             return None
-        self.records += 1
+        found = self.found
+        found.records += 1
         if isinstance(one, Digests):
-            self.digests += 1
-            self.epochs += one.moment == "epoch"
+            found.digests += 1
+            found.epochs += one.moment == "epoch"
         if one is other or isinstance(one, _Probes) or isinstance(other, _Probes):
             return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
-        elif self.first is None or isinstance(one, End):
+        elif found.first is None or isinstance(one, End):
             difference = record_difference(one, other)
-            self.differing += difference is not None
-            if difference is not None and self.first is None:
-                self.first = difference
-                self.divergence = _at_record(self.rank, difference, list_entries(one, other))
+            found.differing += difference is not None
+            if difference is not None and found.first is None:
+                found.first = difference
+                found.divergence = _at_record(found.rank, difference, list_entries(one, other))
         else:
             # Only the first difference is described: after it most records differ.
-            self.differing += one != other
+            found.differing += one != other
         return None
 
     def leave_out(self, batch: Batch) -> None:
         """Count a batch whose probes are not compared."""
         number = (batch.epoch, batch.batch)
-        self.left_out += number != self.batch
+        self.found.uncompared_batches += number != self.batch
         self.batch = number
 
-    def count_alone(self, side: int, record: Item) -> None:
-        """Count a record that only the earlier (0) or the later run (1) has."""
-        found = self.only[side]
-        self.only[side] = OneSided(found.count + 1, found.first or describe_record(record))
+    def count_alone(self, side: str, count: int, first: str) -> None:
+        """Count what only one run has.
+
+        Args:
+            side: The attribute, such as ``"only_actual"``.
+            count: Number of records or places.
+            first: Description of the first of them.
+        """
+        known: OneSided = getattr(self.found, side)
+        setattr(self.found, side, OneSided(known.count + count, known.first or first))
 
     def _count_frames(self, one: Frames, other: Frames) -> None:
         """Count frames of the same batches and places."""
-        self.batches += one.count - ((one.epoch, one.batch) == self.batch)
+        self.found.batches += one.count - ((one.epoch, one.batch) == self.batch)
         self.batch = (one.epoch, one.last_batch)
-        self.places += one.size
+        self.found.places += one.size
         if one is other:
             return
-        found = find_differences(one, other)
-        first, last = (one.batch + one.batches * number for number in (found.first, found.last))
-        self.differing_places += found.places
-        self.differing_batches += found.frames - ((one.epoch, first) == self.differing_batch)
+        frames = find_differences(one, other)
+        first, last = (one.batch + one.batches * number for number in (frames.first, frames.last))
+        self.found.differing_places += frames.places
+        self.found.differing_batches += frames.frames - ((one.epoch, first) == self.differing_batch)
         self.differing_batch = (one.epoch, last)
 
     def _count_batch(self, one: Batch, other: Batch) -> BatchComparison | None:
-        number = (one.epoch, one.batch)
-        self.batches += number != self.batch
+        number, found = (one.epoch, one.batch), self.found
+        found.batches += number != self.batch
         self.batch = number
         if one is other:
-            self.places += one.size
+            found.places += one.size
             return None
         # After the first difference, places are listed only for an observer.
-        listed = self.watched or self.first is None
-        found = compare_batches(one, other, listed=listed)
-        self.places += found.places
-        for side, places in enumerate((found.only_expected, found.only_actual)):
-            if places:
-                known = self.only_places[side]
+        compared = compare_batches(one, other, listed=self.watched or found.first is None)
+        found.places += compared.places
+        where = describe_record(other)
+        for side in ("only_expected", "only_actual"):
+            if places := getattr(compared, side):
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                first = known.first or f"{escape(name)} in {describe_record(other)}"
-                self.only_places[side] = OneSided(known.count + len(places), first)
-        if found.count:
-            self.differing_batches += number != self.differing_batch
+                self.count_alone(f"{side}_places", len(places), f"{escape(name)} in {where}")
+        if compared.count:
+            found.differing_batches += number != self.differing_batch
             self.differing_batch = number
-            self.differing_places += found.count
-            if self.first is None:
-                self.first = batch_difference(found, describe_record(other))
-                self.divergence = _at_place(self.rank, found)
-        return found
+            found.differing_places += compared.count
+            if found.first is None:
+                found.first = batch_difference(compared, where)
+                found.divergence = _at_place(found.rank, compared)
+        return compared
 
 
 def _at_place(rank: int, found: BatchComparison) -> Divergence:
@@ -314,10 +312,11 @@ def _compare_rank(
     probes: bool,
 ) -> tuple[RankComparison, list[FieldDifference]]:
     """Compare two files; stop if they are incomparable."""
-    tally = _Tally(rank, watched=watch is not None)
+    result = RankComparison(rank)
+    tally = _Tally(result, watched=watch is not None)
     ticked = 0
     # Only the first difference is described: after it most records differ.
-    records = align_records(*files, whole=watch is not None, named=lambda: tally.first is None)
+    records = align_records(*files, whole=watch is not None, named=lambda: result.first is None)
     for one, other in records:
         found = None
         batch = other if one is None else one
@@ -329,40 +328,20 @@ def _compare_rank(
             if tally.refusals:
                 break
         elif one is not None:
-            tally.count_alone(0, one)
+            tally.count_alone("only_expected", 1, describe_record(one))
         elif other is not None:
-            tally.count_alone(1, other)
+            tally.count_alone("only_actual", 1, describe_record(other))
         else:
-            tally.records += 1
+            result.records += 1
         if watch is not None:
             watch(rank, one, other, found)
-        done = tally.records + tally.places
+        done = result.records + result.places
         if done - ticked > _TICK:
             ticked = done
             progress(done)
-    expected, actual = files
-    comparison = RankComparison(
-        rank=rank,
-        records=tally.records,
-        digests=tally.digests,
-        epochs=tally.epochs,
-        differing=tally.differing,
-        first=tally.first,
-        only_expected=tally.only[0],
-        only_actual=tally.only[1],
-        expected_complete=expected.complete,
-        actual_complete=actual.complete,
-        expected_truncated=expected.truncated,
-        actual_truncated=actual.truncated,
-        batches=tally.batches,
-        differing_batches=tally.differing_batches,
-        uncompared_batches=tally.left_out,
-        places=tally.places,
-        differing_places=tally.differing_places,
-        only_expected_places=tally.only_places[0],
-        only_actual_places=tally.only_places[1],
-        divergence=tally.divergence,
-        expected_breaks=expected.breaks if isinstance(expected, LineageReader) else (),
-        actual_breaks=actual.breaks if isinstance(actual, LineageReader) else (),
+    result.expected_complete, result.actual_complete = (file.complete for file in files)
+    result.expected_truncated, result.actual_truncated = (file.truncated for file in files)
+    result.expected_breaks, result.actual_breaks = (
+        file.breaks if isinstance(file, LineageReader) else () for file in files
     )
-    return comparison, tally.refusals
+    return result, tally.refusals

@@ -106,7 +106,7 @@ class Divergence:
         return (*when, PROBE_KINDS.index(self.kind) if self.kind in PROBE_KINDS else 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankComparison:
     """The comparison of one rank's files.
 
@@ -137,17 +137,17 @@ class RankComparison:
     """
 
     rank: int
-    records: int
-    digests: int
-    epochs: int
-    differing: int
-    first: RecordDifference | None
-    only_expected: OneSided
-    only_actual: OneSided
-    expected_complete: bool
-    actual_complete: bool
-    expected_truncated: bool
-    actual_truncated: bool
+    records: int = 0
+    digests: int = 0
+    epochs: int = 0
+    differing: int = 0
+    first: RecordDifference | None = None
+    only_expected: OneSided = NONE
+    only_actual: OneSided = NONE
+    expected_complete: bool = False
+    actual_complete: bool = False
+    expected_truncated: bool = False
+    actual_truncated: bool = False
     batches: int = 0
     differing_batches: int = 0
     uncompared_batches: int = 0
