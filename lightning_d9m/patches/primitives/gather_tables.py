@@ -42,7 +42,8 @@ def cached_on_device(
     """Build a table on the host, once for each set of sizes, and copy it to a device.
 
     Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
-    is evicted: a CUDA graph reads the memory at each replay, and other streams may still read it.
+    is evicted: a table is only as long as a side, a CUDA graph reads the memory at each replay, and
+    other streams may still read it.
 
     Raises:
         D9mError: A CUDA graph is being captured, of which the copy from the host cannot be a part.
