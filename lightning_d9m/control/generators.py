@@ -7,6 +7,8 @@ lists and dicts.
 import random
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from inspect import Signature
+from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -22,7 +24,7 @@ _FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m
 # The most frequent types, none of which holds a generator.
 _ATOMS = frozenset({
     *(type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter, np.ndarray),
-    *(torch.device, torch.dtype, ref),
+    *(torch.device, torch.dtype, torch.Size, ref, Signature, BuiltinFunctionType),
 })  # fmt: skip
 _CONTAINERS = (dict, list, tuple)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)

@@ -286,20 +286,19 @@ def describe_model(
         layout = layouts.get(id(tensor))
         return tuple(tensor.shape) if layout is None else layout.shape
 
-    description = {
-        plain_name(name): [
-            None if (sizes := shape(tensor)) is None else list(sizes),
-            str(tensor.dtype),
-            kind,
-        ]
-        for kind, entries in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        )
-        for name, tensor in entries
-    }
-    sizes_of_all = [shape(parameter) for parameter in model.parameters()]
-    return digest_value(description), sum(0 if own is None else prod(own) for own in sizes_of_all)
+    description: dict[str, list[object]] = {}
+    count = 0
+    for kind, entries in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in entries:
+            sizes = shape(tensor)
+            listed = None if sizes is None else list(sizes)
+            description[plain_name(name)] = [listed, str(tensor.dtype), kind]
+            if kind == "parameter" and sizes is not None:
+                count += prod(sizes)
+    return digest_value(description), count
 
 
 def replicated_names(

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import plain_name
-from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.hashing.shards import has_base, may_be_sharded
 from lightning_d9m.hashing.training_state import Groups, count_sharded, replicated_names
 from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
@@ -71,6 +71,8 @@ class ReplicatedState:
 
 def describe_division(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> dict[str, Scalar]:
     """Return what the stack says of a model of which ranks hold different parts."""
+    if not may_be_sharded():
+        return {}
     counts = {
         SHARDED_PARAMETERS: count_sharded(model, layouts),
         PIPELINE_STAGES: count_stages(model),

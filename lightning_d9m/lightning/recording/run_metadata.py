@@ -92,7 +92,9 @@ def describe_trained_model(trainer: "Trainer", module: "LightningModule") -> tup
 
 
 def find_replicated(trainer: "Trainer", module: "LightningModule") -> ReplicatedState | None:
-    """Return the state that must be equal on all ranks; None in a pipeline."""
+    """Return the state that must be equal on all ranks; None in a pipeline, and for one rank."""
+    if trainer.world_size == 1:
+        return None
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return find_replicated_state(
         module,

@@ -89,5 +89,7 @@ class ModelParts:
 
 def find_metric_modules(modules: dict[str, nn.Module]) -> dict[str, Any]:
     """Return the metrics and collections of metrics among modules."""
-    kinds = (Metric, MetricCollection)
-    return {name: module for name, module in modules.items() if isinstance(module, kinds)}
+    # Each base, instead of isinstance: that asks all subclasses of Metric, which is abstract.
+    kinds = {Metric, MetricCollection}
+    of_metrics = {kind for kind in set(map(type, modules.values())) if kinds & {*kind.__mro__}}
+    return {name: module for name, module in modules.items() if type(module) in of_metrics}
