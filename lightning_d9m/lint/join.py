@@ -3,9 +3,8 @@
 Reads JSON of these kinds:
 
 - an audit of ``d9m audit ops``: ``ops.json``, an object with ``rows``, or ``ops.jsonl``, one row
-  per line. A row has ``op``, ``entry`` (the catalog's name, if it differs) and ``arms``; the arm
-  ``default`` has ``outcome`` and, if it ran, ``spread`` with ``distinct``, ``runs``, ``vs``,
-  ``vermv``, ``vc``. A flat row with ``op``, ``arm`` and these figures is also valid;
+  per line. A row has ``op``, ``entry`` (the catalog's name, if it differs) and ``conditions``; the
+  condition ``default`` has ``spread`` with the fields of ``MeasuredOp``, if it ran;
 - a ledger: a file ``rank-N.jsonl``, or a folder of these. A record may have an ``error``: torch's
   alert, which ended the run;
 - a list of such objects, or one object per line.
@@ -45,7 +44,7 @@ _ENTRIES = {
 
 @dataclass(frozen=True)
 class MeasuredOp:
-    """An audit's figures of an op in torch's default arm."""
+    """An audit's figures of an op under torch's default condition."""
 
     distinct: int
     runs: int
@@ -115,10 +114,6 @@ def _read_file(path: Path) -> Iterator[Mapping[str, Any]]:
 def join_ops(findings: Iterable[Finding], records: Iterable[Mapping[str, Any]]) -> list[OpRow]:
     """Return one row for each op that was found, that raised an alert, or that varied in an audit.
 
-    Args:
-        findings: The findings of a scan.
-        records: The records of ledgers and audits.
-
     Returns:
         Rows with the most kinds of evidence first, then by name.
     """
@@ -160,16 +155,11 @@ def name_alert(kernel: str) -> str:
 
 
 def _read_measured(record: Mapping[str, Any]) -> MeasuredOp | None:
-    """Return an audit row's figures in torch's default arm; None if that arm did not run."""
-    if "op" not in record:
-        return None
-    figures: Any = record
-    conditions = record.get("conditions", record.get("arms"))  # "arms" in older audits
-    if isinstance(conditions, Mapping):
-        figures = conditions.get("default", {}).get("spread")
-    elif record.get("arm", "default") != "default":
-        return None
-    if not isinstance(figures, Mapping) or "distinct" not in figures:
+    """Return an audit row's figures under torch's default; None if that did not run."""
+    conditions = record.get("conditions")
+    default = conditions.get("default") if isinstance(conditions, Mapping) else None
+    figures = default.get("spread") if isinstance(default, Mapping) else None
+    if not isinstance(figures, Mapping) or "distinct" not in figures or "op" not in record:
         return None
     return MeasuredOp(
         int(figures["distinct"]),

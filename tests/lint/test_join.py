@@ -52,17 +52,6 @@ def test_one_row_holds_what_was_found_alerted_and_measured(records, scan):
     assert rows["histc"].lines == []
 
 
-def test_flat_rows_of_other_arms_do_not_count(tmp_path):
-    rows = [
-        {"op": "topk", "arm": "default", **SPREAD},
-        {"op": "topk", "arm": "ours", **STEADY},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [row] = join_ops([], read_records(path))
-    assert [figures.distinct for figures in row.measured] == [7]
-
-
 @pytest.mark.parametrize(
     ("row", "op", "line"),
     [
