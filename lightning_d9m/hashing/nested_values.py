@@ -57,11 +57,11 @@ class Layout:
         keys: The key of each leaf, which no other leaf has.
     """
 
+    _root: "_Container"
+
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.keys: list[str] = []
-        self._root: _Container | None = None
-        self._count = 0
         # The place of each leaf among the entries that `_Container.read` appends.
         self._places: list[int] = []
         # False if another value with equal keys and types may have other leaves.
@@ -75,12 +75,6 @@ class Layout:
 
         A container that holds itself is a leaf where it occurs again.
 
-        Args:
-            value: The value.
-            path: The path of the value, if it is part of another one.
-            key: Its key there.
-            above: The ids of the containers around it.
-
         >>> layout, leaves = Layout.of({"a.b": 1, "a": {"b": 2}, "c": [3]})
         >>> list(zip(layout.paths, layout.keys, leaves))
         [('a.b', "{'a.b'}", 1), ('a.b', "{'a'}{'b'}", 2), ('c.0', "{'c'}[0]", 3)]
@@ -93,7 +87,7 @@ class Layout:
     def read(self, value: Mapping[Any, Any]) -> list[Any] | None:
         """Return the leaves of a value; None if it does not have this layout."""
         entries: list[Any] = []
-        if self._root is None or not self._is_known or not self._root.read(value, entries):
+        if not self._is_known or not self._root.read(value, entries):
             return None
         return [entries[place] for place in self._places]
 
@@ -104,22 +98,21 @@ class Layout:
         left, right = "[]" if names is None else "{}"
         start = len(out)
         out += entries
+        above = (*above, id(value))
         # Numbers of other types are equal to these, and have another repr.
         self._is_known &= names is None or _NAMES.issuperset(map(type, names))
         inner = []
         for place, entry in enumerate(entries):
             name = place if names is None else names[place]
             below, written = _name(path, key, name, left + right)
-            holds_itself = id(entry) in above or entry is value
+            holds_itself = id(entry) in above
             self._is_known &= not holds_itself
             if type(entry) in PLAIN_TYPES or not isinstance(entry, _CONTAINERS) or holds_itself:
                 self.paths.append(below)
                 self.keys.append(written)
                 self._places.append(start + place)
             else:
-                inner.append(
-                    (place, self._explore(entry, below, written, (*above, id(value)), out))
-                )
+                inner.append((place, self._explore(entry, below, written, above, out)))
         return _Container(type(value), names, list(map(type, entries)), inner)
 
 

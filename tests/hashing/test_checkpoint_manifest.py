@@ -105,6 +105,12 @@ def holding_itself():
     return value
 
 
+def mapping_in_itself():
+    value = {}
+    value["x"] = value
+    return value
+
+
 T = torch.arange(2.0)
 ALIKE = [
     {"x": 1, "y": T},
@@ -137,6 +143,8 @@ ALIKE = [
     {"x": {"c": {"d": 1}, "a": {"b": T}}, "y": {}},
     {"x": {"a": holding_itself(), "c": {"d": 1}}, "y": {}},
     {"x": {"a": holding_itself()}, "y": {True: {2: T}, 2: {}}},
+    {"x": {"a": mapping_in_itself()}},
+    {"x": [mapping_in_itself()], "y": [T]},
     {"y": {"x": {1: {2: T}}}},
 ]
 
@@ -167,12 +175,13 @@ def test_of_the_second_checkpoint_only_what_has_other_keys_is_named(monkeypatch)
         changed = content()
         changed["states"][0]["lr"] = number
         changed["callbacks"] = {"best": {"paths": {str(number): 1}}, "stopping": {"wait": 1}}
+        changed["mixed"] = {str(number): {}, "plain": 1}
         made = maker.make(changed)
         walked = [*named]
         named.clear()
         assert not check_manifest(changed, made)
         named.clear()
-    assert walked == [["paths"]]
+    assert walked == [["paths"], ["mixed"]]
 
 
 # Made by the first version for `content()`.
