@@ -8,7 +8,6 @@ from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_argumen
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import (
     format_comparison,
     format_evidence,
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         watch = timeline.watch if verbose else None
         comparison = compare_ledgers(expected, actual, progress=progress, watch=watch)
     if arguments.format == "json":
-        facts = as_json(comparison)
+        facts = comparison.as_json()
         if verbose:
             facts["distances"] = list_distances(timeline.distances)
         print(json.dumps(facts, indent=2))

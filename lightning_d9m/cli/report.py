@@ -13,7 +13,6 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
-from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.distance_table import list_distances
 from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
 from lightning_d9m.output.progress import show_progress
@@ -113,7 +112,7 @@ def _collect_facts(comparison: Comparison, timeline: Timeline) -> dict[str, obje
         path: {"differing": module.differing, "first": module.first}
         for path, module in timeline.modules.items()
     }
-    return as_json(comparison) | {
+    return comparison.as_json() | {
         "growth": histograms,
         "distances": list_distances(timeline.distances),
         "timeline": ranks,

@@ -1,7 +1,7 @@
 """The result of the comparison of two ledgers: by rank, and as a verdict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,6 +199,11 @@ class Comparison:
     ranks_only_expected: tuple[int, ...]
     ranks_only_actual: tuple[int, ...]
     initial_weights: tuple[str, ...] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Return the comparison as JSON types; the names are those of the attributes."""
+        paths = {"expected": str(self.expected), "actual": str(self.actual)}
+        return {"verdict": self.verdict, **asdict(self), **paths}
 
     @property
     def verdict(self) -> Literal["equal", "different", "not comparable"]:

@@ -18,10 +18,6 @@ def format_comparison(comparison: Comparison, *, verbose: bool = False) -> list[
     """Return the lines of a comparison: the verdict, the ledgers, what differs between them.
 
     What may explain a difference, such as another driver, comes before the difference.
-
-    Args:
-        comparison: The comparison.
-        verbose: Whether to show whole digests, and the bits of numbers.
     """
     return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison, verbose=verbose)]
 
@@ -42,7 +38,7 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
         if found:
             lines += ["", title]
             for entry in found:
-                lines += _format_field(entry, len(comparison.ranks), verbose=verbose)
+                lines += format_field(entry, len(comparison.ranks), verbose=verbose)
     for entry in comparison.refusals[:1]:
         lines += wrap(entry.reason)
     if (names := comparison.initial_weights) is not None:
@@ -60,8 +56,8 @@ def is_one_ledger(comparison: Comparison) -> bool:
     return expected.exists() and expected.samefile(comparison.actual)
 
 
-def _format_field(entry: FieldDifference, ranks: int, *, verbose: bool) -> Iterator[str]:
-    # Ranks are named only if not all of them differ in this way.
+def format_field(entry: FieldDifference, ranks: int, *, verbose: bool = False) -> Iterator[str]:
+    """Yield a field and its two values; ranks are named if not all of them differ in this way."""
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
     yield f"  {escape(entry.field)}{where}"
     expected, actual = (entry.expected, entry.actual) if verbose else entry.shown

@@ -89,14 +89,7 @@ def render_page(
     ledgers: tuple[Ledger, Ledger],
     repeated: RepeatedRuns | None = None,
 ) -> str:
-    """Return the whole page.
-
-    Args:
-        comparison: The comparison of two ledgers.
-        timeline: What was collected while they were compared.
-        ledgers: The reference and this run.
-        repeated: All runs, if there are more than these two.
-    """
+    """Return the whole page."""
     from importlib.resources import files
 
     environment = _make_environment()

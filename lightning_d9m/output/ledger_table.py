@@ -64,12 +64,7 @@ class LedgerRow:
 
 
 def make_row(entry: FoundLedger, before: FoundLedger | None) -> LedgerRow:
-    """Read a ledger and compare it with the one before.
-
-    Args:
-        entry: The ledger.
-        before: The earlier ledger that it may repeat; None for none.
-    """
+    """Read a ledger and compare it with the one before."""
     path = str(entry.path)
     if entry.ledger is None:
         return LedgerRow(path, problem=entry.problem)

@@ -30,14 +30,7 @@ def render_text(
     width: int = WIDTH,
     paint: Callable[[str, str], str] = lambda _, shown: shown,
 ) -> str:
-    """Return the findings for a terminal: by rule, each place with its line of source.
-
-    Args:
-        findings: The findings.
-        summary: What was scanned.
-        width: The number of columns for the lines of source.
-        paint: Gives text the color of a meaning: ``heading`` or a severity.
-    """
+    """Return the findings for a terminal: by rule, each place with its line of source."""
     checkcache()  # a file may have changed since an earlier scan of this process
     counts = Counter(finding.severity for finding in findings)
     counted = ", ".join(pluralize(counts[level], level) for level in _LEVELS if counts[level])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.locate.result import describe_place
+from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
 from lightning_d9m.text import escape
 
@@ -26,13 +27,7 @@ _LONGEST = 400
 
 
 def describe(found: "SearchResult", *, determinism: bool, verbose: bool = False) -> Iterator[str]:
-    """Yield the lines of the report: the cause, where it is, the evidence, the advice.
-
-    Args:
-        found: The result of the search.
-        determinism: Whether the runs had the determinism settings.
-        verbose: Whether to add all examples of values, with their bits.
-    """
+    """Yield the lines of the report: the cause, where it is, the evidence, the advice."""
     if found.cause is None:
         yield "equal: no two runs differ."
         if determinism:
@@ -84,10 +79,7 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
     if pair is None:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
-        yield f"  {escape(entry.field)}"
-        expected, actual = map(escape, entry.shown)
-        yield f"    reference: {expected}"
-        yield f"    this run:  {actual}"
+        yield from format_field(entry, len(pair.comparison.ranks))
     if found.divergences or pair.comparison.refusals:
         return
     for rank in pair.comparison.ranks:

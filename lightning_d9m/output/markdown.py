@@ -28,10 +28,7 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> str:
     r"""Return a result as Markdown: the verdict, a table, and the evidence as it is printed.
 
-    Args:
-        verdict: A sentence that begins with the verdict and a colon.
-        evidence: Lines of text. Fences in them are broken up, so that they stay in their block.
-        table: A table in Markdown.
+    Fences in the evidence are broken up, so that they stay in their block.
 
     >>> print(format_markdown("equal: 5 records.", ["reference: a"]))
     **equal**: 5 records.

@@ -16,12 +16,7 @@ def find_command(ledgers: Sequence["Ledger"]) -> str:
 
 
 def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
-    """Return the commands that find the cause of a difference, with what each does.
-
-    Args:
-        command: The command that trains.
-        ledgers: The paths of the two ledgers, quoted for a shell.
-    """
+    """Return commands that find the cause of a difference; ``ledgers`` are quoted for a shell."""
     return [
         (f"d9m locate -- {command}", "finds the step, module and source line"),
         (f"d9m report {ledgers}", "shows the difference as a page"),
@@ -31,9 +26,6 @@ def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
 
 def format_next_steps(steps: Sequence[tuple[str, str]]) -> list[str]:
     r"""Return a block of commands with what each does; what does not fit beside it stands below.
-
-    Args:
-        steps: Pairs of a command and what it does.
 
     >>> print("\n".join(format_next_steps([("d9m scan", "lists causes in the source")])))
     <BLANKLINE>

@@ -11,7 +11,6 @@ from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
-from lightning_d9m.output.comparison_json import as_json
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
@@ -148,12 +147,7 @@ class RepeatReport:
         return next(iter(self._differing), compared[-1] if compared else None)
 
     def print_out(self, *, as_one_object: bool, verbose: bool = False) -> None:
-        """Print the report as text or as one JSON object.
-
-        Args:
-            as_one_object: Whether to print JSON.
-            verbose: Whether the text has whole digests and the bits of the losses.
-        """
+        """Print the report as text or as one JSON object."""
         if as_one_object:
             print(json.dumps(self._as_json(), indent=2))
             return
@@ -262,7 +256,7 @@ class RepeatReport:
             "failed": [asdict(failure) for failure in self._failures],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
-                {"run": entry.run, "fit": entry.fit, "comparison": as_json(entry.comparison)}
+                {"run": entry.run, "fit": entry.fit, "comparison": entry.comparison.as_json()}
                 for entry in self._differing
                 if entry.comparison is not None
             ],

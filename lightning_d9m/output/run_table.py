@@ -62,14 +62,7 @@ class RunRow:
 def format_table(
     rows: Sequence[RunRow], width: int = WIDTH, *, plain: bool = True, verbose: bool = False
 ) -> str:
-    """Lay out the rows; losses are never cut.
-
-    Args:
-        rows: The rows.
-        width: The number of columns if possible.
-        plain: Whether to leave out colors even on a terminal.
-        verbose: Whether to show whole digests and ``float.hex()`` of losses.
-    """
+    """Lay out the rows; losses are never cut."""
     table = _make_table(rows, verbose=verbose)
     return render(table, max(width, measure(table)), plain=plain)
 

@@ -39,9 +39,7 @@ _STYLES = {
 def make_table(titles: Sequence[str], rows: Sequence[Sequence["str | Text"]]) -> "Table":
     """Return a table without lines, with two spaces between columns.
 
-    Args:
-        titles: The columns' titles; no header is shown if all are empty.
-        rows: The cells.
+    No header is shown if all titles are empty.
     """
     from rich.table import Table
     from rich.text import Text
@@ -65,10 +63,7 @@ def style(meaning: str, shown: str | None = None) -> "Text":
 def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
     """Return a text in lines of at most 80 columns; words and paths are not broken.
 
-    Args:
-        text: The text.
-        indent: What stands before each line.
-        first: What stands before the first line instead.
+    ``first`` stands before the first line in place of ``indent``.
     """
     return textwrap.wrap(
         text,
@@ -98,13 +93,7 @@ def measure(table: "Table") -> int:
 
 
 def render(table: "Table", width: int, *, plain: bool = False) -> str:
-    """Return a table as text without trailing spaces, in color if standard output is a terminal.
-
-    Args:
-        table: The table.
-        width: Number of columns.
-        plain: Whether to leave out colors even on a terminal.
-    """
+    """Return a table as text without trailing spaces, in color if standard output is a terminal."""
     from rich.console import Console
 
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)

@@ -53,6 +53,17 @@ def draw_axis(scale: Scale, epochs: Mapping[int, int], base: int, last: int | No
     return "".join(parts)
 
 
+def draw_tick(y: float, label: str) -> list[str]:
+    """Draw a tick of the vertical axis, and its label."""
+    return [line(LEFT - 4, y, LEFT, y, class_="axis"), text(LEFT - 7, y + 4, label, "end")]
+
+
+def draw_dot(x: float, y: float, radius: float, title: str, color: str = "") -> str:
+    """Draw a dot that shows its title to a pointer; the page colors it unless a color is given."""
+    style = {"style": f"fill:{color}"} if color else {}
+    return element("circle", element("title", title), cx=x, cy=y, r=radius, **style)
+
+
 def frame(label: str, height: int, parts: Sequence[str]) -> str:
     """Return a whole drawing, with a label for a reader that does not see it."""
     return element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
@@ -127,9 +138,7 @@ def draw_growth(title: str, growth: StepHistogram, epochs: Mapping[int, int]) ->
         text(x + gap, label, f"from step {start:,}", anchor),
     ]
     for share in (0.0, limit / 2, limit):
-        y = up.at(share)
-        parts.append(line(LEFT - 4, y, LEFT, y, class_="axis"))
-        parts.append(text(LEFT - 7, y + 4, f"{100 * share:.3g}%", "end"))
+        parts += draw_tick(up.at(share), f"{100 * share:.3g}%")
     parts.append(draw_axis(across, epochs, _BOTTOM))
     parts += _draw_curve(steps, shares, across, up)
     return frame(title, _HEIGHT + 16, parts)
@@ -150,6 +159,6 @@ def _draw_curve(
         lines[-1] += [(across.at(number), y) for number in dict.fromkeys((step.first, step.last))]
         last = step.last
         if len(steps) <= _MAX_DOTS or step.first == last:
-            title = element("title", f"step {step.first:,}: {100 * share:.3g}%")
-            dots.append(element("circle", title, cx=across.at(step.first), cy=y, r=2.5))
+            title = f"step {step.first:,}: {100 * share:.3g}%"
+            dots.append(draw_dot(across.at(step.first), y, 2.5, title))
     return [polyline(points) for points in lines if points[1:]] + dots

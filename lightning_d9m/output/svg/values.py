@@ -12,9 +12,15 @@ from lightning_d9m.output.svg.elements import (
     find_powers,
     line,
     polyline,
-    text,
 )
-from lightning_d9m.output.svg.timeline import LEFT, RIGHT, draw_axis, frame
+from lightning_d9m.output.svg.timeline import (
+    LEFT,
+    RIGHT,
+    draw_axis,
+    draw_dot,
+    draw_tick,
+    frame,
+)
 
 _BOTTOM, _TOP, _HEIGHT = 172, 14, 216
 _MAX_TICKS = 6
@@ -41,7 +47,7 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
     parts = [line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis")]
     ticks = list(dict.fromkeys((low, (low + high) / 2, high)))
     for value, name in zip(ticks, _describe_ticks(ticks), strict=True):
-        parts += _draw_tick(up.at(value), name)
+        parts += draw_tick(up.at(value), name)
     for number, run in enumerate(finite):
         points = [(across.at(step), up.at(value)) for step, value in run]
         color, dashes = _choose_style(number)
@@ -51,15 +57,10 @@ def draw_values(label: str, runs: Sequence[Points], epochs: Mapping[int, int]) -
         )
         parts.append(polyline(points, style=style))
         parts += [
-            element(
-                "circle",
-                element("title", f"run {number + 1}, step {step:,}: {value!r}"),
-                cx=x,
-                cy=y,
-                r=2.0 if number else 3.5,
-                style=f"fill:{color}",
+            draw_dot(
+                *point, 2.0 if number else 3.5, f"run {number + 1}, step {step:,}: {value!r}", color
             )
-            for (step, value), (x, y) in zip(run, points, strict=True)
+            for (step, value), point in zip(run, points, strict=True)
         ]
     parts.append(draw_axis(across, epochs, _BOTTOM))
     return frame(label, _HEIGHT, parts)
@@ -76,8 +77,7 @@ def draw_gaps(label: str, gaps: Points, epochs: Mapping[int, int]) -> str:
     across = _scale_steps([gaps])
     parts = _draw_powers(up)
     for step, gap in positive:
-        title = element("title", f"step {step:,}: {gap:.3g}")
-        parts.append(element("circle", title, cx=across.at(step), cy=up.at(gap), r=3.0))
+        parts.append(draw_dot(across.at(step), up.at(gap), 3.0, f"step {step:,}: {gap:.3g}"))
     parts.append(draw_axis(across, epochs, _BOTTOM))
     return frame(label, _HEIGHT, parts)
 
@@ -98,21 +98,14 @@ def draw_distances(label: str, lines: Sequence[Points], epochs: Mapping[int, int
     for number, run in enumerate(lines):
         color, dashes = _choose_style(number)
         for is_drawn, group in groupby(run, key=lambda point: 0 < point[1] < math.inf):
-            points = [(step, value, across.at(step), up.at(value)) for step, value in group]
             if not is_drawn:
                 continue
-            path = [point[2:] for point in points]
-            parts.append(polyline(path, style=f"stroke:{color}{dashes}"))
+            drawn = list(group)
+            points = [(across.at(step), up.at(value)) for step, value in drawn]
+            parts.append(polyline(points, style=f"stroke:{color}{dashes}"))
             parts += [
-                element(
-                    "circle",
-                    element("title", f"line {number + 1}, step {step:,}: {value:.2g}"),
-                    cx=x,
-                    cy=y,
-                    r=2.5,
-                    style=f"fill:{color}",
-                )
-                for step, value, x, y in points
+                draw_dot(*point, 2.5, f"line {number + 1}, step {step:,}: {value:.2g}", color)
+                for (step, value), point in zip(drawn, points, strict=True)
             ]
     parts.append(draw_axis(across, epochs, _BOTTOM))
     return frame(label, _HEIGHT, parts)
@@ -159,12 +152,8 @@ def _draw_powers(up: LogScale) -> list[str]:
     """Draw the axis of a logarithmic scale."""
     parts = [line(LEFT, _TOP, LEFT, _BOTTOM, class_="axis")]
     for power in up.powers[:: -(-len(up.powers) // _MAX_TICKS)]:
-        parts += _draw_tick(up.at(10.0**power), f"1e{power}")
+        parts += draw_tick(up.at(10.0**power), f"1e{power}")
     return parts
-
-
-def _draw_tick(y: float, label: str) -> list[str]:
-    return [line(LEFT - 4, y, LEFT, y, class_="axis"), text(LEFT - 7, y + 4, label, "end")]
 
 
 def _scale_steps(runs: Sequence[Points]) -> Scale:
