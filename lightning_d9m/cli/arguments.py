@@ -69,13 +69,7 @@ def add_format_arguments(parser: argparse.ArgumentParser) -> None:
 def add_command_arguments(
     parser: argparse.ArgumentParser, what: str, *, with_json: bool = True
 ) -> None:
-    """Declare the training's command, its timeout, and the form of the output.
-
-    Args:
-        parser: The parser of a command of ``d9m``.
-        what: Description of the training, for the help text.
-        with_json: Whether to declare ``--json``.
-    """
+    """Declare the training's command, its timeout, and the form of the output."""
     parser.add_argument(
         "--timeout",
         type=positive_seconds,
@@ -95,12 +89,7 @@ def add_command_arguments(
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser, *, repeat: bool = False) -> None:
-    """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them.
-
-    Args:
-        parser: The parser of a command of ``d9m``.
-        repeat: Whether the folder of a ``d9m repeat`` may stand in their place.
-    """
+    """Declare the two ledgers that a command compares; ``choose_ledgers`` reads them."""
     forms = "a folder fit-NNN, a folder that holds exactly one, or one file rank-N.jsonl"
     all_runs = "the folder of a `d9m repeat`, all of whose runs are compared, or " if repeat else ""
     parser.add_argument(
@@ -133,10 +122,6 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
 
 def get_command(arguments: argparse.Namespace, name: str) -> list[str]:
     """Return the training's command, without the leading ``--``.
-
-    Args:
-        arguments: The parsed arguments.
-        name: The command of ``d9m``, such as ``"repeat"``, for the error message.
 
     Raises:
         SettingError: If no command was given.

@@ -193,12 +193,7 @@ def _describe_unknown(word: str) -> str:
 
 
 def _describe_unrecognized(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return the message for arguments that a command does not have, with an option that is alike.
-
-    Args:
-        words: The arguments.
-        parser: The parser of the command.
-    """
+    """Return the message for arguments that a command does not have, and an option like it."""
     options = [name for action in parser._actions for name in action.option_strings]  # noqa: SLF001 - there is no public list
     long = [name.removeprefix("--") for name in options if name.startswith("--")]
     typed = [word[2:].partition("=")[0] for word in words if word.startswith("--")]

@@ -138,10 +138,6 @@ def measure_variation(reference: Output, output: Output) -> Variation:
     """Compare an output with a reference. Several tensors count as one long tensor.
 
     If shapes or dtypes differ, every element counts as changed entirely.
-
-    Args:
-        reference: A tensor of any dtype and device, or a sequence of tensors.
-        output: Like ``reference``.
     """
     changed, relative, ulps, elements = 0, 0.0, 0, 0
     expected, actual = _as_list(reference), _as_list(output)

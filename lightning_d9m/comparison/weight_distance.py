@@ -57,12 +57,7 @@ NO_DISTANCE = Distance(0.0, 0.0, 0)
 
 
 def measure_distances(expected: Digests, actual: Digests) -> dict[str, Distance | None]:
-    """Return the distance of each weight that both records name; None without a sketch.
-
-    Args:
-        expected: Digests of one moment of the earlier run.
-        actual: Those of the later run.
-    """
+    """Return the distance of each weight that both records name; None without a sketch."""
     weights = expected.groups.get("weights", {}), actual.groups.get("weights", {})
     return {
         name: _measure(

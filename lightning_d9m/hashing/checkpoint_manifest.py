@@ -41,11 +41,7 @@ class Damage:
 
 
 class ManifestMaker:
-    """Makes the manifests of a fit's checkpoints, which have the same keys and types for the most.
-
-    Args:
-        version: That of the manifests.
-    """
+    """Makes the manifests of a fit's checkpoints, most of which have the same keys and types."""
 
     def __init__(self, version: int = _VERSION) -> None:
         self._version = version

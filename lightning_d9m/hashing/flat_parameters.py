@@ -43,9 +43,6 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
 
     With ``use_orig_params=False`` flat parameters replace the parameters of the model. They have no
     layout.
-
-    Args:
-        model: The model, with the wrapper around it.
     """
     if not may_be_sharded():
         return {}

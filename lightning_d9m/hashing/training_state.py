@@ -192,13 +192,7 @@ class _DividedTensors:
         self.scattered: dict[tuple[str, str], Tensor] = {}
 
     def take(self, place: tuple[str, str], parameter: str, value: object) -> bool:
-        """Take a value if ranks hold parts of it; return whether it need not be digested here.
-
-        Args:
-            place: Its group and name.
-            parameter: The name of the parameter that it is, or to which it belongs.
-            value: A tensor, or another value of an optimizer's state.
-        """
+        """Take a value if ranks hold parts of it; return whether it need not be digested here."""
         if self._layouts is None:
             return False
         if place[0] != "buffers" and (layout := self._layouts.get(parameter)) is not None:
@@ -273,10 +267,6 @@ def describe_model(
     """Return a digest of the model's names, shapes and dtypes, and its number of parameters.
 
     Two models with equal descriptions can be compared, whatever their weights.
-
-    Args:
-        model: The model.
-        layouts: What ``find_flat_layouts`` returns: the shapes of parameters that are divided.
     """
     layouts = layouts or {}
 

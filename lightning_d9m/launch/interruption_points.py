@@ -175,11 +175,7 @@ def read_survey(folder: Path) -> list[EpochShape]:
 
 
 def choose_points(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, str]]:
-    """Yield one point of each kind that a fit has, near its middle, and its description.
-
-    Args:
-        epochs: The epochs of the fit.
-    """
+    """Yield one point of each kind that a fit has, near its middle, and its description."""
     middle = len(epochs) // 2
     if middle > 0:
         number = epochs[middle - 1].epoch

@@ -9,10 +9,7 @@ from lightning_d9m.file_errors import explain_file_error
 def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
     """Create a new folder; an existing one is an error.
 
-    Args:
-        chosen: The folder that the user named; None for the next free numbered one.
-        parent: The folder of the numbered ones.
-        prefix: What stands before their numbers.
+    Without a chosen one it is the next free number in ``parent``, after ``prefix``.
 
     Raises:
         LedgerError: If it exists already or cannot be created.

@@ -16,11 +16,7 @@ _BLOCK = 2**20
 
 
 class EpochCounter:
-    """Counts the epochs in the ledgers of one run. Reads each byte once.
-
-    Args:
-        folder: The folder to which the run writes its ledgers.
-    """
+    """Counts the epochs in the ledgers of one run. Reads each byte once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -115,14 +115,7 @@ def scanning_prepared() -> Iterator[None]:
 def scan_file(
     entry: SourceFile, torch_version: str, rules: frozenset[str], largest: int = LARGEST
 ) -> FileScan:
-    """Scan one file. A file that cannot be scanned gives a finding.
-
-    Args:
-        entry: The file.
-        torch_version: The torch release that decides about ops.
-        rules: The ids of the active rules.
-        largest: Largest size of a file, in bytes.
-    """
+    """Scan one file. A file that cannot be scanned gives a finding."""
     path = entry.path
     try:
         size = 0 if entry.problem else Path(path).stat().st_size

@@ -50,13 +50,7 @@ class Binding:
 
 
 class Scope:
-    """A module, class or function with its bindings, which are read at their first use.
-
-    Args:
-        node: The module, class or function.
-        parent: The scope around it.
-        package: The dotted name of the package that the module is in, for relative imports.
-    """
+    """A module, class or function with its bindings, which are read at their first use."""
 
     def __init__(self, node: ast.AST, parent: "Scope | None", package: str) -> None:
         self.node = node

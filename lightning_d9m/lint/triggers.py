@@ -94,9 +94,7 @@ _LOOK_BACK = 100
 def find_candidate_lines(text: bytes, *, torch: bool = False) -> list[int]:
     r"""Return the numbers of the lines that may hold a finding, ascending.
 
-    Args:
-        text: UTF-8, with ``\n`` between lines.
-        torch: True if the text may call torch without naming it.
+    ``torch`` is true if the text may call torch without naming it.
     """
     wanted = _CALLS
     if torch or _TORCH.search(text):

@@ -61,8 +61,7 @@ class NodeContext:
     def find_area(self, target: ast.AST | None) -> tuple[ast.AST | None, str]:
         """Return where an assigned name or attribute is followed, and its name.
 
-        Args:
-            target: ``name``, which is followed in its scope, or ``self.name``, in its class.
+        A ``name`` is followed in its scope, ``self.name`` in its class.
 
         Returns:
             None for any other expression.
@@ -95,9 +94,7 @@ def walk_whole(
 ) -> Iterator[tuple[ast.AST, list[ast.AST]]]:
     """Yield each node of an area with the nodes around it, the nearest last.
 
-    Args:
-        area: The outermost node.
-        skipped: A node of which no child is yielded.
+    Of ``skipped`` no child is yielded.
     """
     stack: list[tuple[ast.AST, list[ast.AST]]] = [(area, [])]
     while stack:
@@ -114,14 +111,7 @@ def walk(
     checks: Mapping[type[ast.AST], Sequence[Check]],
     package: str,
 ) -> list[ReportFinding]:
-    """Run checks on all nodes that touch some lines.
-
-    Args:
-        tree: The module.
-        lines: The numbers of the lines that may hold a finding, ascending.
-        checks: By the type of the node that they look at.
-        package: The dotted name of the module's package.
-    """
+    """Run checks on all nodes that touch some lines, whose numbers ascend."""
     context = NodeContext()
     context.scope = Scope(tree, None, package)
     found: list[ReportFinding] = []

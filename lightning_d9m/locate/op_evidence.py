@@ -90,11 +90,7 @@ def measure_saved(
 ) -> Magnitude | None:
     """Measure the first value at a place that differs; None if it was not dumped.
 
-    Args:
-        found: The place.
-        kind: Kind of the probes that dumped it.
-        dumps: The folder of the expected and that of the actual values.
-        ranks: The rank of either; the rank of ``found`` if empty.
+    Without ``ranks``, one for each run, both values are of the rank of the place.
     """
     ranks = ranks or (found.rank, found.rank)
     one, other = (

@@ -11,13 +11,7 @@ _PROBES = "weight,buffer,optimizer,gradient"
 
 
 def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> None:
-    """Find the step, rank, tensor and index of a drift that every run has; fill ``found``.
-
-    Args:
-        runner: Runs the command.
-        pair: Two runs that are equal, in which ranks drift apart.
-        found: The result, which gets cause, place and magnitude.
-    """
+    """Find the step, rank, tensor and index of a drift that every run has; fill ``found``."""
     drift = pair.rank_drift
     found.pair, found.ranks = pair, len(pair.expected.files)
     _report(found, "whole run", drift, steps_seen=False)

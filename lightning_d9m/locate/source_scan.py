@@ -28,11 +28,6 @@ def find_cause_lines(
 ) -> list[Finding]:
     """Scan the program of a command and the modules beside it that it imports.
 
-    Args:
-        command: The command, such as ``["python", "train.py"]``.
-        cause: Kind of the cause that the lines should explain.
-        order_only: Whether nothing but the order of the samples differs.
-
     Returns:
         The findings, the likeliest first; empty for a cause that no rule explains.
     """

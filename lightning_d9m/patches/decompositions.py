@@ -23,12 +23,7 @@ _native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the
 
 @contextmanager
 def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[None]:
-    """Run the body with the ops of patched gradients in place of their decompositions.
-
-    Args:
-        names: The ops that are patched.
-        device: The type of device that they are patched on.
-    """
+    """Run the body with the ops of patched gradients in place of their decompositions."""
     makers = {
         "_upsample_linear_vec": _make_interpolation,
         "_replication_pad": _make_padding,

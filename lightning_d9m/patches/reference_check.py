@@ -26,12 +26,6 @@ def agrees_with_cpu(
 ) -> bool | None:
     """Return whether a replacement's results on a device are its results on the CPU.
 
-    Args:
-        replacement: The function of the catalog.
-        args: The positional arguments, on the device.
-        kwargs: The keyword arguments.
-        actual: The results on the device.
-
     Returns:
         None if the CPU cannot compute them, or leaves them to torch's kernel.
     """

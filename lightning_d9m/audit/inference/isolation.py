@@ -19,11 +19,6 @@ from lightning_d9m.audit.inference.trace import ModuleTrace
 def find_breaking_sizes(subject: Subject, name: str, sizes: Sequence[int]) -> set[int] | None:
     """Return the batch sizes at which a module's own output for a sample differs.
 
-    Args:
-        subject: The model and its samples.
-        name: Name of the module.
-        sizes: The batch sizes to try.
-
     Returns:
         None if its inputs cannot be assembled from those of single samples.
     """

@@ -25,11 +25,6 @@ def plan_cases(
 ) -> Iterator[tuple[Case, str]]:
     """Yield each case to measure, with each of its dtypes.
 
-    Args:
-        patterns: Names of ops, with ``*``; empty for all.
-        dtypes: Names of dtypes.
-        quick: Whether to skip the larger cases.
-
     Raises:
         SettingError: A pattern matches no op.
     """

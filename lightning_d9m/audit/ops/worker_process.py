@@ -28,12 +28,6 @@ def measure_rows(
 ) -> dict[str, Any]:
     """Measure every case that has no row yet, and return the facts that the worker reports.
 
-    Args:
-        rows: The file of rows; its cases are not measured again.
-        settings: The settings of the audit.
-        timeout: Seconds after which a case counts as hanging.
-        log: File for the worker's standard error.
-
     Raises:
         SettingError: The worker rejects the settings.
         CommandError: The worker ends before its first case.

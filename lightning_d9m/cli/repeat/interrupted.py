@@ -55,12 +55,6 @@ def interrupt_and_resume(
 ) -> RepeatReport:
     """Run the command straight, and once for each point at which it can be interrupted.
 
-    Args:
-        argv: The command.
-        output: The folder for all runs.
-        timeout: Seconds after which a process counts as hanging.
-        allow_objects: Whether to load checkpoints that hold Python objects.
-
     Returns:
         The straight run compared with those that were resumed. A point whose runs fail is part of
         it and stops no other.

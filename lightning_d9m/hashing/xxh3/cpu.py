@@ -92,12 +92,7 @@ def hash_span(address: int, size: int) -> bytes:
 
 
 def copy_span(address: int, size: int) -> bytes:
-    """Copy one span of memory, padded for ``hash_copy``.
-
-    Args:
-        address: Address of the first byte.
-        size: In bytes; one chunk at most.
-    """
+    """Copy one span of at most one chunk, padded for ``hash_copy``."""
     ready, padded = _divide_cached(address, size)
     return b"".join(padded[0] if padded else ready)
 

@@ -25,21 +25,14 @@ _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_"
 
 
 def is_order_used(node: ast.AST, context: NodeContext) -> bool:
-    """Return whether the order of an iterable affects the code that uses it.
-
-    Args:
-        node: The iterable.
-        context: The context of ``node``.
-    """
+    """Return whether the order of an iterable affects the code that uses it."""
     return _is_used(node, list(context.parents), context, numbered=False)
 
 
 def is_list_order_used(target: ast.AST, context: NodeContext) -> bool:
     """Return whether the order of a list affects more than a choice of single items.
 
-    Args:
-        target: ``name`` or ``self.name``.
-        context: The context of the call that sorts the list.
+    The list is ``name`` or ``self.name``.
     """
     area, key = context.find_area(target)
     return area is not None and any(

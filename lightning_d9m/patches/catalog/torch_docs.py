@@ -68,13 +68,7 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
 def find_documented_lines(
     lines: Iterable[Line], names: Iterable[tuple[str, str]], device: str
 ) -> tuple[Line, ...]:
-    """Return the lines about an op on a type of device.
-
-    Args:
-        lines: The documentation.
-        names: Pairs of a name and of words that the line must contain.
-        device: ``"cpu"``, ``"cuda"``, ...
-    """
+    """Return the lines about an op, by its names and words of the line, on a type of device."""
     wanted = tuple(names)
     return tuple(
         line

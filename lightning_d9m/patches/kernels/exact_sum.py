@@ -156,14 +156,7 @@ def add_slices(target: Tensor, shape: Sequence[int], index: Tensor, values: Tens
 
 
 def sum_by_index(index: Tensor, values: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the sums of shape ``[outer, count, inner]``; see :func:`accumulate`.
-
-    Args:
-        index: Of shape ``[m]``, or of the values' shape.
-        values: Of shape ``[outer, m, inner]``.
-        count: Outputs that an index can name.
-        dtype: The dtype of the result.
-    """
+    """Return the sums of shape ``[outer, count, inner]``; see :func:`accumulate`."""
     outer, _, inner = values.shape
     like = torch.empty(0, dtype=dtype, device=values.device)
     out = allocate((outer, count, inner), like, torch.contiguous_format)

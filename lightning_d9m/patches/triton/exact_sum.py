@@ -224,17 +224,7 @@ def round_sum(
 ):
     """Returns the bits of the numbers that the limbs stand for, as int64 without a sign extension.
 
-    Args:
-        first: The lowest limb.
-        second: The next one.
-        third: The last one; of two limbs, the second limb's sign is extended into it.
-        top: The greatest key of the terms.
-        width: Bits of a limb.
-        guard: Bits below the last place of the greatest term.
-        COUNT: Number of limbs.
-        FRACTION: Bits of the result's fraction.
-        EXPONENT: Bits of the result's exponent.
-        SIGNED: Whether a sum of negative zeros is a negative zero.
+    Of two limbs, ``third`` has the sign of the second. ``top`` is the greatest key of the terms.
     """
     SOURCE: tl.constexpr = 52 if COUNT == 3 else 23
     INF: tl.constexpr = 2049 if COUNT == 3 else 257

@@ -131,12 +131,7 @@ def choose(
 ) -> None:
     """Replace each row that gets a value by the greatest or the least one.
 
-    Args:
-        rows: Floating point, contiguous, of shape ``[count, ...]``.
-        keys: The row of each value, of shape ``[m]``.
-        values: Of the rows' dtype, of shape ``[m, ...]``.
-        greatest: Whether the greatest one is chosen.
-        include_self: Whether the row's own value may be chosen.
+    Rows are contiguous and of shape ``[count, ...]``, keys of ``[m]``, values of ``[m, ...]``.
     """
     count, terms = len(rows), len(keys)
     dtype = torch.int64 if rows.dtype == torch.float64 else torch.int32

@@ -12,13 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def find_block(elements, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Return the offsets that this program writes to, and which of them exist.
-
-    Args:
-        elements: The number of elements of the result.
-        BLOCK: The number of elements that a program writes.
-        WIDE: Whether an offset may exceed 32 bits.
-    """
+    """Return the offsets that this program writes to, and which of them exist."""
     first = tl.program_id(0)
     if WIDE:
         first = first.to(tl.int64)
@@ -32,10 +26,7 @@ def divide_index(number, divisor):
 
     A division of integers takes many instructions, a multiplication few. In 64 bits, which only
     large tensors need, the number is divided.
-
-    Args:
-        number: int32 or int64.
-        divisor: What ``input_gradient.as_divisor`` returns: the divisor, a factor and a shift.
+    ``divisor`` is what ``input_gradient.as_divisor`` returns: the divisor, a factor and a shift.
     """
     if number.dtype == tl.int64:
         quotient = number // divisor[0]
@@ -50,11 +41,7 @@ def divide_index(number, divisor):
 def find_coordinates(offsets, sizes, DIMS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     """Return batch, channel, depth, height and width of offsets into a dense result.
 
-    Args:
-        offsets: Counted in elements.
-        sizes: Channels, depth, height and width, as divisors.
-        DIMS: The number of spatial dimensions.
-        CHANNELS_LAST: Whether the channels are the last dimension in memory.
+    ``sizes`` are channels, depth, height and width, as divisors.
     """
     channel = offsets * 0
     depth = channel
@@ -131,12 +118,7 @@ def find_adaptive_window(place, rank, outputs, inputs):
     """Return the window of a given rank among those of an adaptive pooling that contain an input.
 
     Window ``o`` is ``[o * inputs // outputs, ceil((o + 1) * inputs / outputs))``.
-
-    Args:
-        place: The input's coordinate.
-        rank: From 0; windows ascend with it.
-        outputs: The number of windows.
-        inputs: The number of inputs, as a divisor.
+    ``inputs`` is a divisor; the rest is as in ``find_strided_window``.
     """
     output = divide_index(place * outputs, inputs) + rank
     return output, output * inputs[0] < (place + 1) * outputs
@@ -148,12 +130,7 @@ def find_fractional_window(place, rank, outputs, window):
 
     Window ``o`` starts at ``trunc((o + u) * step) - trunc(u * step)``, where ``u`` is random and
     ``step = (inputs - size) / (outputs - 1)``: less than 2 from ``o * step``, whatever ``u`` is.
-
-    Args:
-        place: The input's coordinate.
-        rank: From 0; windows ascend with it.
-        outputs: The number of windows.
-        window: Size, and ``inputs - size`` (1 if it is 0) as a divisor.
+    ``window`` is the size, and ``inputs - size`` (1 if it is 0) as a divisor.
     """
     steps = outputs - 1
     span = window[1]

@@ -123,16 +123,7 @@ def launch_gradient_of_lines(
     One launch reads each output once for each input that it contributes to; where few inputs
     contribute to many outputs, such as an edge to its copies, few threads would read them all. The
     sums are the same ones in the same order, so both ways give the same bits.
-
-    Args:
-        kernel: A kernel that adds the last dimension first.
-        gradient: Of the output.
-        sizes: The sizes of the input's spatial dimensions.
-        sides: As in :func:`launch_gradient`.
-        neutral: As in :func:`launch_gradient`.
-        memory_format: The memory format of the result.
-        extra: As in :func:`launch_gradient`.
-        **constants: More compile-time constants of the kernel.
+    The kernel adds the last dimension first; the arguments are as in :func:`launch_gradient`.
     """
     shape = (*gradient.shape[: -len(sizes)], *sizes)
     if prod(side.reads for side in sides) <= _MOST_READS or not prod(shape):

@@ -347,13 +347,8 @@ def resampled(
 ) -> Tensor:
     """Return the gradient of an interpolation.
 
-    Args:
-        grad_output: Of the output.
-        input_size: The sizes of the input's spatial dimensions.
-        steps: For each of them the distance of two outputs, in inputs.
-        align_corners: As in ``torch.nn.functional.interpolate``; filters are never aligned.
-        mode: ``"linear"``, ``"cubic"``, or a filter: ``"triangle"``, ``"keys"``, ``"lanczos"``.
-        memory_format: The memory format of the result.
+    A step is the distance of two outputs, in inputs. The mode is ``"linear"``, ``"cubic"``, or a
+    filter, which is never aligned: ``"triangle"``, ``"keys"``, ``"lanczos"``.
     """
     outputs = tuple(grad_output.shape[-len(steps) :])
     dtype = torch.float64 if grad_output.dtype == torch.float64 else torch.float32

@@ -100,11 +100,7 @@ def kernels_noted() -> Iterator[list[str]]:
 def launch_blocks(kernel: Any, like: Tensor, *args: Any, **constants: Any) -> None:
     """Launch a kernel with one program for each block of elements of its result.
 
-    Args:
-        kernel: The Triton kernel; takes the number of elements after ``args``, and ``BLOCK``.
-        like: The result.
-        *args: Arguments of the kernel.
-        **constants: Its compile-time constants.
+    The kernel takes the number of elements after ``args``, and ``BLOCK``.
     """
     elements = like.numel()
     block = _SMALL_BLOCK if elements < _SMALL else _BLOCK
@@ -153,11 +149,7 @@ def allocate(
 
     Torch fills ``torch.empty`` as well while deterministic algorithms are on, which is one more
     launch.
-
-    Args:
-        shape: Its shape.
-        like: A tensor with its dtype and device, and with its memory format if that is not given.
-        memory_format: Its memory format.
+    Without a memory format, it has that of ``like``.
     """
     if memory_format is None:
         memory_format = suggest_memory_format(like)

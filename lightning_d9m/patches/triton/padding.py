@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's compiler reads these signatures
 """Gradients of padding: each input reads its copies.
 
 They are added as by the torch ops of ``kernels/padding.py``: along the last dimension first. Of a
@@ -61,13 +61,7 @@ def add_copies(
     """Write for each input the sum of the gradients of its copies.
 
     ``launch_gradient`` describes the other arguments.
-
-    Args:
-        sides: For each spatial dimension the padding before the input.
-        elements: The number of inputs, times ``PARTS``.
-        BLOCK: The number of elements of a program.
-        REFLECTED: Whether the copies are reflected, else the edges are replicated.
-        PARTS: 2 for complex numbers, else 1.
+    ``elements`` is the number of inputs, times ``PARTS``: 2 for complex numbers, else 1.
     """
     offsets, exists = find_block(elements, BLOCK, WIDE)
     places = offsets // PARTS

@@ -120,12 +120,8 @@ def put_last(
 ) -> None:
     """Write values into a contiguous tensor, at positions counted as if it were flat.
 
-    Args:
-        target: The tensor.
-        places: For each value its position in its plane; int64.
-        values: Of the target's dtype.
-        planes: The number of equal parts of target and values.
-        wraps: Whether a negative position counts from the end.
+    Places count within one of ``planes`` equal parts; if ``wraps``, a negative one counts from the
+    end.
     """
     size, elements = target.numel(), values.numel()
     places, values = places.contiguous(), values.contiguous()
@@ -147,13 +143,7 @@ def put_last(
 
 
 def unpool(values: Tensor, places: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Return zeros with each value at the place in its plane.
-
-    Args:
-        values: Of shape ``[..., *inputs]``.
-        places: For each value the flat place in its plane; int64.
-        output_size: The sizes of the spatial dimensions.
-    """
+    """Return zeros with each value at the place in its plane."""
     sizes = values.shape[: -len(output_size)]
     result = values.new_zeros((*sizes, *output_size))
     if result.numel():
