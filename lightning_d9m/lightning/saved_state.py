@@ -36,6 +36,9 @@ LOGICAL_RANKS_KEY = "logical_ranks"
 FROZEN = "frozen"
 """The key of what was frozen among the settings of a run."""
 
+VALIDATION = "validate."
+"""What paths in the loaders of validation begin with."""
+
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
 
@@ -205,7 +208,7 @@ class SavedRank(_Stored):
             also by logical rank; None for one that a step has used and that is left out.
         train_reload_epoch: The epoch in which the training loaders were last loaded.
         validation_reload_epoch: The epoch in which the validation loaders were last loaded.
-        samplers: The generator states of the user's samplers.
+        samplers: The states of the user's samplers and datasets, by number of the loader.
         inexact: Reasons why this rank cannot be resumed exactly.
         ledger: The position in the ledger; None if none was open.
         pending: Values that wait for the next record.

@@ -23,6 +23,7 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.lightning.checkpoint_io import add_manifests, loads_checked
 from lightning_d9m.lightning.lightning_private import fit_data_sources
+from lightning_d9m.lightning.saved_state import VALIDATION, LoopPhase
 from lightning_d9m.lightning.trainer_attributes import get_epoch_counts, get_reload_interval
 
 if TYPE_CHECKING:
@@ -145,10 +146,29 @@ class TrainerSession:
         """Restore the numbers of the training's datasets, after Lightning has fetched a batch."""
         self._loaders.restore_numbers("train", epoch)
 
-    def capture_samplers(self, *, within: bool) -> dict[str, Any]:
-        """Return the states of the user's samplers and datasets, for ``resume_loaders``."""
+    def capture_samplers(self, phase: LoopPhase) -> dict[str, Any]:
+        """Return the states of the user's samplers and datasets.
+
+        Those of training are for ``resume_loaders``, the others for ``restore_validation``.
+        """
         at_end = bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-        return self._loaders.capture_samplers("train", within=within, at_end=at_end)
+        found = self._loaders.capture_samplers("train", within=phase != "epoch", at_end=at_end)
+        validating = phase == "validation"
+        others = self._loaders.capture_samplers("validate", within=validating)
+        return found | {f"{VALIDATION}{number}": states for number, states in others.items()}
+
+    def restore_validation(self, samplers: Mapping[str, Any]) -> None:
+        """Restore the samplers and datasets of validation, after its loaders were loaded."""
+        states = {
+            name.removeprefix(VALIDATION): states
+            for name, states in samplers.items()
+            if name.startswith(VALIDATION)
+        }
+        self._loaders.restore_samplers("validate", states)
+
+    def keep_iterated(self) -> None:
+        """Note that Lightning has made an iterator of the training loaders in advance."""
+        self._loaders.keep_iterated("train")
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a switch has been changed since the run began."""

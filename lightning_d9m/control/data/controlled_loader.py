@@ -23,6 +23,7 @@ from lightning_d9m.control.data.dataset_numbers import (
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
 from lightning_d9m.control.data.sampler_state import (
     ATTRIBUTES,
+    Attributes,
     find_changed_attributes,
     read_attributes,
     write_attributes,
@@ -67,6 +68,7 @@ class ControlledLoader:
         per_sample: bool,
         host_sets_epochs: bool,
         numbers: Numbers | None,
+        first_attributes: Callable[[list[Any]], Attributes],
     ) -> None:
         # Workers may receive the order of epoch 0 before Lightning sets the epoch; a resumed run
         # would see that order again.
@@ -112,7 +114,10 @@ class ControlledLoader:
         self._has_numbers = False
         samplers = find_samplers(loader)
         self._user_made = is_user_made(samplers)
-        self._first_attributes = read_attributes(samplers)
+        self._first_attributes = first_attributes(samplers)
+        # The attributes before and after the samplers were iterated in advance.
+        self._before: Attributes = {}
+        self._after: Attributes = {}
         user_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         draws = not draws_nothing(loader)
         self._requests = ResumableSampler(
@@ -153,7 +158,8 @@ class ControlledLoader:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
         if not within:
             return self._capture_now()
-        if self._iterable and not at_end:  # read again from the start of the epoch
+        # Read again from the start of the epoch; a validation is run again as a whole.
+        if (self._iterable or self.stage != "train") and not at_end:
             return self.at_start
         at_start = {name: state for name, state in self.at_start.items() if name != NUMBERS}
         return at_start | self._capture_numbers()
@@ -161,11 +167,10 @@ class ControlledLoader:
     def _capture_now(self) -> dict[str, Any]:
         """Return the states of the samplers and the numbers of the dataset."""
         owners = self._owners()
-        found = capture_generators(owners) | self._capture_attributes(owners)
+        found = capture_generators(owners) | self._find_changed(read_attributes(owners.values()))
         return found | self._capture_numbers()
 
-    def _capture_attributes(self, owners: Mapping[str, object]) -> dict[str, Any]:
-        attributes = read_attributes(owners.values())
+    def _find_changed(self, attributes: Attributes) -> dict[str, Any]:
         changed = find_changed_attributes(self._first_attributes, attributes)
         return {ATTRIBUTES: changed} if changed else {}
 
@@ -179,7 +184,13 @@ class ControlledLoader:
     def _keep_start(self) -> None:
         for name in (NUMBERS, ATTRIBUTES):
             self.at_start.pop(name, None)
-        self.at_start |= self._capture_attributes(self._owners()) | self._capture_numbers()
+        self._before = read_attributes(self._owners().values())
+        self.at_start |= self._find_changed(self._before) | self._capture_numbers()
+
+    def keep_iterated(self) -> None:
+        """Keep what iterating the samplers in advance has made of their attributes."""
+        if self._before:
+            self._after = read_attributes(self._owners().values())
 
     def restore_numbers(self, epoch: int, consumed: ReachedPosition | None) -> None:
         """Restore the numbers that the dataset had where the run was interrupted."""
@@ -194,10 +205,25 @@ class ControlledLoader:
         samplers = [] if loader is None or not self._user_made else find_samplers(loader)
         return {str(number): sampler for number, sampler in enumerate(samplers)}
 
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore what ``capture`` returned."""
+        owners = self._owners()
+        restore_generators(owners, states)
+        write_attributes(owners.values(), states.get(ATTRIBUTES, {}))
+        if (dataset := None if self._dataset is None else self._dataset()) is not None:
+            write_numbers(dataset, states.get(NUMBERS, {}))
+
     def reset(self, epoch: int) -> None:
-        """Restore the samplers' generators to the start of the current epoch."""
+        """Restore the samplers to the start of the current epoch, but for what hooks have set."""
         if self.started == epoch:
-            restore_generators(self._owners(), self.at_start)
+            owners = self._owners()
+            restore_generators(owners, self.at_start)
+            found = find_changed_attributes(self._after, read_attributes(owners.values()))
+            undone = find_changed_attributes(self._after, self._before)
+            for number, names in found.items():
+                for name in names:
+                    undone.get(number, {}).pop(name, None)
+            write_attributes(owners.values(), undone if self._after else {})
             self.started = None
 
     def enter(self, number: int, epoch: int) -> None:
@@ -212,6 +238,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
+        self._before, self._after = {}, {}
         self._stream.start_epoch(epoch)
         seed = self._stream.derive("workers")
         self._generator.manual_seed(seed)

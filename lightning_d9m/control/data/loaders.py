@@ -6,6 +6,7 @@ attribute of the user's objects.
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.controlled_loader import ControlledLoader, ReachedPosition
 from lightning_d9m.control.data.dataset_numbers import Numbers, read_first_numbers
+from lightning_d9m.control.data.sampler_state import Attributes, read_attributes
 from lightning_d9m.control.data.samplers import (
     copy_loader,
 )
@@ -54,8 +56,9 @@ class LoaderControl:
         self._controlled: list[ControlledLoader] = []
         self._replacements = AttributePatches()
         self._consumed: dict[str, ReachedPosition] = {}
-        # The numbers of each iterable dataset before it was first iterated.
+        # What each dataset and sampler had before it was first iterated.
         self._first_numbers: list[tuple[weakref.ref[Any], Numbers]] = []
+        self._first_attributes: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
 
     def resume(self, fit: int) -> None:
         """Draw the same as a fit of another process. Call it before any ``wrap_loader``."""
@@ -154,6 +157,18 @@ class LoaderControl:
             if control.stage == stage:
                 control.restore_numbers(epoch, self._consumed.get(stage))
 
+    def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
+        """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
+        for control in self._controlled:
+            if control.stage == stage:
+                control.restore(samplers.get(str(control.number), {}))
+
+    def keep_iterated(self, stage: str) -> None:
+        """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
+        for control in self._controlled:
+            if control.stage == stage:
+                control.keep_iterated()
+
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again."""
         for control in self._controlled:
@@ -195,9 +210,24 @@ class LoaderControl:
             per_sample=self._per_sample_rng,
             host_sets_epochs=self._host_sets_epochs,
             numbers=self._find_first_numbers(loader),
+            first_attributes=self._find_first_attributes,
         )
         self._controlled.append(control)
         return loader
+
+    def _find_first_attributes(self, samplers: list[Any]) -> Attributes:
+        """Return the attributes of samplers before a loader of this fit held them."""
+        found = read_attributes(samplers)
+        kept = [(owner, first) for owner, first in self._first_attributes if owner() is not None]
+        for number, sampler in enumerate(samplers):
+            known = [first for owner, first in kept if owner() is sampler]
+            if known:
+                found[str(number)] = known[0]
+            elif found[str(number)]:
+                with suppress(TypeError):  # of a class that allows no references
+                    kept.append((weakref.ref(sampler), found[str(number)]))
+        self._first_attributes = kept
+        return found
 
     def _find_first_numbers(self, loader: Any) -> Numbers | None:
         """Return the numbers of a dataset before it was iterated; None if they do not matter.

@@ -192,7 +192,8 @@ class CheckpointState:
             (epoch_loop, "reset", self._reset_epoch),
             (epoch_loop, "on_run_start", partial(self._start_batches, session)),
             (epoch_loop, "on_advance_end", self._end_batch),
-            (val_loop, "setup_data", self._load_validation),
+            (fit, "setup_data", partial(self._load_training, session)),
+            (val_loop, "setup_data", partial(self._load_validation, session)),
             (val_loop, "run", self._run_validation),
         ]
         patches = AttributePatches()
@@ -230,7 +231,7 @@ class CheckpointState:
         # After `on_train_start`, where modules reset their metrics.
         if self._resumed is not None and self._has_begun:
             report = partial(self._report_problem, trainer)
-            run_state.restore_outside(trainer, self._rank_state(trainer), report)
+            run_state.restore_outside(trainer, session, self._rank_state(trainer), report)
             if self._was_saved_between_epochs:
                 session.restore_numbers(self._position(trainer).epoch)
         start()
@@ -286,12 +287,20 @@ class CheckpointState:
             self._late = [describe_hook(names)]
             exactness.report_late(self._late[0], raises=self._on_inexact == "raise_early")
 
-    def _load_validation(self, trainer: "Trainer", load: Callable[[], None]) -> None:
+    def _load_training(
+        self, session: TrainerSession, trainer: "Trainer", load: Callable[[], None]
+    ) -> None:
+        load()
+        session.keep_iterated()
+
+    def _load_validation(
+        self, session: TrainerSession, trainer: "Trainer", load: Callable[[], None]
+    ) -> None:
         load()
         loop = trainer.fit_loop.epoch_loop.val_loop
         if lightning_private.has_loaders(loop) and self._unvalidated is not None:
             rank, self._unvalidated = self._unvalidated, None
-            run_state.restore_validation(trainer, rank)
+            run_state.restore_validation(trainer, session, rank)
 
     def _run_validation(self, trainer: "Trainer", run: Callable[[], object]) -> object:
         if not trainer.sanity_checking:
@@ -405,7 +414,7 @@ class CheckpointState:
         ledger = recorder.ledger_position
         rank = replace(
             run_state.capture(trainer, session.capture_rng(), user),
-            samplers=session.capture_samplers(within=position.phase != "epoch"),
+            samplers=session.capture_samplers(position.phase),
             inexact=exactness.find_missing_state(trainer, position, user.left_out) + late,
             ledger=None if ledger is None else SavedLedger(**ledger),
             pending=recorder.pending,

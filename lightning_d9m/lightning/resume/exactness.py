@@ -261,15 +261,16 @@ def describe_unmatched_state(paths: Iterable[str]) -> list[str]:
 
 
 def describe_reloaded_generators(paths: Iterable[str]) -> list[str]:
-    """Return why state in the datasets of loaders that are loaded again cannot be restored."""
+    """Return why state in loaders that are loaded again cannot be restored."""
     named = ", ".join(paths)
     if not named:
         return []
     problem = (
         "The loaders are loaded again for the epoch that is resumed "
-        "(reload_dataloaders_every_n_epochs), and their datasets keep generators, or numbers that "
-        f"change: {named}. Whether these continue or start again cannot be known. Keep them in the "
-        "module or the datamodule, or draw from the generators of Python, NumPy or torch."
+        "(reload_dataloaders_every_n_epochs), and their datasets or samplers keep generators, or "
+        f"values that change: {named}. Whether these continue or start again cannot be known. Keep "
+        "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
+        "take the epoch from set_epoch()."
     )
     return [problem]
 

@@ -1,12 +1,13 @@
 """The state of a run that a checkpoint of Lightning leaves out: capture and restore."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import Module
 
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
+from lightning_d9m.control.data.sampler_state import ATTRIBUTES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
 from lightning_d9m.control.generators import (
     capture_generators,
@@ -31,6 +32,7 @@ from lightning_d9m.lightning.resume.metric_state import (
 from lightning_d9m.lightning.resume.model_parts import ModelParts
 from lightning_d9m.lightning.saved_state import (
     FROZEN,
+    VALIDATION,
     LoopPhase,
     SavedMetrics,
     SavedRank,
@@ -48,7 +50,7 @@ from lightning_d9m.text import pluralize
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_VALIDATION = "validate."
+    from lightning_d9m.lightning.trainer_session import TrainerSession
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
     """Return the paths of generators and metrics that exist only here or only in the checkpoint."""
     generators = set(find_generators(_name_owners(trainer))) ^ set(rank.generators)
     if not lightning_private.has_loaders(trainer.fit_loop.epoch_loop.val_loop):
-        generators = {path for path in generators if not path.startswith(_VALIDATION)}
+        generators = {path for path in generators if not path.startswith(VALIDATION)}
     metrics = set(find_metrics(trainer)) ^ set(rank.metrics.paths)
     return sorted(generators | metrics)
 
@@ -132,40 +134,52 @@ def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) ->
     found = []
     loaded_epochs = {
         "train.": rank.train_reload_epoch,
-        _VALIDATION: rank.validation_reload_epoch,
+        VALIDATION: rank.validation_reload_epoch,
     }
     for stage, loaded in loaded_epochs.items():
         if every and loaded is not None and epoch - loaded >= every:
             found += [path for path in rank.generators if path.startswith(stage)]
-            if stage == "train.":
-                found += [
-                    f"train.{number}.{path}.{name}"
-                    for number, states in rank.samplers.items()
-                    for path, values in states.get(NUMBERS, {}).items()
-                    for name in values
-                ]
+            found += [path for path in _name_sampler_states(rank) if path.startswith(stage)]
     return found
 
 
-def restore_outside(trainer: "Trainer", rank: SavedRank, report: Callable[[str], None]) -> None:
+def _name_sampler_states(rank: SavedRank) -> Iterator[str]:
+    """Yield the paths of what is saved of the samplers and datasets of loaders."""
+    for number, states in rank.samplers.items():
+        loader = number if number.startswith(VALIDATION) else f"train.{number}"
+        for kind, values in states.items():
+            if kind == NUMBERS:
+                yield from (f"{loader}.{path}.{name}" for path in values for name in values[path])
+            elif kind == ATTRIBUTES:
+                yield from (f"{loader}.sampler.{name}" for own in values.values() for name in own)
+            else:
+                yield f"{loader}.sampler.{kind}"
+
+
+def restore_outside(
+    trainer: "Trainer", session: "TrainerSession", rank: SavedRank, report: Callable[[str], None]
+) -> None:
     """Restore state that outlives an epoch. Called once, before the first epoch starts.
 
     Args:
         trainer: The Trainer.
+        session: Its session.
         rank: The state.
         report: Called with a problem that training finds later; see ``restore_gradients``.
     """
     _set_accumulation(trainer)
     _restore_rng_and_metrics(trainer, rank)
+    session.restore_validation(rank.samplers)  # again, after a sanity check
     restore_gradients(trainer, rank.gradients, report)
     epoch = get_epoch_counts(trainer).processed
     _settle_reload(trainer, "train", rank.train_reload_epoch, epoch)
 
 
-def restore_validation(trainer: "Trainer", rank: SavedRank) -> None:
+def restore_validation(trainer: "Trainer", session: "TrainerSession", rank: SavedRank) -> None:
     """Restore the state of the validation loaders. Called once, after they were loaded."""
+    session.restore_validation(rank.samplers)
     generators = {
-        path: state for path, state in rank.generators.items() if path.startswith(_VALIDATION)
+        path: state for path, state in rank.generators.items() if path.startswith(VALIDATION)
     }
     restore_generators(_name_owners(trainer), generators)
     saved = rank.validation_reload_epoch

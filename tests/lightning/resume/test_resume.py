@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule, callbacks
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
-from resuming import Fits, OwnOrder, agree, evidence
+from resuming import Curriculum, Fits, OwnOrder, agree, evidence
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits, make_loader, make_model
@@ -140,6 +140,18 @@ class ReloadedWithWorkers(Reloaded):
     workers = 2
 
 
+class ReloadedAround(Reloaded):
+    """Gives new loaders, of which one has the same sampler in each epoch."""
+
+    def __init__(self, workers=0):
+        super().__init__()
+        self.workers, self.sampler = workers, Curriculum()
+
+    def train_dataloader(self):
+        own = drawn_batches(lambda: self.sampler, num_workers=self.workers)
+        return CombinedLoader([super().train_dataloader(), own], "min_size")
+
+
 def with_generators():
     """Return a model whose noise comes from generators of its own."""
 
@@ -202,24 +214,6 @@ def ema():
     return [callbacks.EMAWeightAveraging(decay=0.9)]
 
 
-class Curriculum:
-    """A batch sampler that counts its epochs, and shuffles a list and an array in place."""
-
-    def __init__(self):
-        self.epoch, self.order, self.weights = 0, list(range(96)), np.arange(96)
-
-    def __iter__(self):
-        self.epoch += 1
-        random.shuffle(self.order)
-        np.random.shuffle(self.weights)
-        for batch in range(6):
-            order = self.order[16 * batch : 16 * batch + 15]
-            yield [*order, int(self.weights[batch + self.epoch])]
-
-    def __len__(self):
-        return 6
-
-
 class Noisier(NoisyDigits):
     noise = 0.0
 
@@ -261,7 +255,10 @@ RUNS = {
     "averaged weights": {"callbacks": swa},
     "exponentially averaged weights": {"callbacks": ema},
     "batches of the user's": {"loader": drawn_batches},
-    "batches of a sampler that changes": {"loader": partial(drawn_batches, Curriculum)},
+    "batches of a sampler that changes": {
+        "loader": partial(drawn_batches, Curriculum),
+        "validate": partial(drawn_batches, Curriculum),
+    },
     "data that a callback changes": {
         "loader": lambda: DataLoader(Noisier(), 16, shuffle=True),
         "callbacks": lambda: [Difficulty()],
@@ -322,7 +319,7 @@ LOADERS = {
         5,
     ),
     "a datamodule that reloads each epoch, without workers": (
-        {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 1},
+        ON_TWO | {"datamodule": ReloadedAround, "reload_dataloaders_every_n_epochs": 1},
         4,
     ),
     "a datamodule that reloads each epoch": (
@@ -341,9 +338,10 @@ def test_loaders_of_each_kind_go_on_in_the_middle_of_an_epoch(fits, run, batch):
 
 def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fits):
     """Lightning iterates them twice, and workers take batches of the first time too."""
-    words = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
-    straight = fits.fit(datamodule=Reloaded, **words)
-    assert evidence(fits.fit(datamodule=ReloadedWithWorkers, **words)) == evidence(straight)
+    words = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2} | ON_TWO
+    straight = fits.fit(datamodule=ReloadedAround, **words)
+    with_workers = fits.fit(datamodule=partial(ReloadedAround, 2), **words)
+    assert evidence(with_workers) == evidence(straight)
 
 
 def schedule_by_estimated_steps(self):
