@@ -12,6 +12,7 @@ import raise_sites
 from forking_python import shared_python
 from hypothesis import HealthCheck, settings
 from ledger_runs import runs  # noqa: F401 - a fixture
+from left_out_work import leave_out_work
 
 # Loaded before any test, both of Lightning's packages: the callback takes its bases from those that
 # are loaded, and they set variables when they are first imported, as scikit-learn does, which is no
@@ -59,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
             warnings.simplefilter("ignore")
             for module in FIRST:
                 import_module(module)
+        leave_out_work()
     if config.option.raise_sites:
         config.add_cleanup(raise_sites.note_sites(config.option.raise_sites))
 

@@ -12,6 +12,8 @@ these points; a test of one of them starts ``sys.executable``:
 
 - The modules are imported before the program begins; nothing runs at its ``import torch``.
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
+- Lightning has found the entry points of callbacks, and no file waits for the disk
+  (left_out_work.py).
 - ``PYTHONHASHSEED`` is 0 or the server's random one, which all its forks share.
 - The fork is a child of the server, not of the process that stands for it.
 """
@@ -37,6 +39,8 @@ import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from left_out_work import leave_out_work
 
 # What the trainings of the tests import.
 TRAINING = ("lightning.pytorch", "lightning_d9m.lightning.callback")
@@ -104,6 +108,7 @@ def _serve(listener, modules):
     while 0 not in select.select([0, listener], [], [])[0]:
         for module in modules:  # not before there is a client
             __import__(module)
+        leave_out_work()
         gc.freeze()  # so that no fork copies what it does not change
         client, _ = listener.accept()
         if not os.fork():
