@@ -217,7 +217,7 @@ def main():
                 fit(folder / f"{net} {ranks}", net, ranks)
     if not many:
         fit_variants(folder)
-    if PROCESSES in {1, 2, 4}:
+    if PROCESSES in {1, 2}:
         fit_controls(folder)
 
 

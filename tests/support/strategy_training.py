@@ -379,20 +379,30 @@ class PatchingCallback(L.Callback):
         self.stack.close()
 
 
+class SomeSteps(ModelCheckpoint):
+    """Saves checkpoints after the first step, the last one, and the second one of four ranks."""
+
+    def on_train_batch_end(self, trainer, *arguments):
+        """Save if one of these steps ends."""
+        last = trainer.max_epochs * trainer.num_training_batches
+        if trainer.global_step in {1, WORLD // 2, last}:
+            super().on_train_batch_end(trainer, *arguments)
+
+
 def fit(  # noqa: PLR0913 - one keyword for each kind of run
-    folder, cell, name, *, fault=None, resume_from=None, every=None, full=False, patched=False,
+    folder, cell, name, *, fault=None, resume_from=None, saves=False, full=False, patched=False,
     limits=SHORT, **words,
 ):  # fmt: skip
     """Train; return the callback."""
     callback = ErrorKeepingCallback(**({"seed": 5, "ledger_dir": folder / name} | words))
     callbacks = [callback, *([PatchingCallback(folder / name)] if patched else [])]
     settings = dict(QUIET)
-    if every is not None:
+    if saves:
         settings["enable_checkpointing"] = True
         callbacks.append(
-            ModelCheckpoint(
+            SomeSteps(
                 folder / ("full checkpoints" if full else "checkpoints"),
-                every_n_train_steps=every,
+                every_n_train_steps=1,
                 save_top_k=-1,
                 filename="{step}",
                 save_on_train_epoch_end=False,
@@ -499,10 +509,10 @@ def run(folder, cell):
         variables = [name for name in VARIABLES if name in os.environ]
         found[0]["left"] = [str(first.ledger), first.digest, variables]
         with deterministic(seed=5):
-            attempt("second", reference=reference, every=1, seed=None)
+            attempt("second", reference=reference, saves=True, seed=None)
             fit(folder, cell, "next", seed=None)
     else:
-        attempt("second", reference=reference, every=1)
+        attempt("second", reference=reference, saves=True)
     last = max(WORLD, CELLS[cell].devices) - 1
     attempt("fault", fault=Fault(last), reference=reference)
     attempt("fault without reference", fault=Fault(last))
@@ -517,7 +527,7 @@ def run(folder, cell):
         path = folder / "checkpoints" / f"step={step}.ckpt"
         attempt(f"resumed at {step}", resume_from=path, reference=reference)
     if cell in FULL:
-        attempt("full", every=1, full=True)
+        attempt("full", saves=True, full=True)
         path = folder / "full checkpoints" / "step=1.ckpt"
         attempt("resumed from full", resume_from=path, reference=reference, full=True)
     found[0] |= find_more(folder, cell, last)

@@ -21,7 +21,7 @@ else:
     assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
 import horovod.torch as hvd  # noqa: E402 - after the variables, as in the strategy
 
-STEPS = 5
+STEPS = 2
 hvd.init()
 torch.set_num_threads(1)
 
