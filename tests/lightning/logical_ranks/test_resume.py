@@ -1,9 +1,11 @@
 """A training with logical ranks continues on another number of processes with the same bits."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forking_python import shared_python
 from rank_processes import run_ranks, start_agents, start_ranks
 
 from lightning_d9m import compare, read_ledger
@@ -11,6 +13,20 @@ from lightning_d9m.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_resuming.py"
 PLACES = ("epoch", "batch0", "batch2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def elastic(tmp_path_factory):
+    """Start torchrun's agents beside the other tests: mostly they wait for an agent that is lost.
+
+    Returns:
+        The folder of their training, and the future of their statuses and outputs.
+    """
+    shared_python()  # in this thread, for all
+    path = tmp_path_factory.mktemp("elastic")
+    agents = [{}, {"ELASTIC_KILLED": "1"}]
+    with ThreadPoolExecutor(1) as pool:
+        yield path, pool.submit(start_agents, SCRIPT.with_name("logical_elastic.py"), agents, path)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +86,9 @@ def test_a_run_whose_process_is_killed_goes_on_with_fewer(folder):
     assert read_digests(resumed)[0][-1] == read_digests(resumed)[1][-1] == expected
 
 
-def test_torchrun_goes_on_with_the_agents_that_are_left(folder):
-    path = folder / "elastic"
-    killed = {"ELASTIC_KILLED": "1"}
-    statuses, outputs = start_agents(SCRIPT.with_name("logical_elastic.py"), [{}, killed], path)
+def test_torchrun_goes_on_with_the_agents_that_are_left(folder, elastic):
+    path, agents = elastic
+    statuses, outputs = agents.result()
     assert statuses == [0, -9], outputs[0]
     assert re.search(r"Rank \d \(process \d+\) was killed or exited", outputs[0])
     assert sorted(run.name for run in path.iterdir() if run.name != "kept") == ["1", "2"]

@@ -1,9 +1,11 @@
 """With DDP, the error of a rank names the rank that was lost."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forking_python import shared_python
 from torch import distributed
 from two_ranks import start_two_ranks
 
@@ -16,21 +18,35 @@ SCRIPT = Path(__file__).parents[2] / "support" / "lost_rank_training.py"
 GLOO_ERROR = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
-@pytest.mark.parametrize(
-    ("way", "state"),
-    [
-        ("killed", "was killed or exited."),
-        ("stopped", "is stopped."),
-        ("hung", "runs, but did not respond within 3 s: it hangs."),
-    ],
-)
-def test_a_lost_rank_is_named_by_the_survivor_and_in_its_ledger(tmp_path, way, state):
+STATES = {
+    "killed": "was killed or exited.",
+    "stopped": "is stopped.",
+    "hung": "runs, but did not respond within 3 s: it hangs.",
+}
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """Lose a rank in each way at the same time: mostly the other rank waits for it.
+
+    Returns:
+        By the way, the folder, the statuses and the output of a launch.
+    """
+    shared_python()  # in this thread, for all
+    folders = {way: tmp_path_factory.mktemp("lost") / way for way in STATES}
+    for folder in folders.values():
+        folder.mkdir()
+    with ThreadPoolExecutor(len(folders)) as pool:
+        ended = pool.map(lambda folder: start_two_ranks(SCRIPT, folder), folders.values())
+        return {way: (folders[way], *end) for way, end in zip(folders, ended, strict=True)}
+
+
+@pytest.mark.parametrize("way", STATES)
+def test_a_lost_rank_is_named_by_the_survivor_and_in_its_ledger(launches, way):
     """Whatever the load: rank 0 never gets an answer, and reads the state of the process."""
-    folder = tmp_path / way
-    folder.mkdir()
-    statuses, output = start_two_ranks(SCRIPT, folder)
+    folder, statuses, output = launches[way]
     assert statuses == [0, -signal.SIGKILL], output
-    sentence = f"Rank 1 (process {(folder / 'pid-1').read_text()}) {state}"
+    sentence = f"Rank 1 (process {(folder / 'pid-1').read_text()}) {STATES[way]}"
     assert (folder / "error-0").read_text().splitlines()[-1] == sentence
     outcome = read_ledger(folder / "d9m" / "fit-000").outcome(0)
     assert sentence in outcome.end.error
