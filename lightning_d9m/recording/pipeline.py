@@ -16,13 +16,20 @@ def count_stages(model: nn.Module) -> int:
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None or not distributed.is_initialized():
         return 0
+    base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
     modules = set(map(id, model.modules()))
     return max(
         (
             stage.num_stages
-            for stage in gc.get_objects()
-            if issubclass(type(stage), stages._PipelineStageBase)  # noqa: SLF001 - both kinds
-            and not modules.isdisjoint(map(id, stage.submod.modules()))
+            # An object refers to its class. The types of all objects are compared in three times
+            # as long.
+            for stage in gc.get_referrers(*_list_subclasses(base))
+            if isinstance(stage, base) and not modules.isdisjoint(map(id, stage.submod.modules()))
         ),
         default=0,
     )
+
+
+def _list_subclasses(base: type) -> set[type]:
+    """Return a class and all that derive from it."""
+    return {base}.union(*map(_list_subclasses, base.__subclasses__()))
