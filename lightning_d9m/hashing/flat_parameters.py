@@ -4,7 +4,7 @@ It flattens the parameters of a module into one and gives each rank an equal par
 holds a contiguous range of a parameter, or nothing of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -54,16 +54,22 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
     }
 
 
-def find_hybrid_sharding(owner: object) -> str | None:
-    """Return how FSDP1 divides a model within groups of ranks; None if it does not.
+def find_hybrid_sharding(owners: Iterable[object]) -> str | None:
+    """Return why a model that FSDP1 divides within groups of ranks cannot be resumed, or None.
 
     Args:
-        owner: A strategy, or a module of the model with the wrappers around it.
+        owners: A strategy, or the modules of the model with the wrappers around it.
     """
-    if not has_base(owner, "FSDPStrategy", "FullyShardedDataParallel"):
-        return None
-    name = str(getattr(getattr(owner, "sharding_strategy", None), "name", ""))
-    return name if "HYBRID" in name else None
+    for owner in owners:
+        if has_base(owner, "FSDPStrategy", "FullyShardedDataParallel"):
+            name = str(getattr(getattr(owner, "sharding_strategy", None), "name", ""))
+            if "HYBRID" in name:
+                return (
+                    f"The model is divided with sharding_strategy={name}, with which the "
+                    "optimizer's state differs after it is loaded. Use FULL_SHARD, or fully_shard "
+                    "on a mesh of two dimensions."
+                )
+    return None
 
 
 def _list_layouts(handle: Any) -> Iterator[tuple[int, FlatLayout]]:

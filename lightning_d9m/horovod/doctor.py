@@ -6,19 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightning_d9m.control.doctor import CheckResult, check_optional_variable
 from lightning_d9m.errors import SettingError
-from lightning_d9m.horovod.environment import PINNED, import_horovod
-
-# The effect of any value other than the pinned one.
-_REASONS = {
-    "HOROVOD_FUSION_THRESHOLD": (
-        "Tensor fusion packs the gradients that are ready, so the order of sums changes."
-    ),
-    "HOROVOD_DISABLE_GROUP_FUSION": "Otherwise groups are fused with other tensors that are ready.",
-    "HOROVOD_AUTOTUNE": "Autotuning changes the fusion by measured times.",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "It sums within each host first, in another order.",
-    "HOROVOD_TORUS_ALLREDUCE": "It sums in two dimensions, in another order.",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "Results may be read before the device has written them.",
-}
+from lightning_d9m.horovod.environment import PINNED_REASONS, import_horovod
 
 
 def check_installation() -> Iterator[CheckResult]:
@@ -28,8 +16,8 @@ def check_installation() -> Iterator[CheckResult]:
     if found is None:
         return
     yield _check_extension(found)
-    for name, wanted in PINNED.items():
-        yield check_optional_variable(name, (wanted,), _REASONS[name], unset="the strategy sets it")
+    for name, (wanted, reason) in PINNED_REASONS.items():
+        yield check_optional_variable(name, (wanted,), reason, unset="the strategy sets it")
     yield _check_elastic()
 
 

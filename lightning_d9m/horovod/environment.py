@@ -12,23 +12,27 @@ from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateErro
 from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.stack import capture_stack, format_differences, stack_differences
 
-# Variables that must have this value, each with the mechanism that makes it necessary.
-PINNED = {
-    # Fusion packs the tensors that are ready at the next cycle; the ring sums an element in an
-    # order that depends on its offset in the fused buffer.
-    "HOROVOD_FUSION_THRESHOLD": "0",
-    # Otherwise a group is fused with other tensors that are ready, which moves its elements.
-    "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    # Autotuning changes the threshold and the algorithm while training, by measured times.
-    "HOROVOD_AUTOTUNE": "0",
-    # It sums within each host first, in an order that depends on the layout of ranks over hosts.
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
-    # The same in two dimensions.
-    "HOROVOD_TORUS_ALLREDUCE": "0",
-    # With it, a collective counts as done before the device has finished, and the wait is enqueued
-    # on the default stream of Horovod's thread instead of the stream that reads the result.
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "0",
+# Variables that must have a value, and the effect of any other one.
+PINNED_REASONS = {
+    "HOROVOD_FUSION_THRESHOLD": (
+        "0",
+        "Tensor fusion packs the gradients that are ready, so the order of sums changes.",
+    ),
+    "HOROVOD_DISABLE_GROUP_FUSION": (
+        "1",
+        "Otherwise groups are fused with other tensors that are ready.",
+    ),
+    "HOROVOD_AUTOTUNE": ("0", "Autotuning changes the fusion by measured times."),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": ("0", "It sums within each host first, in another order."),
+    "HOROVOD_TORUS_ALLREDUCE": ("0", "It sums in two dimensions, in another order."),
+    # The wait is enqueued on the default stream of Horovod's thread instead of the stream that
+    # reads the result.
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": (
+        "0",
+        "Results may be read before the device has written them.",
+    ),
 }
+PINNED = {name: value for name, (value, _) in PINNED_REASONS.items()}
 # Variables that must be fixed, to a value that the user may choose. Settings of torch.distributed
 # do not apply to Horovod's NCCL communicator.
 CHOSEN = {

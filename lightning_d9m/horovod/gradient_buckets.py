@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,42 +22,14 @@ from torch.nn import Parameter
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.bucket_layout import Bucket, Slot, lay_out
 
+if TYPE_CHECKING:
+    from lightning_d9m.horovod.communication.communicator import Communicator
+    from lightning_d9m.horovod.communication.transports import Pending
+
 MEBIBYTE = 2**20
 BUCKET_BYTES = 25 * MEBIBYTE  # as DDP: fewer exchanges cost less, where ranks share the cores
 
 _ACTIVITY = "the backward pass"  # what a rank waits for, in errors
-
-
-class Reducer(Protocol):
-    """The collectives that the buckets need."""
-
-    size: int
-
-    @property
-    def polls_peers(self) -> bool:
-        """Whether `finish` detects that a peer is about to do something else."""
-        ...
-
-    def start(self, tensor: Tensor, name: str, activity: str) -> Any:
-        """Start to sum a contiguous tensor over the ranks in place, and return a handle.
-
-        Every rank must start the same sums in the same order.
-        """
-        ...
-
-    def finish(self, pending: Any, activity: str, agree: Callable[[], None]) -> None:
-        """Wait for the oldest sum; call ``agree`` if a peer is about to do something else."""
-        ...
-
-    def confirm(self, activity: str, agree: Callable[[], None]) -> None:
-        """Wait for the sums of the pass before, if `finish` has not waited on the host."""
-        ...
-
-    def agree_on(
-        self, fingerprint: int, activity: str, items: Callable[[], tuple[str, ...]]
-    ) -> None:
-        """Raise on every rank unless all ranks pass the same fingerprint."""
-        ...
 
 
 class _Mode(Enum):
@@ -68,7 +40,7 @@ class _Mode(Enum):
 
 @dataclass(frozen=True)
 class _PendingReduction:
-    handle: Any
+    handle: "Pending"
     target: Tensor
     send_buffer: Tensor
 
@@ -100,7 +72,7 @@ class GradientBuckets:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
-        reducer: Reducer,
+        reducer: "Communicator",
         *,
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,

@@ -1,16 +1,14 @@
 """``Trainer(strategy="horovod_d9m")``: bit-exact training in the processes of ``horovodrun``."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.horovod.base_strategy import HorovodBaseStrategy
 from lightning_d9m.horovod.communication.communicator import Communicator
@@ -20,10 +18,6 @@ from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-_VARIABLE = variable_of("logical_ranks")
 _OPERATIONS = ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter")
 _COLLECTIVES = {
     "allgather_object",
@@ -73,12 +67,10 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
     """
 
     def __init__(self, *, logical_ranks: int | None = None, **options: Any) -> None:
-        if logical_ranks is None:
-            logical_ranks = read_variable(_VARIABLE, os.environ, int)
         super().__init__(**options)
-        if logical_ranks is not None:
-            self._check_options()
         self.set_logical_ranks(logical_ranks)
+        if self.logical_ranks is not None:
+            self._check_options()
 
     def _check_options(self) -> None:
         refused = {
@@ -94,17 +86,12 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
                     "logical_ranks."
                 )
 
-    def setup(self, trainer: "Trainer") -> None:
-        """Run the setup for processes, and begin the run of the logical ranks."""
-        super().setup(trainer)
-        self.begin_logical_ranks(trainer)
-
     def watch_collectives(
         self, patches: AttributePatches, current: Callable[[], int | None]
     ) -> None:
         """Refuse collectives of torch and of Horovod while a step of a logical rank runs."""
         super().watch_collectives(patches, current)
-        watch_functions(patches, current, import_horovod(), _COLLECTIVES)
+        watch_functions(patches, current, import_horovod(), _COLLECTIVES, "horovod.torch.")
 
     def set_up_reductions(self, module: Module) -> None:
         """Lay out the buckets, unless logical ranks sum the gradients."""
@@ -127,9 +114,9 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
 
     def is_reduced(self, parameter: Tensor) -> bool:
         """Whether the gradients of this parameter are reduced."""
-        if self._steps is None:
+        if self.logical_steps is None:
             return super().is_reduced(parameter)
-        return self._steps.sums.holds(parameter)
+        return self.logical_steps.sums.holds(parameter)
 
     def close_connections(self, exception: BaseException) -> None:
         """Publish the exception, and close the connections."""

@@ -8,7 +8,7 @@ that started it, and that one gets what the run of rank 0 left in the callback.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.control.session import (
     InheritedSession,
@@ -20,24 +20,7 @@ from lightning_d9m.control.session import (
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-
-class LaunchingCallback(Protocol):
-    """A callback of the Trainer whose run is launched."""
-
-    def begin_launch(self) -> None:
-        """Set what the new processes must find."""
-
-    def end_launch(self) -> None:
-        """Restore it."""
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run that has failed."""
-
-    def capture_summary(self) -> dict[str, Any]:
-        """Return what a run has left in the callback, as plain values."""
-
-    def restore_summary(self, summary: dict[str, Any]) -> None:
-        """Take over what a run in another process has left."""
+    from lightning_d9m.lightning.callback import DeterminismCallback
 
 
 @dataclass(frozen=True)
@@ -53,7 +36,7 @@ class LaunchedRun:
 
     trainer: "Trainer"
     run: Callable[..., object]
-    callback: LaunchingCallback
+    callback: "DeterminismCallback"
     session: InheritedSession
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[object, int, dict[str, Any]]:
@@ -72,7 +55,7 @@ def launch_run(
     trainer: "Trainer",
     run: Callable[..., object],
     start: Callable[[Callable[..., object]], Any],
-    callbacks: Sequence[LaunchingCallback],
+    callbacks: "Sequence[DeterminismCallback]",
 ) -> object:
     """Start the processes of a run, and return its result.
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
-    from torch import Tensor
+
+    from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps
 
 
 class ProgressCounts(Protocol):
@@ -16,38 +17,16 @@ class ProgressCounts(Protocol):
     completed: int
 
 
-class LogicalState(Protocol):
-    """The state of logical ranks, which a strategy of ours keeps."""
-
-    def capture_metric_states(self) -> dict[str, dict[int, Any]]:
-        """Return the states of metrics by path and logical rank."""
-
-    def restore_metric_states(self, states: dict[str, dict[int, Any]]) -> None:
-        """Restore the states of metrics, of those logical ranks that are here."""
-
-    def capture_logged(self) -> dict[str, Any]:
-        """Return the sums of the logged values of the epoch, of the logical ranks here."""
-
-    def restore_logged(self, parts: list[dict[str, Any]]) -> None:
-        """Restore the sums of logged values that all processes captured."""
-
-    def capture_gradients(self) -> dict[str, dict[int, "Tensor"]]:
-        """Return the gradients of earlier batches by parameter and logical rank."""
-
-    def restore_gradients(self, gradients: dict[str, dict[int, "Tensor"]]) -> None:
-        """Restore the gradients of earlier batches, of those logical ranks that are here."""
-
-
 def get_logical_ranks(trainer: "Trainer") -> int | None:
     """Return the number of logical ranks, or None without them."""
     number: int | None = getattr(trainer.strategy, "logical_ranks", None)
     return number
 
 
-def get_logical_state(trainer: "Trainer") -> LogicalState | None:
-    """Return the state of logical ranks, or None without them."""
-    state: LogicalState = cast(Any, trainer.strategy)
-    return None if get_logical_ranks(trainer) is None else state
+def get_logical_steps(trainer: "Trainer") -> "LogicalSteps | None":
+    """Return the steps of a run with logical ranks, which hold their state; None without them."""
+    steps: LogicalSteps | None = getattr(trainer.strategy, "logical_steps", None)
+    return steps
 
 
 def list_callbacks(trainer: "Trainer") -> list["Callback"]:

@@ -1,16 +1,9 @@
-"""The sum of the roots that all processes hold, by any of five exchanges with the same bits.
+"""The sum of the roots that all processes hold, by any of two exchanges with the same bits.
 
-- ``"shared"``: the processes of one host write their roots to memory that all of them read. Process
-  ``q`` folds the ``q``-th part of each chunk there, and all copy the results.
-- ``"gather"``: one all-gather of the roots, and each process folds all of them.
-- ``"shards"``: process ``q`` folds the ``q``-th part of each chunk and sends the result to all.
-  With one root for each process this sends as many bytes as a ring all-reduce. While one chunk is
-  folded, the next ones travel.
-- ``"pair"``: an all-reduce of two processes with one root each, as two numbers have one sum.
-- ``"collectives"``: the same as ``"shards"``, by one all-to-all and one all-gather. They do not
-  overlap, but NCCL's messages between two processes must not wait for each other, and on a CPU
-  they take less time for a small sum: a thread that sends messages, and is preempted, holds a lock
-  for which Gloo's thread polls.
+The processes of one host write their roots to memory that all of them read: process ``q`` folds the
+``q``-th part of each chunk there, and all copy the results. Other processes do the same by an
+all-to-all and an all-gather. With one root for each process these send as many bytes as a ring
+all-reduce.
 
 The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
 shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
@@ -20,7 +13,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
@@ -41,22 +34,12 @@ from lightning_d9m.logical_ranks.sums import (
     MESSAGE_BYTES,
     STEP,
     CollectiveSum,
-    GatheredSum,
     LocalSum,
-    PairSum,
-    PendingSum,
-    ShardedSum,
     round_up,
 )
 from lightning_d9m.logical_ranks.tree import Blocks, Node, find_parent, list_roots
 
-Algorithm = Literal["shared", "gather", "shards", "pair", "collectives"]
-# Up to this size the second phase of "shards" costs more than the additional bytes of "gather".
-_GATHER_BYTES = 2**16
-_SMALL_BYTES = 2**20
-_PAIR_DTYPES = (torch.float32, torch.float64)  # halves are rounded once, after the division
-_FIRST_TAG = 2**20  # others use small tags
-_TAGS = 2**20
+PendingSum: TypeAlias = LocalSum | SharedSum | CollectiveSum
 
 
 class RootExchange:
@@ -69,7 +52,6 @@ class RootExchange:
         process: This process.
         group: The process group of torch.distributed whose ranks are the processes; None is the
             default group. One process needs none.
-        algorithm: None chooses by size and device.
         chunk_bytes: Size of the parts that overlap.
         shares_memory: Whether processes on one host share memory.
 
@@ -77,7 +59,6 @@ class RootExchange:
         roots: The nodes of every process, whose values it sends.
         bytes_sent: The bytes of all messages of this process so far, and of what it has written to
             shared memory.
-        receiving: The sums that have memory for what arrives.
         flushes: Whether additions of this thread return zero for subnormal numbers.
 
     Raises:
@@ -90,7 +71,6 @@ class RootExchange:
         process: int,
         group: Any = None,
         *,
-        algorithm: Algorithm | None = None,
         chunk_bytes: int = MESSAGE_BYTES,
         shares_memory: bool = True,
     ) -> None:
@@ -99,13 +79,11 @@ class RootExchange:
         self.roots = list_roots(blocks)
         self._nodes = [node for nodes in self.roots for node in nodes]
         self.bytes_sent = 0
-        self._algorithm = algorithm
         self._chunk_bytes = chunk_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
         self._scratch: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._thread: BackgroundThread | None = None
-        self.receiving: set[PendingSum] = set()
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -116,8 +94,6 @@ class RootExchange:
         """Forget the sums that were started, when Gloo does not use their memory any more."""
         self.close()
         self._is_asked = not self._shares_memory  # whether the processes have tried
-        self._next_tag = 0
-        self.receiving.clear()
         # Torch's threads have a flag of the processor of their own.
         self.flushes = flushes_subnormal_numbers()
 
@@ -139,38 +115,23 @@ class RootExchange:
         fold = partial(self._fold, divisor=divisor)
         if self.blocks.processes == 1:
             return LocalSum(roots, result, fold)
-        kinds: dict[str, Callable[..., PendingSum]] = {
-            "shared": SharedSum,
-            "gather": GatheredSum,
-            "shards": ShardedSum,
-            "pair": PairSum,
-            "collectives": CollectiveSum,
-        }
-        kind = self._algorithm or self._choose(roots, result)
-        if kind == "pair":
-            fold = partial(end_sum, divisor=divisor)
-        return kinds[kind](self, roots, result, fold)
+        if result.device.type == "cpu" and self.memory is not None:
+            return SharedSum(self, roots, result, fold)
+        return CollectiveSum(self, roots, result, fold)
 
     def submit(
         self, roots: Sequence[Tensor], result: Tensor, divisor: int, *, in_background: bool
     ) -> Callable[[], None]:
-        """Start a sum, to be folded on a thread or when it is waited for; return what waits."""
-        pending = self.start(roots, result, divisor)
-        return self.finish_in_background(pending) if in_background else pending.finish
+        """Start a sum, to be folded on a thread or when it is waited for; return what waits.
 
-    def finish_in_background(self, pending: PendingSum) -> Callable[[], None]:
-        """Fold on a thread, if messages need no common order; return what waits for the result."""
-        if not isinstance(pending, SharedSum | ShardedSum | PairSum):
+        Sums must be waited for in the order in which they were started.
+        """
+        pending = self.start(roots, result, divisor)
+        if not in_background or self.group is None or result.device.type != "cpu":
             return pending.finish
         if self._thread is None:
             self._thread = BackgroundThread()
-        job = self._thread.submit(pending.fold)
-
-        def finish() -> None:
-            job.wait()
-            pending.finish()
-
-        return finish
+        return self._thread.submit(pending.finish).wait
 
     def close(self) -> None:
         """Let the thread end, and release memory."""
@@ -193,23 +154,11 @@ class RootExchange:
             )
         return self._memory
 
-    def _choose(self, roots: Sequence[Tensor], result: Tensor) -> Algorithm:
-        if result.device.type != "cpu":
-            return "collectives"
-        if self.memory is not None:
-            return "shared"
-        # Two processes send as many bytes either way, but "gather" adds everything twice.
-        limit = _SMALL_BYTES if self.blocks.processes == 2 else _GATHER_BYTES  # noqa: PLR2004
-        if result.nbytes <= limit:
-            return "gather"
-        if result.nbytes <= _SMALL_BYTES:
-            return "collectives"
-        is_pair = len(self._nodes) == 2 and roots[0].dtype in _PAIR_DTYPES  # noqa: PLR2004
-        return "pair" if is_pair and not self.flushes else "shards"
-
     def chunks(self, result: Tensor) -> list[slice]:
-        """Return the parts of a result, of nearly equal size."""
+        """Return the parts of a result, of nearly equal size; on a device it is one."""
         length = len(result)
+        if result.device.type != "cpu":
+            return [slice(0, length)]
         count = max(1, round(length * result.element_size() / self._chunk_bytes))
         size = round_up(math.ceil(length / count), STEP * self.blocks.processes)
         return [slice(start, min(start + size, length)) for start in range(0, length, size)]
@@ -227,11 +176,6 @@ class RootExchange:
         for distance in range(1, count):
             yield (self.process + distance) % count
 
-    def take_tags(self, count: int) -> int:
-        """Return the first of so many tags, the same on every process."""
-        first, self._next_tag = self._next_tag, (self._next_tag + count) % _TAGS
-        return _FIRST_TAG + first
-
     def take_scratch(self, like: Tensor, length: int) -> Tensor:
         """Return memory that an earlier sum has used, because fresh memory costs page faults."""
         kept = self._scratch.get((like.dtype, length))
@@ -241,15 +185,6 @@ class RootExchange:
         """Let a later sum use memory."""
         if scratch.device.type == "cpu":  # CUDA's allocator keeps memory itself
             self._scratch.setdefault((scratch.dtype, len(scratch)), []).append(scratch)
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        """Start to send a tensor that nobody changes until it has arrived."""
-        self.bytes_sent += tensor.nbytes
-        return self.group.send([tensor], peer, tag)
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        """Start to overwrite a tensor with one that a peer sends."""
-        return self.group.recv([tensor], peer, tag)
 
     def _fold(self, values: Sequence[Sequence[Tensor]], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' values to the result; values are scratch."""

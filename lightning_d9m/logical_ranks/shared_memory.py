@@ -243,7 +243,7 @@ class SharedSum:
 
     The processes meet once for each chunk, and once more. Before they meet, each has packed one
     chunk, folded its shard of the chunk before, and collected the shards of the one before that.
-    The sums must be folded in the order in which they were started.
+    The sums must be finished in the order in which they were started.
     """
 
     def __init__(
@@ -260,13 +260,9 @@ class SharedSum:
         size = round_up(-(-length // -(-length // room)), step)
         self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
         self._first = self._memory.take_numbers(len(self._chunks))
-        self._is_folded = False
 
-    def fold(self) -> None:
+    def finish(self) -> None:
         """Sum the chunks."""
-        if self._is_folded:
-            return
-        self._is_folded = True
         last = len(self._chunks) - 1
         for index in range(last + 2):
             if index <= last:
@@ -277,10 +273,6 @@ class SharedSum:
                 self._collect(index - 2)
             self._memory.meet()
         self._collect(last)
-
-    def finish(self) -> None:
-        """Sum the chunks, if no thread has done so."""
-        self.fold()
 
     def _pack(self, index: int) -> None:
         """Write this process's roots, but not its shard, where the others read them."""

@@ -15,8 +15,8 @@ import torch
 from lightning_d9m.control.generators import decode_rng, encode_rng
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, next_fit
-from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.flat_parameters import find_flat_layouts
+from lightning_d9m.errors import InexactResumeError, SettingError
+from lightning_d9m.hashing.flat_parameters import find_flat_layouts, find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
@@ -25,7 +25,6 @@ from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.ranks import find_ranks
 from lightning_d9m.loop.run_setup import (
     as_tuple,
-    check_sharding,
     describe_run,
     find_session,
     make_folder,
@@ -365,7 +364,10 @@ class Recorder:
         session, saved = self._open_session, SavedLoop.from_plain(state)
         rank, seed = self._ranks.rank, session.settings.seed
         saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
-        check_sharding(self._wrapped)
+        problem = find_hybrid_sharding(self._wrapped.modules())
+        if problem is not None:
+            text = f"This loop would not resume exactly: {problem}"
+            raise InexactResumeError(text, reasons=[problem])
         self._open_batches.release()
         self._fit = saved.fit
         self._batches = Batches(session.settings, saved.fit, rank)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lightning_d9m.control.session import Session, active_session
-from lightning_d9m.errors import InexactResumeError, SettingError
-from lightning_d9m.hashing.flat_parameters import FlatLayout, find_hybrid_sharding
+from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
@@ -48,24 +48,6 @@ def describe_run(
     described, parameters = describe_model(model, layouts)
     train = [] if loader is None else [describe_loader(loader)]
     return RunFacts(model=described, parameters=parameters, train=train)
-
-
-def check_sharding(model: torch.nn.Module) -> None:
-    """Raise an ``InexactResumeError`` if a model cannot be resumed exactly.
-
-    Args:
-        model: The model, with the wrappers around it.
-    """
-    hybrid = next(filter(None, map(find_hybrid_sharding, model.modules())), None)
-    if hybrid is not None:
-        problem = (
-            f"The model is divided with sharding_strategy={hybrid}, with which the optimizer's "
-            "state differs after it is loaded. Use FULL_SHARD, or fully_shard on a mesh of two "
-            "dimensions."
-        )
-        raise InexactResumeError(
-            f"This loop would not resume exactly: {problem}", reasons=[problem]
-        )
 
 
 def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:

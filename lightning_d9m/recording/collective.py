@@ -5,7 +5,7 @@ Framework-free: ranks communicate through a function that the caller passes.
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from lightning_d9m.errors import D9mError
 
@@ -13,12 +13,9 @@ Result = TypeVar("Result")
 _INTEGER = 8  # bytes of each integer that ranks gather
 
 
-class Gather(Protocol):
-    """Gathers int64 numbers from all ranks; each rank calls it with the same count of numbers."""
-
-    def __call__(self, numbers: Sequence[int], /) -> list[list[int]]:
-        """Return one list for each rank, in order of ranks, the same on every rank."""
-        ...
+Gather: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
+"""Gathers int64 numbers from all ranks, each of which passes equally many; returns one list for
+each rank, in order of ranks, the same on every rank."""
 
 
 class Ranks:

@@ -7,26 +7,10 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.05
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Report whether all keys are set."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value that is set."""
-        ...
 
 
 def identify_process() -> tuple[int, int]:
@@ -38,7 +22,8 @@ class RankLiveness:
     """The status of every rank, in a store that still works after a collective has failed.
 
     Args:
-        store: A store that all ranks share and that rank 0 or the launcher hosts.
+        store: A ``torch.distributed.Store`` that all ranks share and that rank 0 or the launcher
+            hosts.
         rank: This rank.
         processes: What `identify_process` returned on each rank, in rank order.
         prefix: Separates the keys of several runs in one store; the same on every rank.
@@ -47,7 +32,7 @@ class RankLiveness:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         processes: Sequence[Sequence[int]],
         *,

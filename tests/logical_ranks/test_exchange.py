@@ -10,9 +10,8 @@ from logical_sums import average_leaves, bits, make_leaf
 from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.accumulation import add_wide
 from lightning_d9m.logical_ranks.exchange import RootExchange, divide, replace_nans
-from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node, list_roots
+from lightning_d9m.logical_ranks.tree import Blocks, Fold, Node
 
-ALGORITHMS = ("shared", "gather", "shards", "collectives")
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5)]
 
 
@@ -25,18 +24,15 @@ def fold_block(leaves, block, *, wide):
     return [value for _, value in fold.held]
 
 
-def exchange_all(leaves, processes, *, algorithms=ALGORITHMS, **words):
-    """Return the results of each algorithm on each process."""
+def exchange_all(leaves, processes, **words):
+    """Return the results in shared memory and by messages, on each process."""
     blocks, dtype = Blocks(len(leaves), processes), leaves[0].dtype
-    if list(map(len, list_roots(blocks))) == [1, 1] and dtype.itemsize >= 4:
-        algorithms = (*algorithms, "pair")
 
     def exchange(process, group):
         results = []
-        for algorithm in algorithms:
-            it = RootExchange(blocks, process, group, algorithm=algorithm, **words)
-            is_half = dtype.itemsize < 4
-            wide = is_half and not it.sends_leaves
+        for shares_memory in (True, False):
+            it = RootExchange(blocks, process, group, shares_memory=shares_memory, **words)
+            wide = dtype.itemsize < 4 and not it.sends_leaves
             roots = fold_block(leaves, blocks.of(process), wide=wide)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
             it.start(roots, result, len(leaves)).finish()
@@ -47,7 +43,7 @@ def exchange_all(leaves, processes, *, algorithms=ALGORITHMS, **words):
 
 
 @pytest.mark.parametrize(("logical_ranks", "processes"), PAIRS)
-def test_every_exchange_gives_the_bits_of_one_fold(logical_ranks, processes):
+def test_both_exchanges_give_the_bits_of_one_fold(logical_ranks, processes):
     generator = torch.Generator().manual_seed(logical_ranks)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for length in (1, 5003):
@@ -83,13 +79,13 @@ def test_a_sum_in_the_order_of_a_ring_differs():
     assert bits(ring) != bits(average_leaves(leaves))
 
 
-def test_shards_send_the_bytes_of_a_ring_for_powers_of_two():
+def test_messages_have_the_bytes_of_a_ring_for_powers_of_two():
     length = 4 * 3 * 16 * 64
     for logical_ranks, processes in [(2, 2), (8, 2), (4, 4), (8, 4)]:
         blocks = Blocks(logical_ranks, processes)
 
         def send(process, group, blocks=blocks):
-            it = RootExchange(blocks, process, group, algorithm="shards", chunk_bytes=2**12)
+            it = RootExchange(blocks, process, group, shares_memory=False, chunk_bytes=2**12)
             root = torch.randn(length)
             it.start([root], root).finish()
             return it.bytes_sent
@@ -104,7 +100,7 @@ def test_half_types_travel_as_they_are_only_if_every_root_is_a_leaf():
         blocks = Blocks(logical_ranks, 2)
 
         def send(process, group, blocks=blocks, leaves=leaves):
-            it = RootExchange(blocks, process, group, algorithm="shards")
+            it = RootExchange(blocks, process, group, shares_memory=False)
             roots = fold_block(leaves, blocks.of(process), wide=not it.sends_leaves)
             it.start(roots, torch.empty_like(leaves[0])).finish()
             return it.bytes_sent
@@ -113,17 +109,22 @@ def test_half_types_travel_as_they_are_only_if_every_root_is_a_leaf():
         assert run_processes(2, send) == [2048 * size + 2048 * 2] * 2
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_sums_that_overlap_do_not_mix(shares_memory):
+def test_sums_that_overlap_do_not_mix(shares_memory, in_background):
     blocks = Blocks(4, 2)
     words = {"chunk_bytes": 2**12, "shares_memory": shares_memory}
 
     def exchange(process, group):
         it = RootExchange(blocks, process, group, **words)
         roots = [torch.full([n], float(process + n)) for n in (100, 50_000, 70_000)]
-        pending = [it.start([root], root) for root in roots]
-        for each in pending:
-            each.finish()
+        waits = [
+            it.submit([root], root, 1, in_background=in_background and root is not roots[-1])
+            for root in roots
+        ]
+        for wait in waits:
+            wait()
+        it.close()
         return [root.unique().tolist() for root in roots]
 
     expected = [[2.0 * n + 1] for n in (100, 50_000, 70_000)]
@@ -145,8 +146,7 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
         return root.unique().tolist(), type(pending).__name__
 
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
-    name = "ShardedSum" if flushes else "PairSum"
-    name = "SharedSum" if shares_memory else name
+    name = "SharedSum" if shares_memory else "CollectiveSum"
     assert run_processes(2, exchange) == [([expected], name)] * 2
 
 
@@ -192,31 +192,3 @@ def test_a_group_of_another_size_or_order_is_refused():
 def test_several_processes_without_a_group_are_refused():
     with pytest.raises(SettingError, match=r"call torch.distributed.init_process_group first"):
         RootExchange(Blocks(2, 2), 0)
-
-
-@pytest.mark.parametrize(
-    ("processes", "names"),
-    [
-        (2, ["GatheredSum", "GatheredSum", "PairSum"]),
-        (4, ["GatheredSum", "CollectiveSum", "ShardedSum"]),
-    ],
-)
-def test_without_shared_memory_the_size_decides_how_values_travel(processes, names):
-    """No process sends more than a ring all-reduce, except for the smallest sums."""
-    blocks = Blocks(4, processes)
-
-    def exchange(process, group):
-        it = RootExchange(blocks, process, group, shares_memory=False)
-        found = []
-        for length in (2**14, 2**18, 2**18 + 64):
-            before, root = it.bytes_sent, torch.ones(length)
-            pending = it.start([root], root)
-            pending.finish()
-            assert root.unique().tolist() == [processes]
-            found.append((type(pending).__name__, it.bytes_sent - before))
-        return found
-
-    ring = [2 * 4 * length * (processes - 1) // processes for length in (2**18, 2**18 + 64)]
-    for found in run_processes(processes, exchange):
-        assert [name for name, _ in found] == names
-        assert [sent for _, sent in found[1:]] == ring

@@ -96,7 +96,7 @@ def test_one_process_without_memory_lets_all_send_messages(monkeypatch, place):
         current_thread().process = process
         return sum_ones(process, group, 3)
 
-    assert run_processes(3, run) == [["GatheredSum", "ShardedSum"]] * 3
+    assert run_processes(3, run) == [["CollectiveSum", "CollectiveSum"]] * 3
     assert find_files() <= before
 
 
@@ -106,7 +106,7 @@ def test_processes_on_other_hosts_send_messages(monkeypatch):
         shared_memory._Opening, "listen", lambda self: b"s" * 16 + b"%d" % self._process
     )
     found = run_processes(3, lambda process, group: sum_ones(process, group, 3))
-    assert found == [["GatheredSum", "ShardedSum"]] * 3
+    assert found == [["CollectiveSum", "CollectiveSum"]] * 3
 
 
 def test_strangers_get_nothing(monkeypatch):

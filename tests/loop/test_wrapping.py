@@ -25,7 +25,6 @@ from lightning_d9m import (
 )
 from lightning_d9m.cli.main import main
 from lightning_d9m.lightning.strategies import check_strategy
-from lightning_d9m.loop.run_setup import check_sharding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # On a CPU, too: --cpu starts one process. Port 0 is a free one.
@@ -125,15 +124,16 @@ def test_an_installed_deepspeed_is_refused(tmp_path, path):
 
 
 @pytest.mark.parametrize("strategy", [*ShardingStrategy])
-def test_only_shards_within_groups_of_ranks_are_not_resumed(strategy):
+def test_only_shards_within_groups_of_ranks_are_not_resumed(tmp_path, strategy):
     kind = type("FullyShardedDataParallel", (nn.Linear,), {"sharding_strategy": strategy})
-    model = nn.Sequential(kind(1, 1))
-    if "HYBRID" not in strategy.name:
-        check_sharding(model)
-        return
-    with pytest.raises(InexactResumeError, match="This loop would not resume exactly") as caught:
-        check_sharding(model)
-    assert f"divided with sharding_strategy={strategy.name}" in caught.value.reasons[0]
+    with deterministic(), Recorder(tmp_path, nn.Sequential(kind(1, 1))) as run:
+        state = run.state_dict()
+        if "HYBRID" not in strategy.name:
+            run.load_state_dict(state)
+            return
+        with pytest.raises(InexactResumeError, match="This loop would not resume exactly") as it:
+            run.load_state_dict(state)
+    assert f"divided with sharding_strategy={strategy.name}" in it.value.reasons[0]
 
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate_loop"])

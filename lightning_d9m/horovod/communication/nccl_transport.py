@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.horovod.communication.rank_store import connect_store
-from lightning_d9m.horovod.communication.transports import Pending, TorchPending, TorchTransport
+from lightning_d9m.horovod.communication.transports import TorchPending, TorchTransport
 
 _POLL_SECONDS = 0.001
 
@@ -73,15 +73,15 @@ class NcclTransport(TorchTransport):
         """The process group of torch that sums gradients."""
         return self._nccl
 
-    def sum(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def sum(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         if not tensor.is_cuda:
             return super().sum(tensor, name)
         work = self._nccl.allreduce(tensor, distributed.ReduceOp.SUM)
         return StreamPending(work, tensor)
 
-    def gather(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def gather(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         if not tensor.is_cuda:
             return super().gather(tensor, name)
         gathered = tensor.new_empty(self._size * len(tensor))
@@ -89,8 +89,8 @@ class NcclTransport(TorchTransport):
             self._nccl.allgather(list(gathered.chunk(self._size)), tensor), gathered
         )
 
-    def broadcast(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def broadcast(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         if not tensor.is_cuda:
             return super().broadcast(tensor, name)
         return StreamPending(self._nccl.broadcast(tensor, 0), tensor)

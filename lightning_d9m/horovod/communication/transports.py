@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, distributed
 
@@ -29,51 +29,7 @@ _POLL_SHARE = 0.05
 _UNBOUNDED = timedelta(days=365)
 
 
-class Pending(Protocol):
-    """A collective that was started."""
-
-    def is_done_within(self, seconds: float) -> bool:
-        """Wait at most so long for its end, without spinning."""
-        ...
-
-    def get_result(self) -> Tensor:
-        """Return the result of a collective that is done, or raise its RuntimeError."""
-        ...
-
-
-class Transport(Protocol):
-    """Moves contiguous tensors between the ranks.
-
-    All ranks start sums and broadcasts in the same order, and likewise minima and gathers.
-
-    Attributes:
-        supports_unbounded_wait: Whether a collective may wait for hours for its last rank.
-    """
-
-    supports_unbounded_wait: bool
-
-    def sum(self, tensor: Tensor, name: str) -> Pending:
-        """Start to sum a tensor over the ranks in place."""
-        ...
-
-    def minimize(self, tensor: Tensor, name: str) -> Pending:
-        """Start to take the elementwise minimum over the ranks in place."""
-        ...
-
-    def gather(self, tensor: Tensor, name: str) -> Pending:
-        """Start to concatenate flat tensors of equal length, at least 1, in rank order."""
-        ...
-
-    def broadcast(self, tensor: Tensor, name: str) -> Pending:
-        """Start to overwrite a tensor with that of rank 0."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections without waiting for pending collectives."""
-        ...
-
-
-class _HorovodPending:
+class HorovodPending:
     """A collective that Horovod knows by a handle."""
 
     def __init__(self, hvd: ModuleType, handle: int) -> None:
@@ -81,7 +37,7 @@ class _HorovodPending:
         self._handle = handle
 
     def is_done_within(self, seconds: float) -> bool:
-        """Poll and sleep, because hvd.synchronize() spins on yield()."""
+        """Wait at most so long for its end; poll and sleep, as hvd.synchronize() spins."""
         began = time.monotonic()
         while not self._hvd.poll(self._handle):
             waited = time.monotonic() - began
@@ -91,12 +47,20 @@ class _HorovodPending:
         return True
 
     def get_result(self) -> Tensor:
+        """Return the result of a collective that is done, or raise its RuntimeError."""
         result: Tensor = self._hvd.synchronize(self._handle)
         return result
 
 
 class HorovodTransport:
-    """Horovod's collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name."""
+    """Horovod's collectives: NCCL on CUDA, Gloo or MPI elsewhere. It pairs them by name.
+
+    All ranks start sums and broadcasts in the same order, and likewise minima and gathers. Tensors
+    are contiguous.
+
+    Attributes:
+        supports_unbounded_wait: Whether a collective may wait for hours for its last rank.
+    """
 
     # Horovod warns of a collective that waits for a minute, and ends the run eventually.
     supports_unbounded_wait = False
@@ -104,25 +68,25 @@ class HorovodTransport:
     def __init__(self, hvd: ModuleType) -> None:
         self._hvd: Any = hvd
 
-    def sum(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def sum(self, tensor: Tensor, name: str) -> HorovodPending:
+        """Start to sum a tensor over the ranks in place."""
         return self._reduce(tensor, name, self._hvd.Sum)
 
-    def minimize(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def minimize(self, tensor: Tensor, name: str) -> HorovodPending:
+        """Start to take the elementwise minimum over the ranks in place."""
         return self._reduce(tensor, name, self._hvd.Min)
 
-    def gather(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
-        return _HorovodPending(self._hvd, self._hvd.allgather_async(tensor, name=name))
+    def gather(self, tensor: Tensor, name: str) -> HorovodPending:
+        """Start to concatenate flat tensors of equal length, at least 1, in rank order."""
+        return HorovodPending(self._hvd, self._hvd.allgather_async(tensor, name=name))
 
-    def broadcast(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
-        return _HorovodPending(self._hvd, self._hvd.broadcast_async_(tensor, 0, name=name))
+    def broadcast(self, tensor: Tensor, name: str) -> HorovodPending:
+        """Start to overwrite a tensor with that of rank 0."""
+        return HorovodPending(self._hvd, self._hvd.broadcast_async_(tensor, 0, name=name))
 
-    def _reduce(self, tensor: Tensor, name: str, operation: Any) -> Pending:
+    def _reduce(self, tensor: Tensor, name: str, operation: Any) -> HorovodPending:
         handle = self._hvd.allreduce_async_(tensor, name=name, op=operation)
-        return _HorovodPending(self._hvd, handle)
+        return HorovodPending(self._hvd, handle)
 
     def close(self) -> None:
         """Do nothing: Horovod runs until the process ends."""
@@ -194,23 +158,23 @@ class TorchTransport:
         """The process group of torch that sums gradients."""
         return self._tensors
 
-    def sum(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def sum(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         return TorchPending(self._tensors.allreduce(tensor, distributed.ReduceOp.SUM), tensor)
 
-    def minimize(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def minimize(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         work = self._control.allreduce(tensor, distributed.ReduceOp.MIN, timeout=_UNBOUNDED)
         return TorchPending(work, tensor)
 
-    def gather(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def gather(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         gathered = tensor.new_empty(self._size * len(tensor))
         work = self._control.allgather(list(gathered.chunk(self._size)), tensor)
         return TorchPending(work, gathered)
 
-    def broadcast(self, tensor: Tensor, name: str) -> Pending:
-        """See `Transport`."""
+    def broadcast(self, tensor: Tensor, name: str) -> TorchPending:
+        """See `HorovodTransport`."""
         return TorchPending(self._tensors.broadcast(tensor, 0), tensor)
 
     def fail(self) -> None:
@@ -252,3 +216,7 @@ def find_interface() -> str | None:
 def _make_device(gloo: Any) -> Any:
     interface = find_interface()
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
+Pending: TypeAlias = HorovodPending | TorchPending
+Transport: TypeAlias = HorovodTransport | TorchTransport

@@ -1,10 +1,9 @@
 """Collectives that a step of a logical rank calls, all of which are refused."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from operator import attrgetter
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -51,7 +50,7 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _LOCAL_OPS = {"check_for_nan", "wait_tensor"}  # which wait for no process that has not begun
 
 
-def refuse_collective(name: str, logical_rank: int) -> NoReturn:
+def _refuse_collective(name: str, logical_rank: int) -> NoReturn:
     """Raise a ``SettingError`` about a collective in the step of a logical rank."""
     raise SettingError(
         f"{name} is called in the step of logical rank {logical_rank}: the logical ranks of a "
@@ -69,7 +68,7 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
     """
     if not distributed.is_available():
         return
-    watch_functions(patches, current, distributed, _COLLECTIVES)
+    watch_functions(patches, current, distributed, _COLLECTIVES, "torch.distributed.")
     module = distributed.distributed_c10d
     if first := getattr(module, _FIRST_CALL, None):
 
@@ -78,7 +77,7 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
             caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - no other is as fast
             rank = current()
             if rank is not None and caller in _COLLECTIVES:
-                refuse_collective(f"torch.distributed.{caller}", rank)
+                _refuse_collective(f"torch.distributed.{caller}", rank)
             return first(*args, **kwargs)
 
         patches.replace(module, _FIRST_CALL, check_group)
@@ -100,16 +99,16 @@ def _watch_op(patches: AttributePatches, current: Callable[[], int | None], titl
 def watch_functions(
     patches: AttributePatches,
     current: Callable[[], int | None],
-    module: ModuleType,
-    names: set[str],
+    owner: object,
+    names: Iterable[str],
+    prefix: str = "",
 ) -> None:
-    """Refuse functions of a module, of those names that it has, if a step calls them."""
+    """Refuse functions or methods, of those names that the owner has, if a step calls them."""
     for name in sorted(names):
-        function = getattr(module, name, None)
+        function = getattr(owner, name, None)
         if function is not None:
-            title = f"{module.__name__}.{name}"
-            watched = partial(_call, title, function, current)
-            patches.replace(module, name, wraps(function)(watched))
+            watched = partial(_call, prefix + name, function, current)
+            patches.replace(owner, name, wraps(function)(watched))
 
 
 def _call(
@@ -121,5 +120,5 @@ def _call(
 ) -> Any:
     rank = current()
     if rank is not None:
-        refuse_collective(title, rank)
+        _refuse_collective(title, rank)
     return function(*args, **kwargs)

@@ -1,12 +1,10 @@
 """``DDPDeterministicStrategy(logical_ranks=8)``: the same bits on any number of processes."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
 from lightning_d9m.lightning.packages import combined_base
@@ -19,12 +17,10 @@ from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = combined_base("strategies.DDPStrategy")
 
-_VARIABLE = variable_of("logical_ranks")
 # Options of DDP that logical ranks do not need: they handle what each of them is for.
 _NEEDLESS = ("find_unused_parameters",)
 
@@ -56,12 +52,10 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
         sparse_as_dense: bool = False,
         **options: Any,
     ) -> None:
-        if logical_ranks is None:
-            logical_ranks = read_variable(_VARIABLE, os.environ, int)
-        if logical_ranks is not None:
+        self.set_logical_ranks(logical_ranks)
+        if self.logical_ranks is not None:
             _check_options(options)
         super().__init__(**options)
-        self.set_logical_ranks(logical_ranks)
         self._sparse_as_dense = sparse_as_dense
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
@@ -74,11 +68,6 @@ class DDPDeterministicStrategy(LogicalRanksMixin, _DDPStrategy):
         """Wrap the model; with logical ranks it stays as it is."""
         if self.logical_ranks is None:
             super().configure_ddp()
-
-    def setup(self, trainer: "Trainer") -> None:
-        """Run Lightning's setup, and begin the run of the logical ranks."""
-        super().setup(trainer)
-        self.begin_logical_ranks(trainer)
 
     def make_logical_gradients(self, blocks: Blocks) -> LogicalGradients:
         """Return sums over the default process group."""

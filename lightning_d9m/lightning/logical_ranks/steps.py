@@ -17,6 +17,7 @@ from lightning_d9m.lightning.lightning_private import (
 )
 from lightning_d9m.lightning.logical_ranks.attributes import ModuleAttributes
 from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
+from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
@@ -37,12 +38,16 @@ class LogicalSteps:
         seeds: Seeds of the micro-batches.
         to_device: Moves a batch to the device; the strategy's, not that of its logical ranks.
         broadcast: Sends tensors of process 0 to all.
+        gather_values: Returns the plain values of every process.
+        gather_bytes: Returns the bytes of every process.
         gradients: The sums of gradients; None outside a fit.
 
     Attributes:
         logical_rank: The logical rank whose micro-batch is computed now, or None.
         step_rank: The same, while code of the user runs.
+        block: The logical ranks of this process.
         metrics: The states of metrics by logical rank.
+        logged: The values that logical ranks log.
         kept: The gradients of earlier batches, to which later ones are added.
     """
 
@@ -54,13 +59,16 @@ class LogicalSteps:
         *,
         to_device: Callable[..., Any],
         broadcast: Callable[[list[Tensor]], None],
+        gather_values: Callable[[Any], list[Any]],
+        gather_bytes: Callable[[bytes], list[bytes]],
         gradients: LogicalGradients | None,
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
-        self.metrics: MetricStates | None = None
+        self.block = block
+        self.metrics = MetricStates(trainer, block, lambda: self.logical_rank, gather_bytes)
+        self.logged = LoggedValues(trainer, block, lambda: self.logical_rank, gather_values)
         self._trainer = trainer
-        self._block = block
         self._seeds = seeds
         self._to_device = to_device
         self._broadcast = broadcast
@@ -125,7 +133,7 @@ class LogicalSteps:
             output = self._run(step, rank, batch, args)
             loss = _find_loss(output)
             self._losses.append(loss.detach())
-            if rank == self._block.start:
+            if rank == self.block.start:
                 self._output = _detach(output)
             backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
             if self._accumulates:
@@ -166,9 +174,9 @@ class LogicalSteps:
         If later batches add to them, they are kept instead.
         """
         if self._accumulates:
-            self.kept.keep(self._block[-1])
+            self.kept.keep(self.block[-1])
         else:
-            self.sums.finish(self._block[-1])
+            self.sums.finish(self.block[-1])
         self._end_micro_batches()
 
     def run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -237,14 +245,13 @@ class LogicalSteps:
         # A batch of several loaders is a collection of their micro-batches; a loader that has ended
         # may give None.
         parts = [part for part in tree_leaves(batches) if isinstance(part, MicroBatches)]
-        for place, rank in enumerate(self._block[: len(parts[0])]):  # predictions may end earlier
+        for place, rank in enumerate(self.block[: len(parts[0])]):  # predictions may end earlier
             yield rank, tree_map(lambda part, place=place: _select(part, place), batches)
 
     def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
         self._leave()
         self.logical_rank = rank
-        if self.metrics is not None:
-            self.metrics.enter(rank)
+        self.metrics.enter(rank)
         self._seeds.start(*self._place, rank)
         self.step_rank = rank
         try:
@@ -266,7 +273,7 @@ class LogicalSteps:
         self._end()
 
     def _leave(self) -> None:
-        if self.metrics is not None and self.logical_rank is not None:
+        if self.logical_rank is not None:
             self.metrics.leave(self.logical_rank)
         self.logical_rank = None
 

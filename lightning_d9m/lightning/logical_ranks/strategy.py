@@ -1,6 +1,7 @@
 """The part of a strategy that trains with logical ranks, for any strategy of ours."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.threads import read_threads
 from lightning_d9m.errors import DriftError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
-from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
+from lightning_d9m.lightning.logical_ranks.collectives import watch_collectives, watch_functions
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
-from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
@@ -35,31 +35,33 @@ else:
 
 # Our names of Lightning's stages.
 _STAGES = {"sanity_check": "validate"}
+_COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce")
 
 
 class LogicalRanksMixin(_Base):
     """Runs every step for all logical ranks of a process, if ``logical_ranks`` is set.
 
     A strategy derives from it and then from Lightning's strategy, calls ``set_logical_ranks`` in
-    its constructor and ``begin_logical_ranks`` at the end of ``setup``, and implements
-    ``make_logical_gradients``, ``broadcast_tensors`` and ``close_connections``.
+    its constructor, and implements ``make_logical_gradients``, ``broadcast_tensors`` and
+    ``close_connections``.
 
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
+        logical_steps: The steps of a run; None outside one, and without logical ranks.
     """
 
     logical_ranks: int | None = None
-    _steps: LogicalSteps | None = None
-    _logged: LoggedValues | None = None
-    _metric_states: MetricStates | None = None
+    logical_steps: LogicalSteps | None = None
     _session: Any = None
 
     def set_logical_ranks(self, logical_ranks: int | None) -> None:
-        """Set the number of logical ranks.
+        """Set the number of logical ranks; None takes the variable, if it is set.
 
         Raises:
             SettingError: If it is not a whole number from 1.
         """
+        if logical_ranks is None:
+            logical_ranks = read_variable(variable_of("logical_ranks"), os.environ, int)
         if logical_ranks is not None:
             Blocks(logical_ranks, 1)
         self.logical_ranks = logical_ranks
@@ -80,6 +82,7 @@ class LogicalRanksMixin(_Base):
     ) -> None:
         """Refuse collectives while a step of a logical rank runs, until the patches are undone."""
         watch_collectives(patches, current)
+        watch_functions(patches, current, self, _COLLECTIVES)
 
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes: numbers, strings, lists and dicts."""
@@ -115,12 +118,13 @@ class LogicalRanksMixin(_Base):
         """The logical ranks of this process."""
         return self.blocks.of(self.global_rank)
 
-    def begin_logical_ranks(self, trainer: "Trainer") -> None:
-        """Begin a run, when the model is on its device.
+    def setup(self, trainer: "Trainer") -> None:
+        """Run Lightning's setup, which moves the model to its device, and begin a run.
 
         Raises:
             SettingError: If logical ranks do not support a setting of the program.
         """
+        super().setup(trainer)
         if self.logical_ranks is None:
             return
         self._end_logical_ranks()
@@ -136,33 +140,28 @@ class LogicalRanksMixin(_Base):
                 disable_malloc_trim()
             with torch.no_grad():
                 self.broadcast_tensors([*module.parameters(), *module.buffers()])
-        self._steps = LogicalSteps(
+        steps = self.logical_steps = LogicalSteps(
             trainer,
             self.block,
             seeds,
             to_device=super().batch_to_device,
             broadcast=self.broadcast_tensors,
+            gather_values=self.gather_values,
+            gather_bytes=self.gather_bytes,
             gradients=self.make_logical_gradients(blocks) if fitting else None,
         )
-        self._patches.replace(module, BEFORE_BATCH_TRANSFER, self._steps.before_transfer)
+        self._patches.replace(module, BEFORE_BATCH_TRANSFER, steps.before_transfer)
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         self._patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
-        steps = self._steps
-        logged = self._logged = LoggedValues(
-            trainer, self.block, lambda: steps.logical_rank, self.gather_values
-        )
-        logged.attach(self._patches)
+        steps.logged.attach(self._patches)
+        steps.metrics.attach(self._patches)
         self.watch_collectives(self._patches, lambda: steps.step_rank)
-        metrics = self._metric_states = steps.metrics = MetricStates(
-            trainer, self.block, lambda: steps.logical_rank, self.gather_bytes
-        )
-        metrics.attach(self._patches)
 
     def _end_logical_ranks(self) -> None:
         self._patches.undo()
-        if self._steps is not None:
-            self._steps.close()
-        self._steps = self._logged = self._metric_states = None
+        if self.logical_steps is not None:
+            self.logical_steps.close()
+        self.logical_steps = None
 
     # Loaders
 
@@ -192,21 +191,21 @@ class LogicalRanksMixin(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare for the closure of the next batch."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._steps is not None:
-            self._steps.start_batch()
+        if self.logical_steps is not None:
+            self.logical_steps.start_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` of the module for each logical rank of this process."""
-        if self._steps is None:
+        if self.logical_steps is None:
             return super().training_step(*args, **kwargs)
-        return self._steps.train(super().training_step, self.run_backward, *args, **kwargs)
+        return self.logical_steps.train(super().training_step, self.run_backward, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        if self._steps is None:
+        if self.logical_steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
-        self._steps.finish_gradients()
+        self.logical_steps.finish_gradients()
         module: Any = self.lightning_module
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -214,24 +213,24 @@ class LogicalRanksMixin(_Base):
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
-        assert self._steps is not None, "it is called with logical ranks"
+        assert self.logical_steps is not None, "it is called with logical ranks"
         module: Any = self.lightning_module
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
-        with self._steps.backward():
+        with self.logical_steps.backward():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kw)
         return loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Enter Lightning's context for batches that are accumulated; logical ranks need none."""
-        with nullcontext() if self._steps is not None else super().block_backward_sync():
+        with nullcontext() if self.logical_steps is not None else super().block_backward_sync():
             yield
 
     def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        assert self._steps is not None, "it replaces a method during a run"
-        outputs = self._steps.run_batch(run, *args)
-        self._finish_logged_step()
+        assert self.logical_steps is not None, "it replaces a method during a run"
+        outputs = self.logical_steps.run_batch(run, *args)
+        self.logical_steps.logged.finish_step()
         return outputs
 
     # Evaluation
@@ -249,51 +248,22 @@ class LogicalRanksMixin(_Base):
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._steps is None:
+        if self.logical_steps is None:
             return step(*args, **kwargs)
         number = self._session.evaluation
-        outputs = self._steps.evaluate(self._stage, number, step, *args, **kwargs)
-        self._finish_logged_step()
+        outputs = self.logical_steps.evaluate(self._stage, number, step, *args, **kwargs)
+        self.logical_steps.logged.finish_step()
         return outputs
-
-    def _finish_logged_step(self) -> None:
-        if self._logged is not None:
-            self._logged.finish_step()
 
     # Records
 
-    def capture_metric_states(self) -> dict[str, dict[int, Any]]:
-        """Return the states of metrics by path and logical rank."""
-        return {} if self._metric_states is None else self._metric_states.capture()
-
-    def restore_metric_states(self, states: dict[str, dict[int, Any]]) -> None:
-        """Restore the states of metrics, of those logical ranks that are here."""
-        if self._metric_states is not None:
-            self._metric_states.restore(states)
-
-    def capture_logged(self) -> dict[str, Any]:
-        """Return the sums of the logged values of the epoch, of the logical ranks here."""
-        return {} if self._logged is None else self._logged.capture()
-
-    def restore_logged(self, parts: list[dict[str, Any]]) -> None:
-        """Restore the sums of logged values that all processes captured."""
-        if self._logged is not None:
-            self._logged.restore(parts, here=self.is_global_zero)
-
-    def capture_gradients(self) -> dict[str, dict[int, Tensor]]:
-        """Return the gradients of earlier batches by parameter and logical rank."""
-        return {} if self._steps is None else self._steps.kept.capture()
-
-    def restore_gradients(self, gradients: dict[str, dict[int, Tensor]]) -> None:
-        """Restore the gradients of earlier batches, of those logical ranks that are here."""
-        if self._steps is not None:
-            self._steps.kept.restore(gradients, self.block)
-
     def reduce_loss(self) -> float | None:
         """Return the mean of the losses of the last step, over all logical ranks."""
-        if self._steps is None:
+        if self.logical_steps is None:
             return None
-        losses = [loss for part in self.gather_values(self._steps.read_losses()) for loss in part]
+        losses = [
+            loss for part in self.gather_values(self.logical_steps.read_losses()) for loss in part
+        ]
         return sum_exactly(losses) / len(losses) if losses else None
 
     @property
@@ -302,32 +272,7 @@ class LogicalRanksMixin(_Base):
         name = str(module.trainer.state.stage.value)
         return _STAGES.get(name, name)
 
-    # Collectives
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduce over all processes, which a logical rank cannot wait for."""
-        self._refuse_collective("reduce")
-        return super().reduce(*args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather from all processes, which a logical rank cannot wait for."""
-        self._refuse_collective("all_gather")
-        return super().all_gather(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast to all processes, which a logical rank cannot wait for."""
-        self._refuse_collective("broadcast")
-        return super().broadcast(*args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all processes, which a logical rank cannot do."""
-        self._refuse_collective("barrier")
-        super().barrier(*args, **kwargs)
-
-    def _refuse_collective(self, name: str) -> None:
-        steps = self._steps
-        if steps is not None and steps.step_rank is not None:
-            refuse_collective(name, steps.step_rank)
+    # Errors
 
     def close_connections(self, exception: BaseException) -> None:
         """Close the connections, so that the processes that wait for this one get an error."""
@@ -338,8 +283,8 @@ class LogicalRanksMixin(_Base):
         # A drift is raised on all ranks together, so none waits, and they may train again.
         if self.logical_ranks is not None and not isinstance(exception, DriftError):
             self.close_connections(exception)
-        if self._steps is not None:
-            self._steps.discard()
+        if self.logical_steps is not None:
+            self.logical_steps.discard()
         super().on_exception(exception)
 
     def teardown(self) -> None:

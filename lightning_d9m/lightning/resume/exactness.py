@@ -229,13 +229,7 @@ def find_resume_problems(
             f"It was saved by {state.world_size} ranks; now there are {trainer.world_size}, "
             "which get different data."
         )
-    hybrid = find_hybrid_sharding(trainer.strategy)
-    if hybrid is not None:
-        problems.append(
-            f"The strategy is {type(trainer.strategy).__name__} with sharding_strategy={hybrid}, "
-            "with which the optimizer's state differs after it is loaded. Use FULL_SHARD, or "
-            "ModelParallelStrategy with fully_shard on a mesh of two dimensions."
-        )
+    problems += _listed(find_hybrid_sharding([trainer.strategy]))
     position = state.position
     if position.phase == "within":
         problems.append(

@@ -15,7 +15,7 @@ import torch
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import is_of_program
 from lightning_d9m.lightning.resume.metric_state import to_plain
-from lightning_d9m.lightning.trainer_attributes import get_logical_state
+from lightning_d9m.lightning.trainer_attributes import get_logical_steps
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,8 +41,8 @@ def capture_gradients(trainer: "Trainer") -> dict[str, Any]:
     accumulates = not manual and lightning_private.accumulates_gradients(trainer)
     if not (manual or accumulates or is_of_program(module.optimizer_zero_grad)):
         return {}
-    if (logical := get_logical_state(trainer)) is not None:
-        return logical.capture_gradients()
+    if (logical := get_logical_steps(trainer)) is not None:
+        return logical.kept.capture()
     found = {name: part for name, part in module.named_parameters() if part.grad is not None}
     if not manual and not accumulates:
         stepped = {id(part) for each in trainer.optimizers for part in _list_parameters(each)}
@@ -59,8 +59,8 @@ def restore_gradients(
     """Restore gradients; before a backward pass adds to one that was left out, report it once."""
     if not gradients:
         return
-    if (logical := get_logical_state(trainer)) is not None:
-        logical.restore_gradients(dict(gradients))
+    if (logical := get_logical_steps(trainer)) is not None:
+        logical.kept.restore(gradients, logical.block)
         return
     reported: list[str] = []
 

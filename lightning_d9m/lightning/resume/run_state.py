@@ -41,7 +41,7 @@ from lightning_d9m.lightning.saved_state import (
 from lightning_d9m.lightning.trainer_attributes import (
     get_datamodule,
     get_epoch_counts,
-    get_logical_state,
+    get_logical_steps,
     get_reload_interval,
     list_callbacks,
 )
@@ -75,11 +75,11 @@ def capture_rng_and_metrics(
 ) -> RngAndMetricState:
     """Return the states of the user's generators and metrics."""
     reset = logged_results.find_metrics_to_reset(trainer, phase)
-    logical = get_logical_state(trainer)
+    logical = get_logical_steps(trainer)
     return RngAndMetricState(
         capture_generators(_name_owners(trainer, model.searched)),
         *capture_metrics(trainer, model, reset),
-        {} if logical is None else logical.capture_metric_states(),
+        {} if logical is None else logical.metrics.capture(),
     )
 
 
@@ -91,7 +91,7 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
         rng: The generators of training, which an evaluation may have replaced.
         user: The states of the user's generators and metrics.
     """
-    logical = get_logical_state(trainer)
+    logical = get_logical_steps(trainer)
     return SavedRank(
         rng=encode_rng(rng),
         generators=user.generators,
@@ -101,7 +101,7 @@ def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> Saved
         gradients=capture_gradients(trainer),
         train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
         validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),
-        logged=[] if logical is None else [logical.capture_logged()],
+        logged=[] if logical is None else [logical.logged.capture()],
         metric_states=user.by_logical_rank,
     )
 
@@ -193,8 +193,8 @@ def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], 
     """
     _start_averaging(trainer)
     logged_results.restore_results(trainer, rank.results)
-    if (logical := get_logical_state(trainer)) is not None:
-        logical.restore_logged(rank.logged)
+    if (logical := get_logical_steps(trainer)) is not None:
+        logical.logged.restore(rank.logged, here=trainer.is_global_zero)
     restore_gradients(trainer, rank.gradients, report)
     _restore_rng_and_metrics(trainer, rank)
     if rank.rng is not None:
@@ -203,8 +203,8 @@ def restore_within(trainer: "Trainer", rank: SavedRank, report: Callable[[str], 
 
 def _restore_rng_and_metrics(trainer: "Trainer", rank: SavedRank) -> None:
     restore_generators(_name_owners(trainer), rank.generators)
-    if (logical := get_logical_state(trainer)) is not None:
-        logical.restore_metric_states(rank.metric_states)
+    if (logical := get_logical_steps(trainer)) is not None:
+        logical.metrics.restore(rank.metric_states)
     restore_metrics(trainer, rank.metrics)
 
 
