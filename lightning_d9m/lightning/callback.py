@@ -1,27 +1,24 @@
 """``Trainer(callbacks=[DeterminismCallback()])``: bit-exact training that writes a ledger.
 
-Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer. The file has
-over 400 lines because Lightning calls all hooks on one class, and each repeats its signature.
+Each hook calls one function of :mod:`lightning_d9m.lightning` or of a lower layer.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from lightning_d9m.control.environment import EarlyVariables, control_is_on
-from lightning_d9m.control.hash_seed import describe_hash_seed_problem
+from lightning_d9m.control.environment import EarlyVariables
 from lightning_d9m.control.settings import validate_choice
-from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.launched_runs import launch_run
 from lightning_d9m.lightning.lightning_private import wrap_launches
 from lightning_d9m.lightning.logical_ranks.refusals import refuse_unread_variable
-from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages, rank_zero
+from lightning_d9m.lightning.packages import combined_base, extend_base, import_packages
 from lightning_d9m.lightning.probing.recorder import ProbeRecorder
 from lightning_d9m.lightning.ranks.lost_ranks import add_lost_ranks, connect_liveness
 from lightning_d9m.lightning.ranks.process_group import close_group_at_exit
@@ -31,6 +28,7 @@ from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.resolved_settings import GivenSettings
 from lightning_d9m.lightning.resume.checkpoint_state import CheckpointState
 from lightning_d9m.lightning.resume.gradients import mark_used_gradients
+from lightning_d9m.lightning.run_checks import check_benchmark, check_callbacks, report_hash_seed
 from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import check_strategy, register_strategies
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
@@ -155,8 +153,8 @@ class DeterminismCallback(_Callback):
         self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.
-        self._early_variables = EarlyVariables()
-        self._early_variables.set()
+        self.early_variables = EarlyVariables()
+        self.early_variables.set()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (in a spawned process, or of the list of callbacks) has no open session. Lightning
@@ -166,7 +164,7 @@ class DeterminismCallback(_Callback):
         return {name: part for name, part in state.items() if name not in ("log", "log_dict")}
 
     def __repr__(self) -> str:
-        ledger = None if self.ledger is None else str(self.ledger)
+        ledger = self._recorder.summary.ledger
         return f"{type(self).__name__}(ledger={ledger!r}, digest={self.digest!r})"
 
     @property
@@ -177,7 +175,8 @@ class DeterminismCallback(_Callback):
     @property
     def ledger(self) -> Path | None:
         """The folder of the last fit's ledger; None before a fit."""
-        return self._recorder.summary.ledger
+        ledger = self._recorder.summary.ledger
+        return None if ledger is None else Path(ledger)
 
     @property
     def digest(self) -> str | None:
@@ -205,13 +204,13 @@ class DeterminismCallback(_Callback):
         if self._session is not None:
             with suppress(Exception):  # do not hide the error that is being raised
                 self._probe_recorder.flush()
-                self._checkpoint_state.keep(trainer, self._session, self._recorder, ended=False)
+                self._checkpoint_state.keep(trainer, ended=False)
         self._close(End.failed(exception))
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
-        self._checkpoint_state.begin(trainer, self._recorder)
+        self._checkpoint_state.fit.begin()
         self._recorder.further_settings = self._probe_recorder.as_record()
         self._probe_recorder.begin(trainer, pl_module, self._recorder, self._policy.on_drift)
         self._probe_recorder.save_state(trainer, "initial")
@@ -254,7 +253,7 @@ class DeterminismCallback(_Callback):
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the epoch; compare it with the reference and across ranks."""
-        self._checkpoint_state.end_epoch(trainer)
+        self._checkpoint_state.fit.end_epoch()
         self._probe_recorder.flush()
         self._probe_recorder.save_state(trainer, "epoch")
         self._recorder.record(trainer, pl_module, self._open_session, "epoch")
@@ -264,7 +263,7 @@ class DeterminismCallback(_Callback):
         self._probe_recorder.save_state(trainer, "final")
         self._probe_recorder.end()
         self._recorder.record(trainer, pl_module, self._open_session, "final")
-        self._checkpoint_state.keep(trainer, self._open_session, self._recorder, ended=True)
+        self._checkpoint_state.keep(trainer, ended=True)
         session = self._open_session
         self._recorder.summary.log(trainer, session.fit, session.settings.seed)
 
@@ -273,20 +272,20 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
         self._probe_recorder.flush()
-        self._checkpoint_state.save(trainer, self._session, self._recorder, checkpoint)
+        self._checkpoint_state.save(trainer, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Resume the run that saved the checkpoint; outside a run there is nothing to resume."""
-        if self._session is not None:
-            self._checkpoint_state.load(trainer, self._session, checkpoint)
+        self._checkpoint_state.load(checkpoint)
 
     def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
+        stage = _find_stage(trainer)
         if trainer.state.fn != "fit":
-            self._open_session.start_evaluation("validate")
-        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, "validate")
+            self._open_session.start_evaluation(stage)
+        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, stage)
 
     def on_validation_batch_end(
         self,
@@ -301,52 +300,22 @@ class DeterminismCallback(_Callback):
         self._recorder.keep_outputs(outputs, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Record the validation and restore the RNG."""
-        self._recorder.end_evaluation(trainer, pl_module, "validate")
+        """Record the evaluation and restore the RNG."""
+        stage = _find_stage(trainer)
+        self._recorder.end_evaluation(trainer, pl_module, stage)
         if trainer.state.fn != "fit":
-            self._open_session.end_evaluation("validate")
+            self._open_session.end_evaluation(stage)
 
-    def on_test_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Seed the test."""
-        self._open_session.start_evaluation("test")
-        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, "test")
-
-    on_test_batch_end = on_validation_batch_end
-    on_predict_batch_end = on_validation_batch_end
-
-    def on_test_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Record the test and restore the RNG."""
-        self._recorder.end_evaluation(trainer, pl_module, "test")
-        self._open_session.end_evaluation("test")
-
-    def on_predict_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Seed the prediction."""
-        self._open_session.start_evaluation("predict")
-        self._recorder.begin_evaluation(trainer, pl_module, self._open_session, "predict")
-
-    def on_predict_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Record the prediction and restore the RNG."""
-        self._recorder.end_evaluation(trainer, pl_module, "predict")
-        self._open_session.end_evaluation("predict")
-
-    def begin_launch(self) -> None:
-        """Set the variables that processes must find when Lightning starts them."""
-        self._early_variables.set()
-
-    def end_launch(self) -> None:
-        """Restore the variables in the process that has started others."""
-        self._early_variables.restore()
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def capture_summary(self) -> dict[str, Any]:
         """Return what this process knows of its last fit, as plain values."""
-        summary = self._recorder.summary
-        ledger = None if summary.ledger is None else str(summary.ledger)
-        return {"ledger": ledger, "digest": summary.digest, "epochs": summary.epochs}
+        return asdict(self._recorder.summary)
 
     def restore_summary(self, summary: dict[str, Any]) -> None:
         """Take over what another process has captured."""
-        ledger = summary["ledger"]
-        summary = {**summary, "ledger": None if ledger is None else Path(ledger)}
         self._recorder.summary = FitSummary(**summary)
 
     @property
@@ -355,51 +324,22 @@ class DeterminismCallback(_Callback):
         return self._session
 
     def _open(self, trainer: "Trainer", stage: str) -> None:
-        self._validate_trainer(trainer)
+        check_callbacks(len(list_program_callbacks(trainer)))
+        check_benchmark(trainer, was_on=self._benchmark_was_on, overrides=self._auto_added)
         check_strategy(trainer.strategy)
         if stage == "fit":
             refuse_unread_variable(trainer.strategy)
-        self._early_variables.set()
+        self.early_variables.set()
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)
         self._session = TrainerSession(trainer, self._given.resolve(threads), stage)
         self._checkpoint_state.attach(trainer, self._session, self._recorder)
         apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:
-            _report_hash_seed()
+            report_hash_seed()
         if stage == "fit":
             self._probe_recorder.read_variables()
             self._recorder.check_reference()
-
-    def _validate_trainer(self, trainer: "Trainer") -> None:
-        count = len(list_program_callbacks(trainer))
-        if count > 1:
-            raise SettingError(
-                f"This Trainer has {count} DeterminismCallbacks; a run has one seed and "
-                "one ledger, so one is allowed. Remove the others from Trainer(callbacks=...)."
-            )
-        if torch.backends.cudnn.benchmark:
-            self._handle_benchmark(trainer)
-
-    def _handle_benchmark(self, trainer: "Trainer") -> None:
-        origin = (
-            "since before this callback was built, as an earlier Trainer(benchmark=True) leaves it"
-            if self._benchmark_was_on
-            else "since this callback was built, as this Trainer's benchmark=True sets it"
-        )
-        problem = (
-            f"cuDNN's benchmark mode is on, {origin}: it chooses algorithms by timing them, so "
-            "runs differ."
-        )
-        if not self._auto_added:
-            raise SettingError(
-                f"{problem} Remove benchmark=True from that Trainer, or set "
-                "torch.backends.cudnn.benchmark = False before this run."
-            )
-        if trainer.is_global_zero and control_is_on():
-            rank_zero().rank_zero_info(
-                f"{problem} LIGHTNING_D9M=1 switches it off during this run and records that."
-            )
 
     def _close(self, end: End) -> None:
         try:
@@ -409,7 +349,7 @@ class DeterminismCallback(_Callback):
             session, self._session = self._session, None
             if session is not None:
                 session.close()
-            self._early_variables.restore()
+            self.early_variables.restore()
 
 
 def _launch(
@@ -445,12 +385,10 @@ def list_program_callbacks(trainer: "Trainer") -> list[DeterminismCallback]:
     return [callback for callback in callbacks if not callback._auto_added]  # noqa: SLF001 - our own class
 
 
-@cache
-def _report_hash_seed() -> None:
-    """Log once per process that the hash seed is not fixed; it cannot be set any more."""
-    problem = describe_hash_seed_problem()
-    if problem is not None:
-        rank_zero().rank_zero_info(problem)
+def _find_stage(trainer: "Trainer") -> str:
+    """Return the stage of the evaluation that runs."""
+    function = cast(Any, trainer.state.fn).value
+    return "validate" if function == "fit" else str(function)
 
 
 def _as_tuple(names: Sequence[str]) -> tuple[str, ...]:

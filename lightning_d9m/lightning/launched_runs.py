@@ -69,8 +69,8 @@ def launch_run(
     fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
     with ExitStack() as stack:
         for callback in callbacks:
-            stack.callback(callback.end_launch)
-        callbacks[0].begin_launch()
+            stack.callback(callback.early_variables.restore)
+        callbacks[0].early_variables.set()  # the processes must find them
         try:
             result, fits, summary = start(LaunchedRun(trainer, run, callbacks[0], session))
         finally:

@@ -1,7 +1,7 @@
 """A Trainer's run under control: switches, seeds by epoch, loaders, and isolated validation."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,18 +105,16 @@ class TrainerSession:
             give_back_fit(self._counted)
 
     def resume(
-        self,
-        loops_wrapped: AbstractContextManager[object],
-        resume_loader: Callable[[object], None],
+        self, resume_loader: Callable[[object], None], release: Callable[[], object]
     ) -> None:
         """Prepare a fit that may resume from a checkpoint.
 
         Args:
-            loops_wrapped: Context that is entered now and left when the run is closed.
             resume_loader: Called with each training loader before it is started.
+            release: Called when the run is closed.
         """
         self._resume_loader = resume_loader
-        self._stack.enter_context(loops_wrapped)
+        self._stack.callback(release)
 
     def resume_fit(self, fit: int, loaded_epochs: Mapping[str, int | None]) -> None:
         """Draw the numbers of the fit with this ordinal, which another process began.

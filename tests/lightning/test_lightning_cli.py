@@ -85,8 +85,8 @@ def test_survives_pickling_as_spawned_processes_need_it():
     callback = DeterminismCallback(seed=3, per_sample_rng=True)
     again = pickle.loads(pickle.dumps(callback))  # noqa: S301 - our own
     assert again._given == callback._given
-    callback._early_variables.restore()
-    again._early_variables.restore()
+    callback.early_variables.restore()
+    again.early_variables.restore()
 
 
 def test_both_packages_accept_the_callback():
@@ -133,4 +133,4 @@ def test_without_lightning_the_error_says_what_to_install():
 def test_nothing_is_left_when_a_callback_was_built_and_never_used():
     callback = DeterminismCallback()
     assert not torch.are_deterministic_algorithms_enabled()
-    callback._early_variables.restore()
+    callback.early_variables.restore()

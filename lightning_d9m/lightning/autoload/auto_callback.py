@@ -42,7 +42,7 @@ class AddedCallback(DeterminismCallback):
             return
         # A new list: Lightning iterates over the old one, and the program may hold it too.
         cast(Any, trainer).callbacks = [c for c in callbacks if c is not self]
-        self._early_variables.restore()
+        self.early_variables.restore()
         if in_program:
             _report_unused()
 

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_d9m.lightning.packages import rank_zero
@@ -24,7 +23,7 @@ class FitSummary:
         epochs: Number of epochs that were recorded.
     """
 
-    ledger: Path | None = None
+    ledger: str | None = None
     digest: str | None = None
     epochs: int = 0
 
@@ -45,7 +44,7 @@ class FitSummary:
             return
         if trainer.is_global_zero and trainer.progress_bar_callback is not None:
             folder = os.path.relpath(self.ledger)
-            folder = str(self.ledger) if folder.startswith("..") else folder
+            folder = self.ledger if folder.startswith("..") else folder
             rank_zero().rank_zero_info(
                 f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
                 f"{cut_digests([self.digest])[0]}, ledger {escape(folder, _LONGEST)}"

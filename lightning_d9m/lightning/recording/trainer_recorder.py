@@ -101,7 +101,7 @@ class TrainerRecorder:
 
     def _make_fit_folder(self, trainer: "Trainer") -> Path:
         folder = self._make_folder(trainer, kind="fit")
-        self.summary = FitSummary(folder)
+        self.summary = FitSummary(str(folder))
         return folder
 
     @property

@@ -63,7 +63,7 @@ def test_variables_reach_the_callback(asked):
     callback = make_callback("lightning.pytorch")
     assert callback._given.seed == 11
     assert callback._recorder._policy.on_drift == "warn"
-    callback._early_variables.restore()
+    callback.early_variables.restore()
 
 
 @pytest.mark.parametrize(
