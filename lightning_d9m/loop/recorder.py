@@ -1,8 +1,4 @@
-"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop.
-
-The file has over 400 lines because one class holds the public calls of a loop and documents each of
-them. What they do is in the other files of this folder and in ``recording``.
-"""
+"""``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,26 +12,20 @@ from lightning_d9m.control.generators import decode_rng, encode_rng
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.errors import InexactResumeError, SettingError
-from lightning_d9m.hashing.flat_parameters import find_flat_layouts, find_hybrid_sharding
+from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.ranks import find_ranks
-from lightning_d9m.loop.run_setup import (
-    as_tuple,
-    describe_run,
-    find_session,
-    make_folder,
-)
+from lightning_d9m.loop.run_setup import as_tuple, find_session, make_folder
 from lightning_d9m.loop.saved_loop import SavedLoop
 from lightning_d9m.probes.settings import make_settings
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.replicated_state import describe_division, find_replicated_state
-from lightning_d9m.recording.run_recorder import RunRecorder, make_header
+from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -149,7 +139,7 @@ class Recorder:
     ) -> None:
         try:
             if error is not None:
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(error)
             else:
                 self._finish()
         finally:
@@ -186,29 +176,20 @@ class Recorder:
         if self._run.folder is not None:
             return
         session, resumed = self._open_session, self._resumed
-        layouts = find_flat_layouts(self._wrapped)
         self._run.begin(
             self._ranks,
             self._model,
-            lambda: (
-                make_header(
-                    self._ranks,
-                    session.settings,
-                    {
-                        "world.size": self._world_size,
-                        **describe_division(self._model, layouts),
-                    },
-                    world_size=self._world_size,
-                    fit=self._fit,
-                    further=self._probe_settings.as_record(),
-                ),
-                describe_run(self._model, loader, layouts),
-                find_replicated_state(
-                    self._model,
-                    self._optimizers,
-                    self._schedulers,
-                    layouts=layouts,
-                ),
+            lambda: describe_training(
+                self._ranks,
+                session.settings,
+                {"world.size": self._world_size},
+                self._model,
+                self._wrapped,
+                fit=self._fit,
+                further=self._probe_settings.as_record(),
+                loaders=[] if loader is None else [loader],
+                optimizers=self._optimizers,
+                schedulers=self._schedulers,
             ),
             lambda: make_folder(self._ranks, self._ledger_dir),
             wrapped=self._wrapped,
@@ -420,12 +401,12 @@ class Recorder:
             self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
             self._interruption.finish()
         except BaseException as error:
-            self._run.end(End(status="failed", error=f"{type(error).__name__}: {error}"))
+            self._run.end(End.failed(error))
             raise
         self._run.end(End(status="finished"))
 
-    def _fail(self, error: str) -> None:
+    def _fail(self, error: BaseException) -> None:
         with suppress(Exception):  # do not hide the error that is being raised
             if self._probes is not None:
                 self._probes.close()
-        self._run.end(End(status="failed", error=error))
+        self._run.end(End.failed(error))

@@ -1,22 +1,15 @@
 """The setup of a recorded loop: its arguments, its facts, and its ledger's folder."""
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_d9m.control.session import Session, active_session
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.flat_parameters import FlatLayout
-from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder
-from lightning_d9m.ledger.format.records import RunFacts
 from lightning_d9m.recording.collective import Ranks
-from lightning_d9m.recording.loader_facts import describe_loader
 from lightning_d9m.recording.shared_folder import share_new_folder
 
 
@@ -39,15 +32,6 @@ def find_session() -> Session:
             "lightning_d9m.enable(seed=...) first."
         )
     return session
-
-
-def describe_run(
-    model: torch.nn.Module, loader: object, layouts: Mapping[int, FlatLayout]
-) -> RunFacts:
-    """Return what two comparable runs must share."""
-    described, parameters = describe_model(model, layouts)
-    train = [] if loader is None else [describe_loader(loader)]
-    return RunFacts(model=described, parameters=parameters, train=train)
 
 
 def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:

@@ -47,9 +47,7 @@ class RankLiveness:
 
     def report_error(self, error: BaseException) -> None:
         """Publish that this rank ends with an error of its own. Never raises."""
-        text = str(error).strip().splitlines()
-        name = type(error).__name__
-        self._run(self._publish, f"{name}: {text[0]}" if text else name)
+        self._run(self._publish, summarize_error(error))
 
     def find_lost(self) -> dict[int, str]:
         """Describe the lost ranks, for a rank whose collective failed. Never raises.
@@ -131,3 +129,9 @@ class RankLiveness:
         except FileNotFoundError:
             return "ended" if Path("/proc/self/stat").exists() else "unknown"
         return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(state, "running")
+
+
+def summarize_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

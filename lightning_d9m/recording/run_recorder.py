@@ -1,6 +1,6 @@
 """The recorder of a training: what the callback of a Trainer and the recorder of a loop share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
@@ -13,14 +13,23 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.hashing.flat_parameters import find_flat_layouts
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.shards import reshard
-from lightning_d9m.hashing.training_state import PartialSnapshot, take_partial_snapshot
+from lightning_d9m.hashing.training_state import (
+    PartialSnapshot,
+    describe_model,
+    take_partial_snapshot,
+)
 from lightning_d9m.ledger.format.fields import Json, Scalar
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.ledger_recorder import LedgerRecorder, Policy
-from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.recording.loader_facts import describe_loader
+from lightning_d9m.recording.replicated_state import (
+    ReplicatedState,
+    describe_division,
+    find_replicated_state,
+)
 from lightning_d9m.recording.whole_state import complete_snapshot
 from lightning_d9m.version import __version__
 
@@ -200,34 +209,51 @@ class RunRecorder:
             recorder.end(end)
 
 
-def make_header(
+def describe_training(  # noqa: PLR0913 - one keyword for each fact
     ranks: Ranks,
     settings: Settings,
-    layout: Mapping[str, Scalar],
+    layout: Mapping[str, Any],
+    model: torch.nn.Module,
+    wrapped: torch.nn.Module,
     *,
-    world_size: int,
     fit: int,
     further: Mapping[str, Scalar] = MappingProxyType({}),
-) -> Header:
-    """Return the header of this rank's ledger.
+    loaders: Iterable[object] = (),
+    trainer: Mapping[str, Scalar] = MappingProxyType({}),
+    optimizers: Sequence[Any] = (),
+    schedulers: Sequence[Any] = (),
+) -> tuple[Header, RunFacts, ReplicatedState | None]:
+    """Return the header of this rank's ledger, the facts, and what must be equal on all ranks.
 
     Args:
         ranks: All ranks.
         settings: The settings of the session.
-        layout: What the stack says of processes and devices.
-        world_size: Number of ranks.
+        layout: What the stack says of processes and devices; ``"world.size"`` is their number.
+        model: The model.
+        wrapped: The model with the wrappers around it.
         fit: Ordinal of the fit.
         further: Further settings.
+        loaders: The training loaders.
+        trainer: Settings that two comparable trainings must share.
+        optimizers: The optimizers.
+        schedulers: The schedulers.
     """
+    layouts = find_flat_layouts(wrapped)
     control = {} if control_is_on() else {"control": "off"}
-    return Header(
+    header = Header(
         rank=ranks.rank,
-        world_size=world_size,
+        world_size=layout["world.size"],
         fit=fit,
         seed=settings.seed,
         created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         settings={**settings.as_record(), **control, **further},
-        stack=capture_stack(dict(layout)),
+        stack=capture_stack({**layout, **describe_division(model, layouts)}),
         package=__version__,
         program=capture_program() if ranks.rank == 0 else {},
     )
+    described, parameters = describe_model(model, layouts)
+    train = [describe_loader(loader) for loader in loaders]
+    facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
+    if layout["world.size"] == 1:
+        return header, facts, None
+    return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)

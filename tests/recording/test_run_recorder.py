@@ -5,28 +5,25 @@ import pickle
 import torch
 
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.hashing.training_state import describe_model
 from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
-from lightning_d9m.ledger.format.records import End, RunFacts
+from lightning_d9m.ledger.format.records import End
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.ledger_recorder import Policy
-from lightning_d9m.recording.run_recorder import RunRecorder, make_header
+from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
 
 
 def test_a_training_is_recorded_and_the_closed_recorder_pickled(tmp_path):
     model = torch.nn.Linear(2, 1)
     run = RunRecorder(Policy())
     settings = Settings(seed=3)
-    header = make_header(Ranks(0), settings, {"world.size": 1}, world_size=1, fit=2)
-    described, parameters = describe_model(model)
-    facts = RunFacts(model=described, parameters=parameters, train=[])
+    described = describe_training(Ranks(0), settings, {"world.size": 1}, model, model, fit=2)
     assert (run.is_open, run.compares, run.ledger_position, run.loss_text) == (False,) * 2 + (
         None,
         None,
     )
     run.append({"kind": "ignored while no ledger is open"})
     folder = tmp_path / "ledgers"
-    run.begin(Ranks(0), model, lambda: (header, facts, None), lambda: create_ledger_folder(folder))
+    run.begin(Ranks(0), model, lambda: described, lambda: create_ledger_folder(folder))
     run.load_loss((0.25).hex())
     checks = []
     digests = run.take("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))

@@ -13,8 +13,6 @@ finished the reduction already.
 Polling replaces one agreement round per backward pass, which costs 3 to 6 % of the time of a step
 with four ranks on two cores, and 0 %, 7 % and 17 % of its CPU time in three rounds with two ranks
 and 150 small parameters (``benchmarks/horovod_fusion.py --modes static static-agreeing``).
-
-The file has over 400 lines because every exchange, its wait and its errors share one state.
 """
 
 import math
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
-from lightning_d9m.horovod.communication.intents import CollectiveIntent
+from lightning_d9m.horovod.communication.intents import CollectiveIntent, compose_disagreement
 from lightning_d9m.horovod.communication.nccl_transport import NcclTransport, StreamPending
 from lightning_d9m.horovod.communication.transports import (
     HorovodTransport,
@@ -37,12 +35,11 @@ from lightning_d9m.horovod.communication.transports import (
     Transport,
 )
 from lightning_d9m.recording.plain_data import decode_plain, encode_plain
-from lightning_d9m.recording.rank_liveness import RankLiveness
+from lightning_d9m.recording.rank_liveness import RankLiveness, summarize_error
 
 T = TypeVar("T")
 # After each slice of a wait, Python handles signals and the rank polls its peers.
 _SLICE_SECONDS = 0.5
-_MAX_NAMES = 8
 _POLL = -1  # the fingerprint of a rank that polls its peers
 # Lightning validates in inference mode, whose tensors Horovod's thread may not write to.
 _normal_tensors = torch.inference_mode(mode=False)
@@ -210,7 +207,7 @@ class Communicator:
         try:
             limit = time.monotonic() + self._grace
             if not self._is_common(intent.fingerprint(), intent.activity, limit):
-                self._raise_disagreement(CollectiveIntent(f"ends with {_summarize(error)}"))
+                self._raise_disagreement(CollectiveIntent(f"ends with {summarize_error(error)}"))
         except (RankLostError, RanksDisagreeError, TimeoutError):
             return
         self._end()
@@ -367,7 +364,7 @@ class Communicator:
         current = sys.exc_info()[1]
         if current is not None and not intent.activity.startswith("ends with"):
             intent = CollectiveIntent(
-                f"{intent.activity}, while handling {_summarize(current)}", intent.items
+                f"{intent.activity}, while handling {summarize_error(current)}", intent.items
             )
         gathered = self.gather_objects((intent.activity, intent.items))
         intents = [CollectiveIntent(activity, items) for activity, items in gathered]
@@ -387,39 +384,12 @@ class Communicator:
         )
         self.broken = RankLostError(
             f"Rank {self.rank} waited for {activity}, but the collective failed. {cause} The "
-            f"collective reported: {_summarize(error)}",
+            f"collective reported: {summarize_error(error)}",
             rank=self.rank,
             activity=activity,
             lost=tuple(lost),
         )
         return self.broken
-
-
-def compose_disagreement(intents: Sequence[CollectiveIntent]) -> str:
-    """Describe how the intents of the ranks differ."""
-    if len({intent.activity for intent in intents}) > 1:
-        lines = [f"  rank {rank}: {intent.activity}" for rank, intent in enumerate(intents)]
-        return "\n".join(
-            ["The ranks are about to do different things and cannot continue:", *lines]
-        )
-    sets = [frozenset(intent.items) for intent in intents]
-    common = frozenset[str].intersection(*sets)
-    differing = sorted(frozenset[str].union(*sets) - common)
-    lines = []
-    for name in differing[:_MAX_NAMES]:
-        have = [str(rank) for rank, items in enumerate(sets) if name in items]
-        lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
-        lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
-    if len(differing) > _MAX_NAMES:
-        lines.append(f"  and {len(differing) - _MAX_NAMES} more")
-    return "\n".join(
-        [f"The ranks do not agree on what takes part in {intents[0].activity}:", *lines]
-    )
-
-
-def _summarize(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
-"""Announcements of collectives."""
+"""Announcements of collectives, and how those of ranks differ."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -20,3 +23,25 @@ class CollectiveIntent:
         """Return a 62-bit hash."""
         text = "\0".join((self.activity, *self.items)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+def compose_disagreement(intents: Sequence[CollectiveIntent]) -> str:
+    """Describe how the intents of the ranks differ."""
+    if len({intent.activity for intent in intents}) > 1:
+        lines = [f"  rank {rank}: {intent.activity}" for rank, intent in enumerate(intents)]
+        return "\n".join(
+            ["The ranks are about to do different things and cannot continue:", *lines]
+        )
+    sets = [frozenset(intent.items) for intent in intents]
+    common = frozenset[str].intersection(*sets)
+    differing = sorted(frozenset[str].union(*sets) - common)
+    lines = []
+    for name in differing[:_MAX_NAMES]:
+        have = [str(rank) for rank, items in enumerate(sets) if name in items]
+        lack = [str(rank) for rank, items in enumerate(sets) if name not in items]
+        lines.append(f"  {name}: yes on rank {', '.join(have)}; no on rank {', '.join(lack)}")
+    if len(differing) > _MAX_NAMES:
+        lines.append(f"  and {len(differing) - _MAX_NAMES} more")
+    return "\n".join(
+        [f"The ranks do not agree on what takes part in {intents[0].activity}:", *lines]
+    )

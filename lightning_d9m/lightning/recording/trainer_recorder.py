@@ -10,17 +10,12 @@ import torch
 
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.records import End, Evaluation, Resume, RunFacts
+from lightning_d9m.ledger.format.records import End, Evaluation, Resume
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
 from lightning_d9m.lightning.recording.loggers import log_digest, log_drift
-from lightning_d9m.lightning.recording.run_metadata import (
-    describe_run,
-    describe_trained_model,
-    find_replicated,
-    make_trainer_header,
-)
+from lightning_d9m.lightning.recording.run_metadata import describe_run
 from lightning_d9m.lightning.recording.weight_snapshots import save_weight_snapshot
 from lightning_d9m.lightning.saved_state import PendingRecords
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -87,11 +82,7 @@ class TrainerRecorder:
         self._run.begin(
             ranks_of(trainer),
             module,
-            lambda: (
-                make_trainer_header(trainer, session, self.further_settings),
-                describe_run(trainer, module),
-                find_replicated(trainer, module),
-            ),
+            lambda: describe_run(trainer, module, session, self.further_settings),
             lambda: self._make_fit_folder(trainer),
             wrapped=trainer.model,
             resumed=resumed,
@@ -221,11 +212,7 @@ class TrainerRecorder:
         self._run.begin(
             ranks_of(trainer),
             module,
-            lambda: (
-                make_trainer_header(trainer, session),
-                _describe_evaluation(trainer, module),
-                None,
-            ),
+            lambda: describe_run(trainer, module, session, trains=False),
             lambda: self._make_folder(trainer, kind=stage),
             wrapped=trainer.model,
             policy=Policy(),
@@ -292,9 +279,3 @@ class TrainerRecorder:
             return scalars
         first: dict[str, str] = cast(Any, trainer.strategy).gather_values(scalars)[0]
         return first
-
-
-def _describe_evaluation(trainer: "Trainer", module: "LightningModule") -> RunFacts:
-    model, parameters = describe_trained_model(trainer, module)
-    precision = {"precision": str(trainer.precision)}
-    return RunFacts(model=model, parameters=parameters, train=[], trainer=precision)

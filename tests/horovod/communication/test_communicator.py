@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_d9m.errors import RankLostError
-from lightning_d9m.horovod.communication.communicator import Communicator, compose_disagreement
-from lightning_d9m.horovod.communication.intents import CollectiveIntent
+from lightning_d9m.horovod.communication.communicator import Communicator
+from lightning_d9m.horovod.communication.intents import CollectiveIntent, compose_disagreement
 
 
 def fake(size=2, **functions):
