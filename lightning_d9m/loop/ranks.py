@@ -1,7 +1,5 @@
 """The ranks of ``torch.distributed``, as launched by torchrun, Fabric or Accelerate."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import distributed
 
@@ -13,15 +11,15 @@ def find_ranks() -> tuple[Ranks, int]:
     if not distributed.is_available() or not distributed.is_initialized():
         return Ranks(0), 1
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    return (Ranks(rank) if size == 1 else Ranks(rank, _gather)), size
+    return (Ranks(rank) if size == 1 else Ranks(rank, _exchange)), size
 
 
-def _gather(numbers: Sequence[int]) -> list[list[int]]:
+def _exchange(data: bytes) -> list[bytes]:
     # NCCL gathers only what is on a device.
     kinds = distributed.get_backend_config()
     host = "cpu:" in str(kinds)
     device = torch.device("cpu") if host else torch.device("cuda", torch.cuda.current_device())
-    local = torch.tensor(numbers, dtype=torch.int64, device=device)
+    local = torch.frombuffer(bytearray(data), dtype=torch.int64).to(device)
     rows = [torch.empty_like(local) for _ in range(distributed.get_world_size())]
     distributed.all_gather(rows, local)
-    return [row.tolist() for row in rows]
+    return [row.cpu().numpy().tobytes() for row in rows]

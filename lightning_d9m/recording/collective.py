@@ -10,12 +10,16 @@ from typing import TypeAlias, TypeVar
 from lightning_d9m.errors import D9mError
 
 Result = TypeVar("Result")
-_INTEGER = 8  # bytes of each integer that ranks gather
+_FIRST_BYTES = 2**12  # that ranks gather at once: enough for most texts
+_CHUNK_BYTES = 2**22  # then; those of all ranks may be on a device together
+_SIZE_BYTES = 8  # data begin with their size
 
+Exchange: TypeAlias = Callable[[bytes], list[bytes]]
+"""Gathers bytes from all ranks, each of which passes equally many, a multiple of 8; returns those
+of each rank, in order of ranks, the same on every rank."""
 
 Gather: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
-"""Gathers int64 numbers from all ranks, each of which passes equally many; returns one list for
-each rank, in order of ranks, the same on every rank."""
+"""The same for int64 numbers."""
 
 
 class Ranks:
@@ -23,12 +27,22 @@ class Ranks:
 
     Args:
         rank: This rank.
-        gather: Gathers integers from all ranks; None for a single rank.
+        exchange: Gathers bytes from all ranks; None for a single rank.
     """
 
-    def __init__(self, rank: int, gather: Gather | None = None) -> None:
+    def __init__(self, rank: int, exchange: Exchange | None = None) -> None:
         self.rank = rank
-        self.gather = gather
+        self._exchange = exchange
+
+    @property
+    def gather(self) -> Gather | None:
+        """Gathers integers from all ranks; None for a single rank."""
+        exchange = self._exchange
+        if exchange is None:
+            return None
+        return lambda numbers: [
+            array("q", row).tolist() for row in exchange(array("q", numbers).tobytes())
+        ]
 
     def raise_on_all(self, func: Callable[[], Result]) -> Result:
         """Call a function, and raise on every rank if it raises on any.
@@ -63,25 +77,44 @@ class Ranks:
 
         Ranks gather integers, because unpickling what another process sends runs its code.
         """
-        if self.gather is None:
-            return text
         own = text.encode("utf-8", "surrogateescape") if self.rank == 0 else b""
         return self.gather_bytes(own)[0].decode("utf-8", "surrogateescape")
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return the bytes that each rank passes, in order of ranks; each rank calls this."""
-        if self.gather is None:
+    def gather_bytes(
+        self, own: bytes, *, first: int = _FIRST_BYTES, on_first_rank: bool = False
+    ) -> list[bytes]:
+        """Return the bytes that each rank passes, in order of ranks; each rank calls this.
+
+        Args:
+            own: The bytes of this rank.
+            first: How many are gathered at first, a multiple of 8. If no rank has more, ranks wait
+                for each other once.
+            on_first_rank: Whether other ranks than the first get only their own.
+        """
+        if self._exchange is None:
             return [own]
-        sizes = [row[0] for row in self.gather([len(own)])]
-        length = -(-max(sizes) // _INTEGER)
-        if not length:
-            return [b""] * len(sizes)
-        numbers = array("q", own.ljust(length * _INTEGER, b"\0"))
-        rows = self.gather(numbers.tolist())
-        return [array("q", row).tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+        data = len(own).to_bytes(_SIZE_BYTES, "little") + own
+        keeps = self.rank == 0 or not on_first_rank
+        rows = [*map(bytearray, self._exchange(data[:first].ljust(first, b"\0")))]
+        sizes = [int.from_bytes(row[:_SIZE_BYTES], "little") for row in rows]
+        # What ranks gather has a multiple of the length of an integer.
+        end = -(-(_SIZE_BYTES + max(sizes)) // _SIZE_BYTES) * _SIZE_BYTES
+        for at in range(first, end, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, end - at)
+            parts = self._exchange(data[at : at + length].ljust(length, b"\0"))
+            if keeps:
+                for row, part in zip(rows, parts, strict=True):
+                    row.extend(part)
+        if not keeps:
+            return [own]
+        return [
+            bytes(row[_SIZE_BYTES : _SIZE_BYTES + size])
+            for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def _ranks_where(self, condition: bool) -> list[int]:
         """Return the ranks on which ``condition`` is so."""
-        if self.gather is None:
+        gather = self.gather
+        if gather is None:
             return [self.rank] if condition else []
-        return [rank for rank, row in enumerate(self.gather([int(condition)])) if row[0]]
+        return [rank for rank, row in enumerate(gather([int(condition)])) if row[0]]

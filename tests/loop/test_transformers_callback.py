@@ -1,5 +1,6 @@
 """Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -125,12 +126,12 @@ def told(monkeypatch):
     """Let each rank be one of two that do the same; return what it tells the other."""
     numbers = []
 
-    def gather(own):
-        numbers.append(list(own))
-        return [list(own), list(own)]
+    def exchange(own):
+        numbers.append(array("q", own).tolist())
+        return [own, own]
 
     for module in (transformers_callback, recorder):
-        monkeypatch.setattr(module, "find_ranks", lambda: (Ranks(0, gather), 2))
+        monkeypatch.setattr(module, "find_ranks", lambda: (Ranks(0, exchange), 2))
     return numbers
 
 

@@ -1,10 +1,10 @@
 """Evidence across ranks, with ranks that are threads: all raise together, whoever is at fault."""
 
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from rank_threads import RANKS, Threads
 
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
@@ -13,26 +13,7 @@ from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.ledger_recorder import LedgerRecorder, Policy
 from lightning_d9m.recording.replicated_state import ReplicatedState
 
-RANKS = 3
 FACTS = RunFacts(model="m", parameters=2, train=[])
-
-
-class Threads:
-    """A gather for ranks that are threads."""
-
-    def __init__(self):
-        self.rows = [[]] * RANKS
-        self.barrier = threading.Barrier(RANKS, timeout=30)
-
-    def gather_of(self, rank):
-        def gather(numbers):
-            self.rows[rank] = list(numbers)
-            self.barrier.wait()
-            rows = [list(row) for row in self.rows]
-            self.barrier.wait()
-            return rows
-
-        return gather
 
 
 def header(rank, **changes):
@@ -55,7 +36,7 @@ def run(folder, act, **policy):
             folder,
             header(rank),
             policy=Policy(**policy),
-            ranks=Ranks(rank, threads.gather_of(rank)),
+            ranks=Ranks(rank, threads.exchange_of(rank)),
             replicated=ReplicatedState(weights=["a", "b"]),
         )
         try:
@@ -166,7 +147,7 @@ def test_any_error_on_one_rank_is_raised_on_all():
             return rank
 
         try:
-            return Ranks(rank, threads.gather_of(rank)).raise_on_all(act)
+            return Ranks(rank, threads.exchange_of(rank)).raise_on_all(act)
         except (RuntimeError, D9mError) as error:
             return error
 
@@ -222,15 +203,3 @@ def test_whether_anything_is_compared(tmp_path):
     assert LedgerRecorder(
         tmp_path, header(0), policy=Policy(), ranks=several, replicated=replicated
     ).compares
-
-
-@pytest.mark.parametrize("text", ["", "a", "eight by", "/ä/\udc80 Ω" * 50])
-def test_every_rank_gets_the_text_of_rank_0(text):
-    threads = Threads()
-
-    def one(rank):
-        return Ranks(rank, threads.gather_of(rank)).broadcast_text(text if rank == 0 else "own" * 9)
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        assert list(pool.map(one, range(RANKS))) == [text] * RANKS
-    assert Ranks(0).broadcast_text(text) == text

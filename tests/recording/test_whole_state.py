@@ -70,15 +70,15 @@ def complete(parts):
     barrier = threading.Barrier(len(parts), timeout=30)
 
     def work(part):
-        def gather(numbers):
-            rows[part.number] = list(numbers)
+        def exchange(data):
+            rows[part.number] = data
             barrier.wait()
             found = list(rows)
             barrier.wait()
             return found
 
         try:
-            return part.take(Ranks(part.number, gather))
+            return part.take(Ranks(part.number, exchange))
         except DigestError as error:
             return str(error)
 

@@ -1,6 +1,5 @@
 """The ranks of a Trainer."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,17 +20,16 @@ def ranks_of(trainer: "Trainer") -> Ranks:
     if trainer.world_size == 1:
         return Ranks(trainer.global_rank)
 
-    def gather(numbers: Sequence[int]) -> list[list[int]]:
-        local = torch.tensor(numbers, dtype=torch.int64, device=trainer.strategy.root_device)
-        gathered = trainer.strategy.all_gather(local)
-        if gathered.numel() != trainer.world_size * len(numbers):
+    def exchange(data: bytes) -> list[bytes]:
+        local = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        gathered = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
+        if gathered.numel() != trainer.world_size * len(local):
             raise SettingError(
                 f"The Trainer has {trainer.world_size} ranks, but all_gather of "
                 f"{type(trainer.strategy).__name__} returned {gathered.numel()} values for "
-                f"{len(numbers)} of each rank. Start one process for each rank and initialize "
+                f"{len(local)} of each rank. Start one process for each rank and initialize "
                 "their process group, or set the number of devices to 1."
             )
-        rows: list[list[int]] = gathered.reshape(trainer.world_size, -1).tolist()
-        return rows
+        return [row.numpy().tobytes() for row in gathered.cpu().reshape(trainer.world_size, -1)]
 
-    return Ranks(trainer.global_rank, gather)
+    return Ranks(trainer.global_rank, exchange)

@@ -20,7 +20,7 @@ from lightning_d9m.control.seeding import RngState, restore_rng
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
-from lightning_d9m.lightning.ranks.gather import gather_values
+from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.resume import logged_results
 from lightning_d9m.lightning.resume.gradients import capture_gradients, restore_gradients
 from lightning_d9m.lightning.resume.metric_state import (
@@ -45,12 +45,16 @@ from lightning_d9m.lightning.trainer_attributes import (
     get_reload_interval,
     list_callbacks,
 )
+from lightning_d9m.recording.plain_data import decode_plain, encode_plain
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_d9m.lightning.trainer_session import TrainerSession
+
+# They hold the whole state in almost every training, so that ranks wait for each other once.
+_FIRST_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,17 @@ def gather_ranks(trainer: "Trainer", state: SavedState) -> SavedState:
     if trainer.world_size == 1:
         return state
     (own,) = state.ranks
-    gathered = gather_values(trainer, own.as_plain())
-    return replace(state, ranks=[SavedRank.from_plain(rank) for rank in gathered])
+    rows = ranks_of(trainer).gather_bytes(
+        encode_plain(own.as_plain()), first=_FIRST_BYTES, on_first_rank=True
+    )
+    if not trainer.is_global_zero:
+        return state
+    others = {
+        rank: SavedRank.from_plain(decode_plain(row))
+        for rank, row in enumerate(rows)
+        if rank != trainer.global_rank
+    }
+    return replace(state, ranks=[others.get(rank, own) for rank in range(len(rows))])
 
 
 def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
