@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.bucket_layout import Bucket, Slot, lay_out
+from lightning_d9m.logical_ranks import bucket_layout
+from lightning_d9m.logical_ranks.accumulation import make_dense
+from lightning_d9m.logical_ranks.bucket_layout import (
+    Bucket,
+    Slot,
+    lay_out,
+    refuse_second_gradient,
+)
 
 if TYPE_CHECKING:
     from lightning_d9m.horovod.communication.communicator import Communicator
@@ -165,11 +172,7 @@ class GradientBuckets:
             else:  # by id, because a shared parameter has one gradient
                 trainable.setdefault(id(parameter), (name, parameter))
         self._buckets = lay_out(list(trainable.values()), self._bucket_bytes)
-        layout = [
-            f"{b.index} {slot.name} {tuple(slot.view.shape)} {slot.view.dtype} {slot.start}"
-            for b in self._buckets
-            for slot in b.slots
-        ]
+        layout = [f"{b.index} {slot.describe()}" for b in self._buckets for slot in b.slots]
         self._layout = "\n".join([self._options, *layout])
         self._fingerprints = {}
         self._agreed = None
@@ -191,23 +194,14 @@ class GradientBuckets:
             if self._on_stray is not None:
                 self._on_stray(bucket.slots[position].name)
         elif position in bucket.fired:
-            self._refuse_second_gradient(bucket, position)
+            if position in bucket.packed:
+                refuse_second_gradient(bucket.slots[position].name)
         else:
             bucket.fired.add(position)
             if position < bucket.large:
                 self._pack_large(bucket, position)
             if self._agreed is not None and bucket.is_complete:
                 self._launch_complete(self._agreed)
-
-    @staticmethod
-    def _refuse_second_gradient(bucket: Bucket, position: int) -> None:
-        if position in bucket.packed:
-            raise SettingError(
-                f"The parameter {bucket.slots[position].name!r} got a second gradient in one "
-                "backward pass, after its first was packed for the other ranks. Reentrant "
-                "activation checkpointing of a shared parameter does that: pass "
-                "use_reentrant=False to torch.utils.checkpoint."
-            )
 
     def _launch_complete(self, agreed: Sequence[frozenset[int]]) -> None:
         """Start the complete buckets, in order, that were complete on all ranks in the last pass.
@@ -275,16 +269,7 @@ class GradientBuckets:
                 "optimizer that steps inside a backward hook works on one rank only: let Lightning "
                 "step it."
             )
-        if gradient.layout == torch.strided:
-            return gradient
-        if not self._sparse_as_dense:
-            raise SettingError(
-                f"The gradient of {name!r} is sparse ({gradient.layout}) and buckets are dense: "
-                "pass sparse_as_dense=True to reduce it as a dense tensor, or build the embedding "
-                "with sparse=False."
-            )
-        # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
-        return gradient.coalesce().to_dense()
+        return make_dense(name, gradient, allowed=self._sparse_as_dense)
 
     def _is_sent_in_place(self, flat: Tensor) -> bool:
         if flat.is_complex() or flat.dtype is torch.bfloat16:
@@ -343,13 +328,8 @@ def check_options(*, op: str, bucket_bytes: int, compression: str | None) -> Non
     Raises:
         SettingError: A value is not allowed.
     """
-    if op not in {"average", "sum"}:
-        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+    bucket_layout.check_options(op=op, bucket_bytes=bucket_bytes)
     if compression not in {None, "fp16", "bf16"}:
         raise SettingError(
             f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
-        )
-    if type(bucket_bytes) is not int or bucket_bytes < 0:
-        raise SettingError(
-            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
         )

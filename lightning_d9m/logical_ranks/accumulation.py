@@ -206,9 +206,8 @@ def make_dense(name: str, gradient: Tensor, *, allowed: bool) -> Tensor:
         return gradient
     if not allowed:
         raise SettingError(
-            f"The gradient of {name!r} is sparse ({gradient.layout}), and sums over logical "
-            "ranks are dense: pass sparse_as_dense=True to sum it as a dense tensor, or build "
-            "the embedding with sparse=False."
+            f"The gradient of {name!r} is sparse ({gradient.layout}), and gradients are summed as "
+            "dense tensors: pass sparse_as_dense=True, or build the embedding with sparse=False."
         )
     # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
     return gradient.coalesce().to_dense()

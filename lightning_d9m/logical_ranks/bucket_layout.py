@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from lightning_d9m.errors import SettingError
 
 # Vectorized reductions (the norm of a gradient that is clipped) add in a different order at an
 # address that is not aligned like a separate allocation.
@@ -28,6 +31,10 @@ class Slot:
     start: int
     stop: int
     view: Tensor
+
+    def describe(self) -> str:
+        """Return the name and layout, which must be the same on every process."""
+        return f"{self.name} {tuple(self.view.shape)} {self.view.dtype} {self.start}"
 
 
 @dataclass(slots=True)
@@ -142,3 +149,26 @@ def view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
     if last is not None and parameter.is_contiguous(memory_format=last):
         return flat.as_strided(parameter.shape, parameter.stride(), start)
     return flat[start : start + parameter.numel()].view(parameter.shape)
+
+
+def check_options(*, op: str, bucket_bytes: int) -> None:
+    """Check the arguments of a sum of gradients.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+    if op not in {"average", "sum"}:
+        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise SettingError(
+            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+        )
+
+
+def refuse_second_gradient(name: str) -> NoReturn:
+    """Raise an error about a gradient that came after the sum had taken the first one."""
+    raise SettingError(
+        f"The parameter {name!r} got a second gradient in one backward pass, after its first was "
+        "added to the sum. Reentrant activation checkpointing of a shared parameter does that: "
+        "pass use_reentrant=False to torch.utils.checkpoint."
+    )

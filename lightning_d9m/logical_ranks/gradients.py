@@ -19,6 +19,7 @@ from lightning_d9m.logical_ranks.accumulation import (
     refuse_stale,
     separate,
 )
+from lightning_d9m.logical_ranks.bucket_layout import check_options, refuse_second_gradient
 from lightning_d9m.logical_ranks.exchange import RootExchange
 from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots
 from lightning_d9m.logical_ranks.scalars import gather_bytes
@@ -76,12 +77,7 @@ class LogicalGradients:
         bucket_bytes: int = BUCKET_BYTES,
         sparse_as_dense: bool = False,
     ) -> None:
-        if op not in {"average", "sum"}:
-            raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
-        if type(bucket_bytes) is not int or bucket_bytes < 0:
-            raise SettingError(
-                f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
-            )
+        check_options(op=op, bucket_bytes=bucket_bytes)
         self._block = blocks.of(process)
         self._last = self._block[-1]
         self._fold = GradientFold(blocks, process)
@@ -300,30 +296,22 @@ class LogicalGradients:
             if is_last or self._fold.merges:
                 self._take_large(place, is_last=is_last)
         elif position in bucket.packed:
-            self._refuse_second_gradient(place)
+            refuse_second_gradient(self._parameters[place.index][0])
         if is_last:
             bucket.fired.add(position)
-            if len(bucket.fired) == len(bucket.slots):
+            if bucket.is_complete:
                 self._launch_complete()
 
     @torch.no_grad()
     def _take_large(self, place: _Place, *, is_last: bool) -> None:
         """Add a gradient while it is in the cache, and free its memory."""
         if place.index in self._taken or place.position in place.bucket.packed:
-            self._refuse_second_gradient(place)
+            refuse_second_gradient(self._parameters[place.index][0])
         gradient = self._take(place.index)
         if is_last:
             place.bucket.pack_one(place.position, gradient, self._fold)
         else:
             self._taken[place.index] = self._fold.fold_one(place.index, gradient)
-
-    def _refuse_second_gradient(self, place: _Place) -> None:
-        raise SettingError(
-            f"The parameter {self._parameters[place.index][0]!r} got a second gradient in one "
-            "backward pass, after its first was added to the sum. Reentrant activation "
-            "checkpointing of a shared parameter does that: pass use_reentrant=False to "
-            "torch.utils.checkpoint."
-        )
 
     @torch.no_grad()
     def _launch_complete(self) -> None:

@@ -71,12 +71,12 @@ class RootBucket:
     @property
     def is_complete(self) -> bool:
         """Whether every gradient has arrived."""
-        return len(self.fired) == len(self.slots)
+        return self._bucket.is_complete
 
     def describe(self) -> Iterator[str]:
         """Yield the name and layout of each slot, which must be the same on every process."""
         for slot in self.slots:
-            yield f"{slot.name} {tuple(slot.view.shape)} {slot.view.dtype} {slot.start}"
+            yield slot.describe()
 
     def is_stale(self, position: int, gradient: Tensor) -> bool:
         """Return whether a gradient was added to the sum of the last step."""

@@ -16,6 +16,7 @@ from lightning_d9m.control.seeding import (
     rng_restored,
     seed_all,
     seed_host,
+    seed_micro_batch,
 )
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -130,3 +131,17 @@ def test_an_accelerator_that_has_not_started_is_left_alone(monkeypatch, single):
     monkeypatch.setattr(torch, "xpu", Accelerator(single=single, started=False))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert capture_rng().devices == {}
+
+
+MICRO_BATCH = {"base": 7, "fit": 0, "epoch": 1, "logical_rank": 2, "batch": 3}
+
+
+@pytest.mark.parametrize("name", list(MICRO_BATCH))
+def test_a_micro_batch_draws_by_its_place_whatever_was_drawn_before(name):
+    found = []
+    for place in (MICRO_BATCH, MICRO_BATCH, MICRO_BATCH | {name: 9}):
+        seed_micro_batch(**place)
+        found.append(draws())
+        draws()
+    assert found[0] == found[1]
+    assert all(one != other for one, other in zip(found[0], found[2], strict=True))

@@ -163,13 +163,6 @@ def set_variable(name, value, function, *words, **named):
     return func
 
 
-def reduce_a_sparse_gradient(g):
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2).to_sparse()
-    buckets = SimpleNamespace(_sparse_as_dense=False)
-    g.module.GradientBuckets._densify(buckets, SimpleNamespace(name="weight", parameter=weight))
-
-
 def read_a_malformed_line(g):
     path = g.ledger("fit-000") / "rank-0.jsonl"
     header = path.read_bytes()
@@ -309,8 +302,8 @@ CASES = [
     ),
     ("horovod.sync_batchnorm", normalise_one_value, "more than one value per channel"),
     (
-        "horovod.gradient_buckets",
-        lambda g: g.module.check_options(op="max", bucket_bytes=0, compression=None),
+        "logical_ranks.bucket_layout",
+        lambda g: g.module.check_options(op="max", bucket_bytes=0),
         "is not known: pass 'average' or 'sum'.",
     ),
     (
@@ -319,8 +312,8 @@ CASES = [
         "is not known: pass 'fp16', 'bf16' or None.",
     ),
     (
-        "horovod.gradient_buckets",
-        lambda g: g.module.check_options(op="sum", bucket_bytes=-1, compression=None),
+        "logical_ranks.bucket_layout",
+        lambda g: g.module.check_options(op="sum", bucket_bytes=-1),
         "is not allowed: pass a whole number, 0 or more.",
     ),
     (
@@ -344,8 +337,8 @@ CASES = [
         "is not known: pass 'static' or 'off'.",
     ),
     (
-        "horovod.gradient_buckets",
-        reduce_a_sparse_gradient,
+        "logical_ranks.accumulation",
+        lambda g: g.module.make_dense("weight", torch.ones(2).to_sparse(), allowed=False),
         ("The gradient of … is sparse (…)", "of 'weight' is sparse (torch.sparse_coo)"),
     ),
     (

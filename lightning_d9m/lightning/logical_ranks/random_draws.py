@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from lightning_d9m.control.generators import find_generators
-from lightning_d9m.control.seeding import derive_seed
+from lightning_d9m.control.seeding import derive_seed, seed_micro_batch
 from lightning_d9m.lightning.resume.metric_state import name_callbacks
 from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
-from lightning_d9m.logical_ranks.rng import seed_micro_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
