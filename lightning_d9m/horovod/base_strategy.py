@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
@@ -29,7 +30,7 @@ from lightning_d9m.horovod.environment import (
     set_variables,
 )
 from lightning_d9m.horovod.gradient_buckets import BUCKET_BYTES, GradientBuckets, check_options
-from lightning_d9m.horovod.torchmetrics_sync import MetricSync
+from lightning_d9m.horovod.torchmetrics_sync import synchronize_metrics
 from lightning_d9m.lightning.packages import combined_base, import_packages
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 
@@ -95,7 +96,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
         self._saved_environment: SavedEnvironment | None = None
         self._buckets: GradientBuckets | None = None
         self._buffers: list[dict[str, Tensor | None]] = []
-        self._metrics: MetricSync | None = None
+        self._layer_patches = AttributePatches()
 
     # Processes and devices
 
@@ -195,7 +196,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
 
     def set_up_reductions(self, module: Module) -> None:
         """Lay out the buckets if the Trainer has optimizers, and let metrics synchronize."""
-        self._metrics = MetricSync(module, self.gather_list)
+        synchronize_metrics(self._layer_patches, module, self.gather_list)
         if self.optimizers:
             self._buckets = GradientBuckets(
                 module.named_parameters(),
@@ -216,7 +217,7 @@ class HorovodBaseStrategy(_ParallelStrategy):
         if self._layer_sync is not None:
             if type(self._layer_sync).__name__ == "TorchSyncBatchNorm":
                 gather = partial(self.all_gather, sync_grads=True)
-                sync_batchnorm.synchronize(model, gather)
+                sync_batchnorm.synchronize(self._layer_patches, model, gather)
             else:
                 model = self._layer_sync.apply(model)
         return model
@@ -356,11 +357,8 @@ class HorovodBaseStrategy(_ParallelStrategy):
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
-        if self._metrics is not None:
-            self._metrics.release()
-            self._metrics = None
+        self._layer_patches.undo()
         if self._layer_sync is not None and self.model is not None:
-            sync_batchnorm.unsynchronize(self.model)
             self.model = self._layer_sync.revert(self.model)
         self._buffers = []
         if self._communicator is not None:

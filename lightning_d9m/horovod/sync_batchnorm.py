@@ -12,28 +12,23 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 
 GatherTensor = Callable[[Tensor], Tensor]
 
 
-def synchronize(model: Module, gather: GatherTensor) -> None:
+def synchronize(patches: AttributePatches, model: Module, gather: GatherTensor) -> None:
     """Make every batch norm layer of a model compute its statistics over all ranks.
 
     Args:
-        model: Its layers are modified in place; `unsynchronize` restores them.
+        patches: Undoes it.
+        model: The model.
         gather: Stacks every rank's tensor to (world, ...), and propagates gradients.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.forward = partial(_forward, module, gather)  # type: ignore[method-assign]
-
-
-def unsynchronize(model: Module) -> None:
-    """Restore the ``forward`` of every batch norm layer."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.__dict__.pop("forward", None)
+            patches.replace(module, "forward", partial(_forward, module, gather))
 
 
 def _forward(module: _BatchNorm, gather: GatherTensor, x: Tensor) -> Tensor:

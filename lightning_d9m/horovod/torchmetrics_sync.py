@@ -7,33 +7,26 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_d9m.attribute_patches import AttributePatches
 
-class MetricSync:
-    """Make the metrics of a module gather over the ranks until `release`.
+
+def synchronize_metrics(
+    patches: AttributePatches, module: Module, gather: Callable[[Tensor, Any], list[Tensor]]
+) -> None:
+    """Make the metrics of a module gather over the ranks, until the patches are undone.
 
     Args:
-        module: Its metrics, at any depth, are modified in place.
+        patches: Undoes it.
+        module: Its metrics, at any depth.
         gather: Returns every rank's tensor, like ``dist_sync_fn`` of torchmetrics.
     """
-
-    def __init__(self, module: Module, gather: Callable[[Tensor, Any], list[Tensor]]) -> None:
-        self._previous: list[tuple[Any, Any, Any]] = []
-        torchmetrics = sys.modules.get("torchmetrics")
-        if torchmetrics is None:
-            return
-        for metric in module.modules():
-            if isinstance(metric, torchmetrics.Metric) and metric.dist_sync_fn is None:
-                state = (metric, metric.dist_sync_fn, metric.distributed_available_fn)
-                self._previous.append(state)
-                metric.dist_sync_fn = gather
-                metric.distributed_available_fn = _always
-
-    def release(self) -> None:
-        """Restore the metrics' own functions."""
-        for metric, sync, available in self._previous:
-            metric.dist_sync_fn = sync
-            metric.distributed_available_fn = available
-        self._previous = []
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return
+    for metric in module.modules():
+        if isinstance(metric, torchmetrics.Metric) and metric.dist_sync_fn is None:
+            patches.replace(metric, "dist_sync_fn", gather)
+            patches.replace(metric, "distributed_available_fn", _always)
 
 
 def _always() -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.horovod import environment as settings
 from lightning_d9m.horovod import sync_batchnorm
@@ -219,7 +220,8 @@ def test_batch_norm_over_one_rank_is_torchs_own(momentum):
     torch.manual_seed(0)
     own = nn.BatchNorm2d(3, momentum=momentum).double()
     ours = nn.BatchNorm2d(3, momentum=momentum).double()
-    sync_batchnorm.synchronize(ours, lambda tensor: tensor[None])
+    patches = AttributePatches()
+    sync_batchnorm.synchronize(patches, ours, lambda tensor: tensor[None])
     for _ in range(2):
         x = torch.randn(4, 3, 2, 2, dtype=torch.double, requires_grad=True)
         y = x.detach().clone().requires_grad_()
@@ -228,5 +230,5 @@ def test_batch_norm_over_one_rank_is_torchs_own(momentum):
         torch.testing.assert_close(y.grad, x.grad)
     for name, value in own.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value)
-    sync_batchnorm.unsynchronize(ours)
+    patches.undo()
     assert "forward" not in vars(ours)
