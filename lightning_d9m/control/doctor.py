@@ -74,11 +74,8 @@ def check_optional_variable(
 ) -> CheckResult:
     """Check a variable that need not be set.
 
-    Args:
-        name: The variable.
-        allowed: The allowed values, the best first.
-        reason: The effect of any other value.
-        unset: The behavior if it is not set.
+    The best of the allowed values is the first. ``reason`` is the effect of any other, and
+    ``unset`` the behavior without the variable.
     """
     found = os.environ.get(name)
     if found is None:

@@ -70,9 +70,7 @@ def read_variable(variable: str, environment: Mapping[str, str], annotation: Any
 def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that variables give; an empty variable counts as not set.
 
-    Args:
-        owner: The class or function that takes the settings; its signature has names and types.
-        environment: The variables.
+    The signature of ``owner``, a class or function, has their names and types.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -87,10 +85,6 @@ def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> 
 
 def build_from_variables(build: Callable[..., _T], settings: Mapping[str, Any]) -> _T:
     """Return ``build(**settings)``; its errors name the variables that give the settings.
-
-    Args:
-        build: The class or function that takes the settings.
-        settings: The settings that variables give, from :func:`read_settings`.
 
     Raises:
         SettingError: If ``build`` rejects a setting.

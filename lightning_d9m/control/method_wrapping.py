@@ -13,11 +13,7 @@ def wrap_method(
 ) -> None:
     """Run each call of a method inside a context, until ``stack`` is closed.
 
-    Args:
-        stack: Restores the method.
-        owner: The object. Its class stays unchanged.
-        name: The method.
-        around: Makes the context of one call.
+    The class of ``owner`` stays unchanged. ``around`` makes the context of one call.
     """
     method = getattr(owner, name)
 

@@ -73,12 +73,7 @@ def seed_micro_batch(base: int, *, fit: int, epoch: int, logical_rank: int, batc
     Nothing carries over from one micro-batch to the next, so it does not matter which process
     computes them, nor in which order, and a checkpoint needs no state of these generators.
 
-    Args:
-        base: The seed of the run.
-        fit: The number of the fit in this process.
-        epoch: The epoch, counted from 0.
-        logical_rank: The logical rank.
-        batch: The index of the batch within the epoch.
+    ``base`` is the seed of the run. The epoch, and the batch within it, count from 0.
     """
     seed = derive_seed(base, "micro-batch", fit=fit, rank=logical_rank, epoch=epoch, index=batch)
     seed_host(seed)

@@ -219,11 +219,8 @@ def build_wheel(
 ) -> Path:
     """Build the wheel in ``work`` with pip, and write all output to ``log``.
 
-    Args:
-        work: An empty folder for the wheel.
-        log: The file for the output of pip, CMake and the compiler.
-        environment: The result of `build_environment`.
-        show: Called about once a second with the elapsed seconds and the last line of the log.
+    ``show`` is called about once a second with the elapsed seconds and the last line of the
+    log.
 
     Raises:
         CommandError: The build failed; the message names the log.

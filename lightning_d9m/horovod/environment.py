@@ -68,10 +68,7 @@ def set_variables(
 ) -> SavedEnvironment:
     """Set the variables before Horovod starts, or check those of a running Horovod.
 
-    Args:
-        initialized: Whether Horovod is running.
-        stall_seconds: Time after which Horovod gives up waiting for a rank.
-        transport: The transport of the collectives.
+    Horovod gives up waiting for a rank after ``stall_seconds``.
 
     Raises:
         SettingError: A variable has a contradicting value.

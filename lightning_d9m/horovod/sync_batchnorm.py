@@ -21,10 +21,7 @@ GatherTensor = Callable[[Tensor], Tensor]
 def synchronize(patches: AttributePatches, model: Module, gather: GatherTensor) -> None:
     """Make every batch norm layer of a model compute its statistics over all ranks.
 
-    Args:
-        patches: Undoes it.
-        model: The model.
-        gather: Stacks every rank's tensor to (world, ...), and propagates gradients.
+    ``gather`` stacks every rank's tensor to (world, ...), and propagates gradients.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):

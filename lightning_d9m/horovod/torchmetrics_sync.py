@@ -15,10 +15,7 @@ def synchronize_metrics(
 ) -> None:
     """Make the metrics of a module gather over the ranks, until the patches are undone.
 
-    Args:
-        patches: Undoes it.
-        module: Its metrics, at any depth.
-        gather: Returns every rank's tensor, like ``dist_sync_fn`` of torchmetrics.
+    ``gather`` returns every rank's tensor, like ``dist_sync_fn`` of torchmetrics.
     """
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:

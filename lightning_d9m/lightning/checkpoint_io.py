@@ -57,9 +57,7 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
     The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
     and the module may change it.
 
-    Args:
-        trainer: The Trainer.
-        once: Whether only the next checkpoint gets a manifest.
+    With ``once`` only the next checkpoint gets one.
 
     Returns:
         A stack that restores the strategy when it is closed.
@@ -91,9 +89,7 @@ def add_manifests(trainer: "Trainer", *, once: bool = False) -> ExitStack:
 def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:
     """Read a checkpoint to the CPU.
 
-    Args:
-        path: The file.
-        allow_objects: Whether to unpickle Python objects, which can run code from the file.
+    ``allow_objects`` unpickles Python objects, which can run code from the file.
 
     Raises:
         CheckpointError: If it cannot be read, or is not a checkpoint.

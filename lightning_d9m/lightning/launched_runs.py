@@ -59,11 +59,8 @@ def launch_run(
 ) -> object:
     """Start the processes of a run, and return its result.
 
-    Args:
-        trainer: The Trainer.
-        run: The method of it that runs.
-        start: Starts processes that call its argument; returns what it returned on rank 0.
-        callbacks: The callbacks of this package; the first one serves the run.
+    ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
+    argument, and returns what it returned on rank 0. The first of the callbacks serves the run.
     """
     session = capture_session()
     fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts

@@ -229,12 +229,8 @@ def create_result(
 ) -> Any:
     """Create an empty logged result; ``LightningModule.log`` creates one only in a hook.
 
-    Args:
-        trainer: The Trainer.
-        meta: The arguments with which the result was logged.
-        is_tensor: Whether a tensor was logged; otherwise a metric object was.
-        synced: Whether the ranks reduce the result.
-        rank_zero_only: Whether only rank 0 logs it.
+    ``meta`` has the arguments with which a tensor or else a metric object was logged. If
+    ``synced``, the ranks reduce the result.
     """
     module = sys.modules[type(trainer.fit_loop.epoch_loop._results).__module__]
     metadata = module._Metadata(**meta)

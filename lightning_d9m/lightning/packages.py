@@ -52,8 +52,7 @@ def import_packages() -> tuple[str, ...]:
 def combined_base(name: str) -> type:
     """Return a base class that derives from the class of this name in every package served.
 
-    Args:
-        name: Module and class within the package, such as ``"callbacks.Callback"``.
+    The name is that of module and class, such as ``"callbacks.Callback"``.
     """
     bases = _list_bases(name)
     if len(bases) == 1:

@@ -33,8 +33,7 @@ class GivenSettings:
         A setting that was not given is that of the active session, whose switches stay on during
         the run and therefore belong in the ledger.
 
-        Args:
-            threads: The number of threads if it is neither given nor inherited.
+        ``threads`` is their number if it is neither given nor inherited.
 
         Raises:
             SettingError: If ``PL_GLOBAL_SEED`` is not a seed, or the active session has patched

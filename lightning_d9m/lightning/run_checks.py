@@ -26,10 +26,8 @@ def check_callbacks(count: int) -> None:
 def check_benchmark(trainer: "Trainer", *, was_on: bool, overrides: bool) -> None:
     """Refuse cuDNN's benchmark mode, or say that the run switches it off.
 
-    Args:
-        trainer: The Trainer.
-        was_on: Whether it was on before the callback was built.
-        overrides: Whether the run switches it off.
+    ``was_on`` says whether it was on before the callback was built, ``overrides`` whether the
+    run switches it off.
 
     Raises:
         SettingError: If it is on, unless the run overrides it.

@@ -27,9 +27,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
 def load_sharded_checkpoint(path: Path, *, allow_objects: bool) -> dict[str, Any]:
     """Read whole weights, and what Lightning saved beside them, to the CPU of this process.
 
-    Args:
-        path: The folder.
-        allow_objects: Whether to unpickle the index, which can run code from the file.
+    ``allow_objects`` unpickles the index, which can run code from the file.
 
     Raises:
         CheckpointError: If it cannot be read.

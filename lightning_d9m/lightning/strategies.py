@@ -55,11 +55,7 @@ def is_sharded(strategy: object) -> bool:
 
 
 def register_strategies(package: str) -> None:
-    """Add our strategies to the registry of one Lightning package; a class loads on first use.
-
-    Args:
-        package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-    """
+    """Add our strategies to the registry of one Lightning package; a class loads on first use."""
     registry = import_module(f"{package}.strategies").StrategyRegistry
     for name, (path, description) in _STRATEGIES.items():
         if name not in registry:

@@ -109,9 +109,8 @@ class TrainerSession:
     ) -> None:
         """Prepare a fit that may resume from a checkpoint.
 
-        Args:
-            resume_loader: Called with each training loader before it is started.
-            release: Called when the run is closed.
+        ``resume_loader`` is called with each training loader before it is started,
+        ``release`` when the run is closed.
         """
         self._resume_loader = resume_loader
         self._stack.callback(release)
@@ -119,9 +118,7 @@ class TrainerSession:
     def resume_fit(self, fit: int, loaded_epochs: Mapping[str, int | None]) -> None:
         """Draw the numbers of the fit with this ordinal, which another process began.
 
-        Args:
-            fit: The ordinal.
-            loaded_epochs: The epoch for which it loaded the loaders of a stage, by stage.
+        It loaded the loaders of a stage for the epoch that ``loaded_epochs`` has.
         """
         self.fit = fit
         self._loaders.resume(fit)

@@ -52,12 +52,8 @@ class Batches:
     ) -> Iterator[Any]:
         """Return an iterator of an epoch's batches without the first ones.
 
-        Args:
-            loader: A ``DataLoader``, or any iterable: of that, the first batches are made and
-                discarded.
-            epoch: The epoch.
-            skipped: Number of batches that an interrupted run has trained.
-            samplers: What ``capture_samplers`` returned in that run.
+        Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
+        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted.
         """
         inner = _find_controllable(loader)
         if inner is None:

@@ -62,9 +62,7 @@ class Interruption:
     def end_epoch(self, epoch: int, loaders: int) -> None:
         """Note the number of steps in an epoch that is done.
 
-        Args:
-            epoch: The epoch.
-            loaders: Number of calls of ``batches``. With several, nothing can be saved within it.
+        With several ``loaders``, or calls of ``batches``, nothing can be saved within it.
         """
         steps = self._steps if loaders == 1 else 1
         self._shapes.append(EpochShape(epoch, steps, accumulated=1, validation=0, unit="step"))

@@ -37,9 +37,7 @@ def find_session() -> Session:
 def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:
     """Make the folder of a new ledger on rank 0, and return it on all ranks.
 
-    Args:
-        ranks: All ranks.
-        ledger_dir: Its parent, if no variable names another one.
+    ``ledger_dir`` is its parent, if no variable names another one.
 
     Raises:
         LedgerError: If it cannot be made.

@@ -38,9 +38,7 @@ class TrainerInterruption(Interruption):
     def reach(self, kind: InterruptionKind, epoch: int) -> bool:
         """Return whether the Trainer must save a checkpoint; kill the process if it is time.
 
-        Args:
-            kind: ``"batch"`` after each step, ``"epoch"`` after each epoch.
-            epoch: The epoch.
+        Call it for ``"batch"`` after each step, and for ``"epoch"`` after each epoch.
         """
         number = self._steps if kind == "batch" else 0
         if number:

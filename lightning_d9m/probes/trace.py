@@ -214,11 +214,7 @@ class ProbeCollector:
     ) -> None:
         """Take the value at a place; do nothing outside batches.
 
-        Args:
-            kind: One of the kinds of places.
-            name: The place's name.
-            value: Anything.
-            content: Saved instead of the value's leaves.
+        The content is saved instead of the value's leaves.
         """
         if self._moment is None or self._paused:
             return

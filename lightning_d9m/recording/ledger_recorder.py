@@ -106,9 +106,7 @@ class LedgerRecorder:
     def begin(self, facts: RunFacts, resumed: Mapping[str, Json] | None = None) -> None:
         """Write the header and the facts of the run, and accept or refuse the reference.
 
-        Args:
-            facts: What is trained.
-            resumed: The record that names the continued ledger; None for none.
+        ``resumed`` is the record that names the continued ledger; None for none.
 
         Raises:
             LedgerError: When the ledger cannot be written or the reference not be read.

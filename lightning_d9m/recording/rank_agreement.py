@@ -65,9 +65,7 @@ def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> Ran
     The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
     0 is the one that differs. Of two ranks, rank 1 is named.
 
-    Args:
-        names: The names that this rank encoded.
-        vectors: One vector for each rank, in order of ranks; every rank gathers the same.
+    ``vectors`` has one for each rank, in order of ranks; every rank gathers the same.
 
     Returns:
         The difference, the same on all ranks that encoded the same names; None when all agree.
@@ -136,8 +134,7 @@ class RankAgreement:
     def compare(self, rows: Sequence[Sequence[int]]) -> dict[str, RankDifference]:
         """Return the differences by group, the same on every rank.
 
-        Args:
-            rows: What ``summarize`` returned on each rank.
+        ``rows`` has what ``summarize`` returned on each rank.
         """
         differences: dict[str, RankDifference | None] = {}
         for number, (group, table) in enumerate(self._tables.items()):

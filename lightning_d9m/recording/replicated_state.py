@@ -89,11 +89,8 @@ def find_replicated_state(
 ) -> ReplicatedState | None:
     """Return what must be equal on all ranks; None if each trains another stage of a pipeline.
 
-    Args:
-        model: The model, as the user's optimizers see it.
-        optimizers: In the order of the snapshot.
-        schedulers: In the order of the snapshot.
-        layouts: What ``find_flat_layouts`` returns.
+    The model is as the user's optimizers see it; optimizers and schedulers are in the order of
+    the snapshot.
     """
     if count_stages(model):
         return None

@@ -106,14 +106,10 @@ class RunRecorder:
     ) -> None:
         """Open a ledger, and write its header and the facts of the training.
 
-        Args:
-            ranks: All ranks.
-            model: The model.
-            describe: Returns the header, the facts, and what must be equal on all ranks.
-            make_folder: Makes the ledger's folder, the same on all ranks.
-            wrapped: The model with the wrappers around it; None if it has none.
-            resumed: The record that names the continued ledger; None for none.
-            policy: Takes the place of the recorder's policy.
+        ``describe`` returns the header, the facts, and what must be equal on all ranks;
+        ``make_folder`` makes the ledger's folder, the same on all ranks. ``wrapped`` is the
+        model with the wrappers around it, if it has any; ``resumed`` the record that names
+        the continued ledger. A policy takes the place of the recorder's.
 
         Raises:
             LedgerError: If the ledger cannot be written, or the reference not be read.
@@ -143,14 +139,8 @@ class RunRecorder:
     ) -> Digests:
         """Digest the state at a moment; every rank must call this.
 
-        Args:
-            moment: ``"initial"``, ``"epoch"`` or ``"final"``.
-            epoch: The epoch.
-            step: The global step.
-            optimizers: The optimizers.
-            schedulers: The schedulers.
-            scalars: ``float.hex()`` of numbers, by name.
-            verify: Raises a ``SettingError`` if a switch was changed.
+        The moment is ``"initial"``, ``"epoch"`` or ``"final"``. Scalars are ``float.hex()``
+        of numbers; ``verify`` raises a ``SettingError`` if a switch was changed.
         """
         partial = self.ranks.raise_on_all(
             lambda: self._read(optimizers, schedulers, verify, sketches=moment == "epoch")
@@ -225,18 +215,9 @@ def describe_training(  # noqa: PLR0913 - one keyword for each fact
 ) -> tuple[Header, RunFacts, ReplicatedState | None]:
     """Return the header of this rank's ledger, the facts, and what must be equal on all ranks.
 
-    Args:
-        ranks: All ranks.
-        settings: The settings of the session.
-        layout: What the stack says of processes and devices; ``"world.size"`` is their number.
-        model: The model.
-        wrapped: The model with the wrappers around it.
-        fit: Ordinal of the fit.
-        further: Further settings.
-        loaders: The training loaders.
-        trainer: Settings that two comparable trainings must share.
-        optimizers: The optimizers.
-        schedulers: The schedulers.
+    ``layout`` is what the stack says of processes and devices, ``"world.size"`` their number;
+    ``wrapped`` is the model with the wrappers around it, and ``trainer`` has settings that two
+    comparable trainings must share.
     """
     layouts = find_flat_layouts(wrapped)
     control = {} if control_is_on() else {"control": "off"}

@@ -12,10 +12,8 @@ from lightning_d9m.recording.collective import Ranks
 def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:
     """Create a folder on rank 0, and return its path on all ranks.
 
-    Args:
-        ranks: The ranks of the run; each calls this.
-        create: Creates the folder; None on a rank that does not.
-        advice: What to do if the folder cannot be created, for the error's message.
+    ``create`` is None on a rank that does not create it. The advice, for the error's message,
+    says what to do if it cannot be created.
 
     Raises:
         LedgerError: On all ranks, if the folder cannot be created.

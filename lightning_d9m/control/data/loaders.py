@@ -75,12 +75,9 @@ class LoaderControl:
     ) -> None:
         """Continue an epoch after its first batches. Call it before the epoch starts.
 
-        Args:
-            stage: The stage of the loaders.
-            epoch: The epoch.
-            batches: Number of batches that each loader has given.
-            cycled: Returns whether a loader that ends before the epoch is iterated again.
-            samplers: The result of ``capture_samplers``.
+        Each loader has given ``batches`` of them. ``cycled`` returns whether a loader that
+        ends before the epoch is iterated again; ``samplers`` is what ``capture_samplers``
+        returned.
         """
         self._consumed[stage] = ReachedPosition(epoch, batches, cycled, samplers or {})
 
@@ -113,10 +110,6 @@ class LoaderControl:
         validation never changes the draws of training. Finds loaders in lists, tuples, dicts and
         Lightning's ``CombinedLoader``. Returns any object that is not a ``DataLoader`` unchanged:
         only the generators of the process affect it. Call ``start_epoch`` before you iterate.
-
-        Args:
-            loader: An iterable of batches, or a container of such.
-            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
             SettingError: If per_sample_rng is on and the dataset does not have indices.

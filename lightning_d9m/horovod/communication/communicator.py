@@ -78,9 +78,7 @@ class Communicator:
     def connect(self, *, limit_seconds: float, device: str = "cpu") -> None:
         """Use torch's Gloo from now on, and its NCCL on CUDA; every rank must call this.
 
-        Args:
-            limit_seconds: A collective that takes longer fails.
-            device: The type of the device on which the ranks train.
+        A collective that takes longer than the limit fails.
         """
         if self.size > 1:
             make = NcclTransport if device == "cuda" else TorchTransport
@@ -110,10 +108,8 @@ class Communicator:
     def start(self, tensor: Tensor, name: str, activity: str) -> Pending:
         """Start to sum a contiguous tensor over the ranks in place; `finish` waits for it.
 
-        Args:
-            tensor: The addend of this rank, which the sum replaces.
-            name: The name of the sum, equal on all ranks.
-            activity: A description, for the error.
+        The sum replaces the tensor. Its name is equal on all ranks, and the activity
+        describes it in an error.
 
         Raises:
             RankLostError: It is known already that a rank ended.
@@ -126,10 +122,8 @@ class Communicator:
         On CUDA with torch's transport, the current stream waits, and the host does not: `confirm`
         waits in the next backward pass.
 
-        Args:
-            pending: The result of `start`.
-            activity: A description, for the error.
-            agree: Announces this rank's intent; called when a peer is about to do something else.
+        ``agree`` announces this rank's intent; it is called when a peer is about to do
+        something else.
         """
         if isinstance(pending, StreamPending):
             self._enqueued.append(pending)

@@ -15,10 +15,7 @@ from lightning_d9m.horovod.communication.transports import find_interface
 def connect_store(rank: int, gather: Callable[[Any], list[Any]], timeout: timedelta) -> Any | None:
     """Connect this rank to a store on rank 0; every rank must call this.
 
-    Args:
-        rank: This rank.
-        gather: Gathers a plain value from all ranks.
-        timeout: Time after which connecting, or waiting for a key, fails.
+    After the timeout connecting, or waiting for a key, fails.
 
     Returns:
         None if this rank cannot connect.

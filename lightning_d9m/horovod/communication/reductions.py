@@ -13,10 +13,8 @@ from lightning_d9m.horovod.communication.communicator import Communicator
 def reduce_over_ranks(tensor: Tensor, reduce_op: Any, communicator: Communicator) -> Tensor:
     """Reduce a tensor over all ranks, in rank order.
 
-    Args:
-        tensor: The same shape and dtype on every rank.
-        reduce_op: A name or a ``torch.distributed.ReduceOp``; None is the sum.
-        communicator: The collectives of the run.
+    It has the same shape and dtype on every rank. ``reduce_op`` is a name or a
+    ``torch.distributed.ReduceOp``; None is the sum.
     """
     given = "sum" if reduce_op is None else reduce_op
     name = (given if isinstance(given, str) else given.name).lower()

@@ -50,8 +50,7 @@ class AddedCallback(DeterminismCallback):
 def make_callback(package: str) -> AddedCallback:
     """Return a callback with the settings that variables give.
 
-    Args:
-        package: The Lightning package whose Trainer is being built.
+    The package is that of the Trainer that is being built.
 
     Raises:
         SettingError: If a variable is unknown or has a value that is not allowed, or the class was

@@ -11,9 +11,7 @@ from types import ModuleType
 def call_after_import(name: str, func: Callable[[], None]) -> None:
     """Call ``func`` once, immediately if the module ``name`` has been imported.
 
-    Args:
-        name: The module's full name.
-        func: Must not raise: its error would come out of the program's ``import``.
+    ``func`` must not raise: its error would come out of the program's ``import``.
     """
     if name in sys.modules:
         func()

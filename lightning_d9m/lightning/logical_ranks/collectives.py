@@ -62,9 +62,7 @@ def _refuse_collective(name: str, logical_rank: int) -> NoReturn:
 def watch_collectives(patches: AttributePatches, current: Callable[[], int | None]) -> None:
     """Refuse the collectives of ``torch.distributed`` that a step calls.
 
-    Args:
-        patches: Undoes it.
-        current: Returns the logical rank whose step runs, or None.
+    ``current`` returns the logical rank whose step runs, or None.
     """
     if not distributed.is_available():
         return

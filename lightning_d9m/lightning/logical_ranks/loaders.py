@@ -16,11 +16,8 @@ from lightning_d9m.logical_ranks.tree import Blocks
 def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) -> Any:
     """Return a copy of a loader that gives ``MicroBatches``.
 
-    Args:
-        loader: A loader whose sampler gives the samples of all processes.
-        blocks: The logical ranks of all processes.
-        process: This process.
-        padded: Whether the logical ranks get equally many samples; otherwise none is repeated.
+    The sampler of the loader gives the samples of all processes. If ``padded``, the logical
+    ranks get equally many samples; otherwise none is repeated.
 
     Raises:
         SettingError: If the samples cannot be split among logical ranks.

@@ -199,9 +199,8 @@ class LoggedValues:
     def restore(self, parts: list[dict[str, Any]], *, here: bool) -> None:
         """Continue a training epoch, whose results Lightning holds again.
 
-        Args:
-            parts: The sums that each process captured.
-            here: Whether this process adds them to its own; one of them does.
+        ``parts`` has the sums that each process captured; one process (``here``) adds them
+        to its own.
         """
         results = lightning_private.list_result_collections(self._trainer)[0]
         known = self._values.setdefault(id(results), {})

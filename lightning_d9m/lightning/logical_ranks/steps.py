@@ -99,11 +99,8 @@ class LogicalSteps:
     def train(self, step: Step, backward: Step, batches: Any, *args: Any) -> Any:
         """Run the micro-batches of a training step, and the backward passes of all but the last.
 
-        Args:
-            step: Runs ``training_step`` for one micro-batch.
-            backward: Runs the backward pass of a loss, without the hooks after it.
-            batches: The micro-batches.
-            args: The further arguments of ``training_step``.
+        ``step`` runs ``training_step`` for one micro-batch, and ``backward`` the backward
+        pass of a loss, without the hooks after it.
 
         Returns:
             The output for the last micro-batch, whose backward pass Lightning starts.
@@ -201,12 +198,8 @@ class LogicalSteps:
     def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
         """Run the micro-batches of an evaluation, and return their outputs.
 
-        Args:
-            stage: ``"validate"``, ``"test"`` or ``"predict"``.
-            epoch: The number of the evaluation.
-            step: Runs ``validation_step`` or the like for one micro-batch.
-            batches: The micro-batches.
-            args: The further arguments of the step.
+        ``epoch`` is the number of the evaluation. ``step`` runs ``validation_step`` or the
+        like for one micro-batch.
 
         Raises:
             SettingError: If the evaluation changes a buffer.

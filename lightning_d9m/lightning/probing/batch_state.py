@@ -27,12 +27,8 @@ def take_states(
 ) -> None:
     """Pass the state of the selected kinds to a listener.
 
-    Args:
-        model_tensors: Parameters and buffers.
-        optimizers: The optimizers.
-        settings: They select the kinds and parameters.
-        listener: Takes the values.
-        scaler: The ``torch.amp.GradScaler``, where the precision has one.
+    The settings select kinds and parameters. ``scaler`` is the ``torch.amp.GradScaler``, where
+    the precision has one.
     """
     kinds = settings.kinds
     if "rng" in kinds:

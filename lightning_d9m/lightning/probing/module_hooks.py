@@ -31,11 +31,7 @@ def hook_model(
 ) -> ExitStack:
     """Pass the inputs, outputs and gradients of the selected modules to a listener.
 
-    Args:
-        model: The model; of a module that is shared, the first name counts.
-        settings: They select the modules.
-        kinds: Kinds that are wanted.
-        listener: Takes the values.
+    Of a module that is shared, the first name counts.
 
     Returns:
         A stack that removes the hooks when it is closed.

@@ -82,9 +82,7 @@ class Replay:
     def attach(self, point: ProbePoint, silenced: Silence) -> ExitStack:
         """Run the steps of a batch twice, until what is returned is closed.
 
-        Args:
-            point: The batch.
-            silenced: Makes a context in which probes take nothing.
+        ``silenced`` makes a context in which probes take nothing.
         """
         strategy = self._trainer.strategy
         self._silenced = silenced

@@ -56,8 +56,7 @@ def reopen_default_group(**options: Any) -> None:
     The store of the closed group is used, because its host may be a rank that has not yet learned
     of the error.
 
-    Args:
-        options: For ``init_process_group``.
+    The options are those of ``init_process_group``.
     """
     if not is_default_group_closed():
         return

@@ -33,13 +33,7 @@ class FitSummary:
         self.epochs += moment == "epoch"
 
     def log(self, trainer: "Trainer", fit: int, seed: int) -> None:
-        """Log one line on rank 0, if the Trainer shows a progress bar.
-
-        Args:
-            trainer: The Trainer.
-            fit: The ordinal of the fit.
-            seed: Its seed.
-        """
+        """Log one line on rank 0, if the Trainer shows a progress bar."""
         if self.ledger is None or self.digest is None:
             return
         if trainer.is_global_zero and trainer.progress_bar_callback is not None:

@@ -26,12 +26,9 @@ def make_ledger_folder(
 ) -> Path:
     """Make the folder of a ledger on rank 0, and return its path on all ranks.
 
-    Args:
-        trainer: The Trainer.
-        ledger_dir: The callback's argument.
-        kind: First part of the folder's name, such as ``"fit"``.
-        spare_cwd: Whether to write nothing into the working folder if the Trainer does not either,
-            because the program has not asked for a ledger.
+    ``kind`` is the first part of its name, such as ``"fit"``. With ``spare_cwd`` nothing is
+    written into the working folder if the Trainer does not write there either, because the
+    program has not asked for a ledger.
 
     Raises:
         LedgerError: On all ranks, if no folder can be made.

@@ -108,9 +108,7 @@ class TrainerRecorder:
     def resume(self, record: Resume, pending: PendingRecords) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
-        Args:
-            record: The other ledger, and where this one continues it.
-            pending: The ``pending`` of the run that wrote the other ledger.
+        ``pending`` is that of the run that wrote the other ledger.
         """
         self._resumed = record.as_record()
         self._run.load_loss(pending.loss)

@@ -22,12 +22,7 @@ def save_weight_snapshot(
 
     Only rank 0 saves; of a sharded parameter it saves its own shard.
 
-    Args:
-        trainer: The Trainer.
-        module: The module whose parameters are saved.
-        fit: Name of the fit's ledger folder.
-        moment: ``"initial"``, ``"epoch"`` or ``"final"``.
-        epoch: Counted from 0.
+    ``fit`` is the name of the fit's ledger folder; the moment is that of a record.
     """
     chosen = os.environ.get(WEIGHTS_VARIABLE)
     if not chosen or not trainer.is_global_zero:

@@ -40,10 +40,7 @@ def find_missing_state(
 ) -> list[str]:
     """Return why a checkpoint that is being saved cannot be resumed exactly.
 
-    Args:
-        trainer: The Trainer.
-        position: Where it is saved.
-        metrics_left_out: The reason why the states of a metric are not saved, by path.
+    ``metrics_left_out`` has the reason why the states of a metric are not saved, by path.
     """
     found = [
         f"The checkpoint holds no states of the metric {path}, {why}. Save checkpoints at the end "
@@ -158,10 +155,6 @@ def _find_unresumable_loaders(trainer: "Trainer") -> list[str]:
 def report_unresumable(trainer: "Trainer", *, raises: bool) -> None:
     """Report which checkpoints of a fresh fit could not be resumed exactly.
 
-    Args:
-        trainer: The Trainer.
-        raises: Whether such checkpoints are an error.
-
     Raises:
         InexactResumeError: If there are any.
     """
@@ -202,10 +195,7 @@ def find_resume_problems(
 ) -> list[str]:
     """Return why a run cannot be resumed exactly from the state that a checkpoint holds.
 
-    Args:
-        state: The state.
-        trainer: The Trainer.
-        settings: Settings of the run that resumes.
+    ``settings`` are those of the run that resumes.
     """
     problems = [
         f"It was saved with {name}={expected!r}; now it is {settings.get(name)!r}."

@@ -49,10 +49,7 @@ def finish_pending_work(
 ) -> bool:
     """Let a fit that has loaded a checkpoint finish what was pending when that was saved.
 
-    Args:
-        trainer: The Trainer.
-        position: Where the checkpoint was saved.
-        reset: The fit loop's ``reset``, in which Lightning reads the progress that it has loaded.
+    ``reset`` is that of the fit loop, in which Lightning reads the progress that it has loaded.
 
     Returns:
         Whether nothing remains of the last batch: then call ``finish_last_batch`` when the loop
@@ -146,9 +143,7 @@ def iterate_again(trainer: "Trainer", loader_states: list[dict[str, Any]]) -> No
     dataset at once. In an uninterrupted run it does so after ``on_train_epoch_start``, where the
     epoch is seeded.
 
-    Args:
-        trainer: The Trainer.
-        loader_states: States of the loaders that Lightning loaded from the checkpoint.
+    ``loader_states`` has the states that Lightning loaded from the checkpoint.
     """
     if loader_states:
         lightning_private.load_loader_states(trainer, loader_states)

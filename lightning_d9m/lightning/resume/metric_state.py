@@ -62,10 +62,7 @@ def capture_metrics(
 ) -> tuple[SavedMetrics, dict[str, str]]:
     """Return the state of every metric.
 
-    Args:
-        trainer: The Trainer.
-        model: The parts of its module.
-        reset: Names of the module's metrics that Lightning is about to reset.
+    ``reset`` has the names of the module's metrics that Lightning is about to reset.
 
     Returns:
         The states; and the reason why a metric was left out, by path, as the end of a sentence.

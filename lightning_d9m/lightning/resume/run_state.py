@@ -90,10 +90,7 @@ def capture_rng_and_metrics(
 def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> SavedRank:
     """Return the state of this rank that is read from the Trainer.
 
-    Args:
-        trainer: The Trainer.
-        rng: The generators of training, which an evaluation may have replaced.
-        user: The states of the user's generators and metrics.
+    ``rng`` has the generators of training, which an evaluation may have replaced.
     """
     logical = get_logical_steps(trainer)
     return SavedRank(
@@ -174,11 +171,7 @@ def restore_outside(
 ) -> None:
     """Restore state that outlives an epoch. Called once, before the first epoch starts.
 
-    Args:
-        trainer: The Trainer.
-        session: Its session.
-        rank: The state.
-        report: Called with a problem that training finds later; see ``restore_gradients``.
+    ``report`` is called with a problem that training finds later; see ``restore_gradients``.
     """
     _set_accumulation(trainer)
     _restore_rng_and_metrics(trainer, rank)
@@ -235,9 +228,7 @@ def _name_owners(
 ) -> dict[str, object]:
     """Return the user's objects whose generators training may use, by name.
 
-    Args:
-        trainer: The Trainer.
-        modules: The modules that may hold generators, if they are known.
+    ``modules`` are those that may hold generators, if they are known.
     """
     if modules is None:
         modules = dict(trainer.lightning_module.named_modules())
