@@ -33,9 +33,6 @@ _lock = threading.RLock()
 class Session:
     """The deterministic state of this process, from the constructor to ``close``.
 
-    Args:
-        settings: The flags to set, and the seed of all generators.
-
     Attributes:
         settings: The settings.
         fits: Number of fits that began while it was the active session.
@@ -261,10 +258,7 @@ def give_back_fit(number: int) -> None:
 class InheritedSession:
     """Session and fits of a process, which those that it starts take over.
 
-    Attributes:
-        settings: The settings of the active session; None without one.
-        fits: Number of fits that began in it, or in the process.
-        seed_is_default: As that of the session.
+    It has no settings without an active session.
     """
 
     settings: Settings | None

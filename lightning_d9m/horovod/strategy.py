@@ -57,10 +57,8 @@ class HorovodDeterministicStrategy(LogicalRanksMixin, HorovodBaseStrategy):
             running statistics of batch normalization) to all ranks, as DDP does before a forward
             pass.
         stall_seconds: Time after which a collective that some rank does not join fails.
-        accelerator: As for any strategy of Lightning.
-        parallel_devices: As for any strategy of Lightning.
-        checkpoint_io: As for any strategy of Lightning.
-        precision_plugin: As for any strategy of Lightning.
+        options: Further ones, as for any strategy of Lightning: ``accelerator``,
+            ``parallel_devices``, ``checkpoint_io``, ``precision_plugin``.
 
     Raises:
         SettingError: A value is not allowed.

@@ -131,11 +131,8 @@ class DeterminismCallback(_Callback):
             patch_ops=patch_ops,
             unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
         )
-        self._policy = Policy(
-            reference=None if reference is None else Path(reference),
-            on_drift=on_drift,
-            on_stack_difference=on_stack_difference,
-        )
+        path = None if reference is None else Path(reference)
+        self._policy = Policy(path, on_drift, on_stack_difference)
         probe_settings = make_settings(
             probes=probes,
             probe_modules=probe_modules,

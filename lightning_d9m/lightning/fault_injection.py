@@ -67,8 +67,7 @@ def apply_interrupt_variables(
 class EpochShapeCallback(_Callback):
     """Records at which points a fit can be interrupted; changes nothing.
 
-    Args:
-        folder: The folder for the record, which is written when the training ends.
+    The record is written into the folder when the training ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,9 +103,7 @@ class CheckpointAndKill(_Checkpoint):
     It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
     after the module's hooks at the end of an epoch, too.
 
-    Args:
-        folder: The folder for the checkpoint and for the file that marks the reached point.
-        point: Where to save and kill.
+    The folder is for the checkpoint and for the file that marks the reached point.
     """
 
     def __init__(self, folder: Path, point: InterruptionPoint) -> None:

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """A run that new processes call.
-
-    Attributes:
-        trainer: The Trainer.
-        run: The method of it that runs.
-        callback: The callback of the Trainer.
-        session: What the processes take over.
-    """
+    """A run that new processes call."""
 
     trainer: "Trainer"
     run: Callable[..., object]

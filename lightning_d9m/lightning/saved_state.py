@@ -172,9 +172,7 @@ class SavedResult(_Stored):
 class SavedLedger(_Stored):
     """A position in a ledger.
 
-    Attributes:
-        folder: The ledger's folder.
-        check: The check of this rank's last record.
+    The check is that of this rank's last record.
     """
 
     folder: str
@@ -185,9 +183,7 @@ class SavedLedger(_Stored):
 class PendingRecords(_Stored):
     """Values that wait for the next record of the ledger.
 
-    Attributes:
-        loss: The last loss, as ``float.hex()``.
-        evaluations: Records of evaluations.
+    The loss is the last one, as ``float.hex()``.
     """
 
     loss: str | None = None

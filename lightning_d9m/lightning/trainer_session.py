@@ -36,10 +36,7 @@ _STAGES = {"sanity_check": "validate"}
 class TrainerSession:
     """The switches, seeds and wrapped methods of a run, from ``setup`` to ``teardown``.
 
-    Args:
-        trainer: The Trainer whose run begins.
-        settings: The switches, and the base of all seeds.
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+    The stage is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
     Attributes:
         has_trained: Whether a fit has begun to train; otherwise it does not count.

@@ -23,10 +23,6 @@ class GradientFold:
     ends the logical rank. Tensors that are held are changed in place, so they must not share
     memory.
 
-    Args:
-        blocks: The logical ranks of all processes.
-        process: This process.
-
     Attributes:
         held: The gradients of the nodes that are complete, in order.
     """

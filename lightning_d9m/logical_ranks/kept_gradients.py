@@ -16,9 +16,6 @@ class KeptGradients:
     Autograd adds the gradients of a logical rank to those of its earlier batches, as if the rank
     were alone in its process. The sum over batches is therefore the same on any number of
     processes, and only the gradients of the last batch travel.
-
-    Args:
-        named_parameters: The parameters.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:

@@ -21,13 +21,8 @@ class RootBucket:
     each logical rank that has the gradient, so the sum of the flags tells whether any has it. The
     small gradients and the flags of a logical rank are packed, and then added as one tensor.
 
-    Args:
-        bucket: The bucket, whose flat tensor receives the result.
-        exchange: The exchange with the other processes.
-        divisor: Divides the sum.
-        indices: The parameter of each slot, as the `GradientFold` counts them.
-        part: The small gradients of the bucket, as the `GradientFold` counts them.
-        sparse_as_dense: Pack sparse gradients as dense ones.
+    The flat tensor of the bucket receives the result. ``indices`` has the parameter of each
+    slot, and ``part`` is the small gradients of the bucket, as the `GradientFold` counts them.
 
     Attributes:
         large: The slots before this position are packed one by one.

@@ -15,10 +15,6 @@ from lightning_d9m.logical_ranks.bucket_layout import Bucket
 class SmallGradients:
     """Packs the small gradients of a bucket, and the flags of all its slots.
 
-    Args:
-        bucket: The bucket.
-        sparse_as_dense: Pack sparse gradients as dense ones; otherwise they are an error.
-
     Attributes:
         start: The place in the buffer of the bucket where they begin.
     """

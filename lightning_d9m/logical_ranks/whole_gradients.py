@@ -23,12 +23,8 @@ class WholeGradient:
 
     It has the interface of a `RootBucket` with one slot. The sum is in the memory of the last root.
 
-    Args:
-        name: The name of the parameter.
-        parameter: The parameter, of which `is_whole` is true.
-        exchange: The exchange with the other processes.
-        divisor: Divides the sum.
-        index: The parameter as the `GradientFold` counts it.
+    ``is_whole`` is true of the parameter; the index is that by which the `GradientFold` counts
+    it.
     """
 
     large = 1
@@ -142,9 +138,7 @@ class WholeGradient:
 class MissingGradients:
     """Finds the whole gradients that no logical rank has, by one small sum.
 
-    Args:
-        gradients: All whole gradients, the same on every process.
-        exchange: The exchange with the other processes.
+    The gradients are all whole ones, the same on every process.
     """
 
     def __init__(self, gradients: Sequence[WholeGradient], exchange: RootExchange) -> None:

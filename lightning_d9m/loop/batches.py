@@ -21,11 +21,8 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "_FabricModu
 class Batches:
     """Gives out the batches of each epoch, whose order and draws depend on seed and epoch only.
 
-    Args:
-        settings: The settings of the session.
-        fit: Ordinal of the fit.
-        rank: This rank. Ranks that a ``DistributedSampler`` gives the same data, as those of
-            tensor parallelism, draw the same numbers too.
+    Ranks that a ``DistributedSampler`` gives the same data, as those of tensor parallelism,
+    draw the same numbers too.
     """
 
     def __init__(self, settings: Settings, fit: int, rank: int) -> None:
@@ -113,8 +110,13 @@ def unwrap_model(model: Any) -> torch.nn.Module:
     """Return the model within the wrappers of DDP, FSDP and Fabric, whose prefixes names then lack.
 
     Raises:
-        SettingError: For a model of DeepSpeed.
+        SettingError: For a model of DeepSpeed, or several models.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise SettingError(
+            f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
+            "models as one torch.nn.ModuleList or ModuleDict."
+        )
     while type(model).__name__ in _WRAPPERS:
         model = model.module
     found: torch.nn.Module = model

@@ -27,10 +27,8 @@ from lightning_d9m.recording.collective import Ranks
 class Interruption:
     """Surveys a loop, or saves it at a point and kills its process there.
 
-    Args:
-        request: What the variables ask for.
-        parts: The model, the optimizers, the schedulers and the recorder.
-        ranks: All ranks; each saves its own file.
+    The parts are the model, the optimizers, the schedulers and the recorder. Each rank saves
+    its own file.
     """
 
     def __init__(self, request: InterruptRequest, parts: Mapping[str, Any], ranks: Ranks) -> None:

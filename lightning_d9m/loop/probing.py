@@ -37,15 +37,7 @@ def read_probe_settings(given: ProbeSettings, world_size: int) -> ProbeSettings:
 
 
 class LoopProbes:
-    """Takes the probes that the settings name; replays need the callback.
-
-    Args:
-        settings: Which, where and when.
-        model: The model.
-        optimizers: The optimizers, whose steps show the gradients.
-        rank: This rank.
-        write: Takes the records.
-    """
+    """Takes the probes that the settings name; replays need the callback."""
 
     def __init__(
         self,

@@ -80,21 +80,13 @@ class Recorder:
         probe_steps: str | None = None,
         probe_ranks: int | Sequence[int] | None = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise SettingError(
-                f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
-                "models as one torch.nn.ModuleList or ModuleDict."
-            )
         self._wrapped = model
         self._model = unwrap_model(model)
         self._optimizers = tuple(map(unwrap_optimizer, as_tuple(optimizers)))
         self._schedulers = as_tuple(schedulers)
         self._ledger_dir = Path(ledger_dir)
-        self._policy = Policy(
-            reference=None if reference is None else Path(reference),
-            on_drift=on_drift,
-            on_stack_difference=on_stack_difference,
-        )
+        path = None if reference is None else Path(reference)
+        self._policy = Policy(path, on_drift, on_stack_difference)
         self._probe_settings = make_settings(
             probes=probes,
             probe_modules=probe_modules,
@@ -108,10 +100,8 @@ class Recorder:
         self._batches: Batches | None = None
         self._resumed: SavedLoop | None = None
         self._interruption = self._interrupt(InterruptRequest())
-        self._fit = 0
-        self.next_epoch = 0
-        self.global_step = 0
-        self._batch = 0
+        self._fit = self._batch = 0
+        self.next_epoch = self.global_step = 0
         self._iterated = 0  # calls of `batches` in this epoch
         self._scalars: dict[str, float] = {}
 
@@ -305,7 +295,7 @@ class Recorder:
             )
         if self._probes is not None:
             self._probes.flush()
-        position = self._run.ledger_position
+        position = self._run.ledger_position or {"folder": "", "check": ""}
         return SavedLoop(
             rank=self._ranks.rank,
             world_size=self._world_size,
@@ -318,8 +308,7 @@ class Recorder:
             samplers=source.capture_samplers(within=self._batch > 0),
             loss=self._run.loss_text,
             scalars=self._list_scalars(),
-            folder="" if position is None else position["folder"],
-            check="" if position is None else position["check"],
+            **position,
         ).as_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

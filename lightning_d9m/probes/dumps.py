@@ -42,10 +42,7 @@ _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, 
 class Dump:
     """Saves the values at places.
 
-    Args:
-        folder: The folder that the user named.
-        rank: This rank.
-        names: Patterns of the names of the places that are saved.
+    The names are patterns of those of the places that are saved.
     """
 
     def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
@@ -86,12 +83,7 @@ class Dump:
 
 
 class StateDump:
-    """Saves the state of one moment; a listener of probed values.
-
-    Args:
-        dump: Saves the values.
-        point: The moment.
-    """
+    """Saves the state of one moment; a listener of probed values."""
 
     def __init__(self, dump: Dump, point: StatePoint) -> None:
         self._dump = dump

@@ -164,9 +164,7 @@ class ProbeCollector:
     short batches are written together. On CUDA the digests of a batch are fetched when the next one
     ends, so that the device never waits for the host.
 
-    Args:
-        write: Takes the records.
-        save: Saves the value at each place; None saves nothing.
+    ``write`` takes the records, and ``save`` saves the value at each place; None saves nothing.
     """
 
     def __init__(self, write: Write, save: Save | None = None) -> None:

@@ -25,9 +25,7 @@ Gather: TypeAlias = Callable[[Sequence[int]], list[list[int]]]
 class Ranks:
     """The ranks of a run, seen from one of them.
 
-    Args:
-        rank: This rank.
-        exchange: Gathers bytes from all ranks; None for a single rank.
+    ``exchange`` gathers bytes from all ranks; None for a single rank.
     """
 
     def __init__(self, rank: int, exchange: Exchange | None = None) -> None:

@@ -57,12 +57,8 @@ class LedgerRecorder:
 
     An error on one rank is raised on all ranks, so that none waits for another.
 
-    Args:
-        folder: The ledger's folder, which exists.
-        header: The first record.
-        policy: The reference, and the effect of differences.
-        ranks: The ranks of the run; None for a single rank.
-        replicated: The state that must be equal on all ranks; None compares nothing across ranks.
+    The folder exists. ``replicated`` is the state that must be equal on all ranks; None
+    compares nothing across ranks.
     """
 
     def __init__(

@@ -109,10 +109,6 @@ class RankAgreement:
     """Compares a training state across ranks, record by record.
 
     Ranks gather one digest of each group, and a group's entries only when these differ.
-
-    Args:
-        gather: Gathers integers from all ranks.
-        replicated: The state that must be equal.
     """
 
     def __init__(self, gather: Gather, replicated: ReplicatedState) -> None:

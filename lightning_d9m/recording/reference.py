@@ -33,10 +33,7 @@ class Reference:
     compared, and ``finish`` reports them. Records that only the reference has in between are
     skipped. A record that only the run has in between is an error.
 
-    Args:
-        path: The reference: whatever ``read_ledger`` takes.
-        rank: This run's rank.
-        writing: The folder that this run writes, which cannot be its own reference.
+    ``writing`` is the folder that this run writes, which cannot be its own reference.
 
     Attributes:
         header: The reference's header.

@@ -39,9 +39,6 @@ NO_SCALARS: Mapping[str, str] = MappingProxyType({})
 class RunRecorder:
     """Opens the ledger of a training, digests its state at each moment, and closes the ledger.
 
-    Args:
-        policy: The reference of the training, and the effect of differences.
-
     Attributes:
         ranks: The ranks of the training.
         loss: The last loss, on its device; None without one.

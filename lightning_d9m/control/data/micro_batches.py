@@ -20,12 +20,7 @@ class MicroBatches(list[Any]):
 
 
 class MicroBatchIndices(list[Any]):
-    """The indices of the micro-batches of consecutive logical ranks.
-
-    Args:
-        indices: The indices of each micro-batch.
-        first: The first of the logical ranks.
-    """
+    """The indices of the micro-batches of consecutive logical ranks."""
 
     def __init__(self, indices: Sequence[Any], first: int) -> None:
         super().__init__(indices)

@@ -39,13 +39,7 @@ _LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class SeededIndex:
-    """A request of a loader to its dataset. Workers receive it, so it can be pickled.
-
-    Attributes:
-        indices: The indices of a batch, or one index.
-        seed: The seed for the draws of the batch.
-        epoch: The epoch of the batch.
-    """
+    """A request of a loader to its dataset. Workers receive it, so it can be pickled."""
 
     indices: Any
     seed: int

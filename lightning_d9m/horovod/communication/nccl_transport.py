@@ -35,11 +35,7 @@ class StreamPending(TorchPending):
 class NcclTransport(TorchTransport):
     """NCCL for CUDA tensors, and Gloo for those of the CPU: agreements, objects and metrics.
 
-    Args:
-        rank: This rank.
-        size: The number of ranks.
-        gather: Gathers a plain value from all ranks; used to exchange the addresses.
-        limit_seconds: A collective that takes longer fails.
+    The arguments are those of `TorchTransport`.
 
     Raises:
         SettingError: A rank cannot connect to rank 0; raised on every rank.

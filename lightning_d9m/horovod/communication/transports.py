@@ -95,9 +95,7 @@ class HorovodTransport:
 class TorchPending:
     """A collective of a process group of torch.
 
-    Args:
-        work: The collective.
-        result: The tensor that it fills.
+    It fills the result.
     """
 
     def __init__(self, work: Any, result: Tensor) -> None:

@@ -20,9 +20,6 @@ class ModuleAttributes:
     The micro-batches of a process share them, so their values depend on the number of processes:
     ``self.counter += 1`` counts each of its micro-batches. Buffers do not; `StepBuffers` sees to
     that, and `MetricStates` to the states of metrics.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,10 +20,6 @@ class StepBuffers:
 
     Running statistics of batch normalization thus follow logical rank 0 alone, as they follow
     process 0 in DDP, and no logical rank depends on those before it in its process.
-
-    Args:
-        module: The module.
-        block: The logical ranks of this process.
     """
 
     def __init__(self, module: nn.Module, block: range) -> None:

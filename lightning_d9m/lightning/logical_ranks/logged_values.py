@@ -24,8 +24,7 @@ GatherValues = Callable[[Any], list[Any]]
 class LoggedValue:
     """The values that the logical ranks of this process have logged under one name.
 
-    Args:
-        result: Lightning's result, which receives the reduced values.
+    Lightning's result receives the reduced values.
     """
 
     def __init__(self, result: Any) -> None:
@@ -119,11 +118,8 @@ class LoggedValues:
     ``sync_dist``. One that is logged for a step is reduced with ``sync_dist=True``; otherwise it is
     that of the first logical rank of each process.
 
-    Args:
-        trainer: The Trainer.
-        block: The logical ranks of this process.
-        current: Returns the logical rank whose micro-batch is computed now, or None.
-        gather: Returns the plain values of every process.
+    ``current`` returns the logical rank whose micro-batch is computed now, or None, and
+    ``gather`` the plain values of every process.
     """
 
     def __init__(

@@ -24,11 +24,8 @@ class MetricStates:
 
     Float sums then add in an order that the number of processes does not decide.
 
-    Args:
-        trainer: The Trainer, in whose module and callbacks the metrics are.
-        block: The logical ranks of this process.
-        current: Returns the logical rank whose micro-batch is computed now, or None.
-        gather: Returns the bytes of every process.
+    The metrics are in the module and the callbacks. ``current`` returns the logical rank whose
+    micro-batch is computed now, or None, and ``gather`` the bytes of every process.
     """
 
     def __init__(

@@ -24,10 +24,6 @@ class MicroBatchSeeds:
 
     What a logical rank draws then depends neither on the process that computes it nor on what that
     process has computed before.
-
-    Args:
-        seed: The seed of the run.
-        fit: The number of the fit in its process.
     """
 
     def __init__(self, seed: int, fit: int) -> None:

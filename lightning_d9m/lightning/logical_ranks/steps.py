@@ -32,15 +32,9 @@ Step = Callable[..., Any]
 class LogicalSteps:
     """Runs the steps of one process in a Trainer's run.
 
-    Args:
-        trainer: The Trainer.
-        block: The logical ranks of this process.
-        seeds: Seeds of the micro-batches.
-        to_device: Moves a batch to the device; the strategy's, not that of its logical ranks.
-        broadcast: Sends tensors of process 0 to all.
-        gather_values: Returns the plain values of every process.
-        gather_bytes: Returns the bytes of every process.
-        gradients: The sums of gradients; None outside a fit.
+    ``to_device`` moves a batch to the device; it is the strategy's, not that of its logical
+    ranks. ``broadcast`` sends tensors of process 0 to all. Outside a fit there are no
+    gradients.
 
     Attributes:
         logical_rank: The logical rank whose micro-batch is computed now, or None.

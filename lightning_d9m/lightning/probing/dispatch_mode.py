@@ -65,9 +65,7 @@ class OpMode(TorchDispatchMode):
     An op of the backward pass belongs to the module of the forward op whose gradient it computes:
     torch numbers the nodes of its graph, and this class records the numbers as torch assigns them.
 
-    Args:
-        settings: They select the modules; an op belongs to all modules around it.
-        probes: Takes the outputs.
+    The settings select modules; an op belongs to all modules around it.
     """
 
     supports_higher_order_operators = True

@@ -33,9 +33,7 @@ _OF_ONE_FIT = ("_probes", "_dump", "_model_tensors", "_hooks", "_ops", "_replay"
 class ProbeRecorder:
     """Takes the probes that the settings name.
 
-    Args:
-        settings: Which, where and when; variables go before them.
-        ignored_metrics: Names or patterns of logged scalars that are not recorded.
+    Variables go before the settings.
     """
 
     def __init__(self, settings: ProbeSettings, ignored_metrics: Sequence[str] = ()) -> None:

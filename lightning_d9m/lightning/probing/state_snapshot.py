@@ -28,9 +28,8 @@ _FIXED = frozenset(vars(nn.Module())) - {"_buffers"}
 class StateSnapshot:
     """The state of a model, and of further values, at the moment at which this is made.
 
-    Args:
-        model: Its weights and their gradients are not kept.
-        values: What else a step may write into: its batch, say.
+    The weights of the model and their gradients are not kept. The values are what else a step
+    may write into: its batch, say.
     """
 
     def __init__(self, model: nn.Module, values: object) -> None:

@@ -52,12 +52,6 @@ class _Step(NamedTuple):
 class Replay:
     """Runs the steps of a fit twice, while it is attached.
 
-    Args:
-        trainer: The Trainer.
-        module: Its LightningModule.
-        append: Takes the record of a difference.
-        on_drift: ``"raise"`` or ``"warn"``.
-
     Raises:
         SettingError: When steps of this Trainer cannot be run twice.
     """

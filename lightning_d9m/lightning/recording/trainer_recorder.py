@@ -31,11 +31,7 @@ RecordKind = Literal["initial", "epoch", "final"]
 class TrainerRecorder:
     """Records the fits and evaluations of one Trainer, one after the other.
 
-    Args:
-        policy: The reference of the fits, and what to do about a difference.
-        ledger_dir: Folder for ledgers; None takes ``d9m`` under the log directory.
-        ignored_metrics: Names or patterns of logged scalars that are not recorded.
-        spare_cwd: See ``make_ledger_folder``.
+    See ``make_ledger_folder`` for ``spare_cwd``.
 
     Attributes:
         further_settings: Settings that the header of the next ledger records, too.

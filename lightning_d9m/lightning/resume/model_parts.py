@@ -11,11 +11,7 @@ from lightning_d9m.hashing.model_tensors import ModelTensors
 
 
 class ModelParts:
-    """The modules, metrics and tensors of a model that a save and a validation read.
-
-    Args:
-        model: The model.
-    """
+    """The modules, metrics and tensors of a model that a save and a validation read."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

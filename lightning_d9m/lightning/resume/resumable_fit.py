@@ -51,11 +51,7 @@ InexactResumeAction = Literal["raise", "warn", "raise_early"]
 class ResumableFit:
     """Captures and restores the state of one fit, with wrappers around methods of its loops.
 
-    Args:
-        trainer: The Trainer.
-        session: Its session.
-        recorder: Its recorder.
-        on_inexact: See ``CheckpointState``.
+    See ``CheckpointState`` for ``on_inexact``.
     """
 
     def __init__(
