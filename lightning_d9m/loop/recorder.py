@@ -334,8 +334,7 @@ class Recorder:
         session, saved = self._open_session, SavedLoop.from_plain(state)
         rank, seed = self._ranks.rank, session.settings.seed
         saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
-        problem = find_hybrid_sharding(self._wrapped.modules())
-        if problem is not None:
+        if problem := find_hybrid_sharding(self._wrapped.modules()):
             text = f"This loop would not resume exactly: {problem}"
             raise InexactResumeError(text, reasons=[problem])
         self._open_batches.release()
