@@ -16,7 +16,7 @@ from lightning_d9m.horovod import sync_batchnorm
 from lightning_d9m.horovod.cluster_environment import HorovodEnvironment
 from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.communication.intents import CollectiveIntent
-from lightning_d9m.horovod.communication.liveness_store import connect_liveness
+from lightning_d9m.horovod.communication.rank_store import connect_liveness
 from lightning_d9m.horovod.communication.reductions import (
     gather_with_gradients,
     reduce_over_ranks,

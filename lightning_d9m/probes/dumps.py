@@ -27,16 +27,9 @@ _INDEX = "index.jsonl"
 # The key of a dict that stands for a value of another type.
 _TAG = "__d9m__"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_FORMATS = {
-    str(form): form
-    for form in (
-        torch.contiguous_format,
-        torch.channels_last,
-        torch.channels_last_3d,
-        torch.preserve_format,
-    )
-}
-_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+_NAMED = {str(value): value for value in (*_FORMATS, torch.preserve_format, *_LAYOUTS)}
 
 
 class Dump:
@@ -181,10 +174,8 @@ def _revive_leaf(leaf: Any) -> Any:
     if not _is_tagged(leaf):
         return leaf
     match leaf[_TAG]:
-        case "memory_format":
-            return _FORMATS[leaf["name"]]
-        case "layout":
-            return _LAYOUTS[leaf["name"]]
+        case "memory_format" | "layout":
+            return _NAMED[leaf["name"]]
         case "generator":
             return torch.Generator(leaf["device"]).set_state(leaf["state"])
         case _:

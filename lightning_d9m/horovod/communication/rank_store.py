@@ -1,15 +1,21 @@
-"""A key-value store of torch on rank 0, to which all ranks connect."""
+"""A key-value store of torch on rank 0, to which all ranks connect, and their status in it."""
 
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from torch import distributed
 
 from lightning_d9m.horovod.communication.transports import find_interface
+from lightning_d9m.recording.rank_liveness import RankLiveness, identify_process
+
+if TYPE_CHECKING:
+    from lightning_d9m.horovod.communication.communicator import Communicator
+
+_LIVENESS_TIMEOUT = timedelta(seconds=10)
 
 
 def connect_store(rank: int, gather: Callable[[Any], list[Any]], timeout: timedelta) -> Any | None:
@@ -29,6 +35,22 @@ def connect_store(rank: int, gather: Callable[[Any], list[Any]], timeout: timede
         with suppress(RuntimeError, OSError):
             store = _open_store(host, port, timeout, is_master=False)
     return store
+
+
+def connect_liveness(communicator: "Communicator") -> RankLiveness | None:
+    """Connect all ranks to a store on rank 0; every rank must call this.
+
+    Returns:
+        None for a single rank, or if a rank cannot connect: then no error names the lost ranks.
+    """
+    if communicator.size == 1:
+        return None
+    store = connect_store(communicator.rank, communicator.gather_objects, _LIVENESS_TIMEOUT)
+    process = (*identify_process(), int(store is not None))
+    gathered = communicator.gather_objects(process)
+    if store is None or not all(is_connected for *_, is_connected in gathered):
+        return None
+    return RankLiveness(store, communicator.rank, [(host, pid) for host, pid, _ in gathered])
 
 
 def _open_store(host: str, port: int, timeout: timedelta, *, is_master: bool) -> Any:
