@@ -241,7 +241,7 @@ REFUSALS = {
     },
     "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
     "changes the buffer 'count'": lambda: {"model": make_counting_model()},
-    "and sums over logical ranks are dense": lambda: {
+    "and gradients are summed as dense tensors": lambda: {
         "model": make_model(
             lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),
             lambda parameters: torch.optim.SGD(parameters, lr=0.1),
