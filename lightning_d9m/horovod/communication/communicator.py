@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import RankLostError, RanksDisagreeError
-from lightning_d9m.horovod.communication.intents import CollectiveIntent, compose_disagreement
+from lightning_d9m.horovod.communication.intents import CollectiveIntent, make_disagreement
 from lightning_d9m.horovod.communication.nccl_transport import NcclTransport, StreamPending
 from lightning_d9m.horovod.communication.transports import (
     HorovodTransport,
@@ -362,9 +362,7 @@ class Communicator:
             )
         gathered = self.gather_objects((intent.activity, intent.items))
         intents = [CollectiveIntent(activity, items) for activity, items in gathered]
-        self.broken = RanksDisagreeError(
-            compose_disagreement(intents), intents=[each.activity for each in intents]
-        )
+        self.broken = make_disagreement(intents)
         raise self.broken
 
     def make_lost_error(self, activity: str, error: Exception) -> RankLostError:

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_d9m.errors import RanksDisagreeError
+
 _MAX_NAMES = 8
 
 
@@ -44,4 +46,11 @@ def compose_disagreement(intents: Sequence[CollectiveIntent]) -> str:
         lines.append(f"  and {len(differing) - _MAX_NAMES} more")
     return "\n".join(
         [f"The ranks do not agree on what takes part in {intents[0].activity}:", *lines]
+    )
+
+
+def make_disagreement(intents: Sequence[CollectiveIntent]) -> RanksDisagreeError:
+    """Return the error that says how the intents of the ranks differ."""
+    return RanksDisagreeError(
+        compose_disagreement(intents), intents=[each.activity for each in intents]
     )

@@ -1,4 +1,4 @@
-"""What an exact resume needs beyond Lightning's own state, in checkpoints; see ``saved_state``."""
+"""The state for an exact resume beyond Lightning's own, in checkpoints; see ``saved_state``."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
