@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from lightning_d9m.hashing import digest as digest_module
 
 pytest.importorskip("triton", reason="the kernel is written in Triton, which Linux alone has")
 
+SUPPORT = Path(__file__).parents[2] / "support"
 PREAMBLE = """
 import json, sys, traceback
 import numpy as np, torch
+from triton_interpreter import spare_repetitions
 from lightning_d9m.hashing import digest as digest_module
 from lightning_d9m.hashing.xxh3 import cpu as chunks_cpu
 from lightning_d9m.hashing.xxh3 import cuda as chunks_cuda
@@ -38,6 +41,7 @@ def check(spans):
     expected = chunks_cpu.hash_chunks(memory)
     differ = [span for span, a, e in zip(spans, actual, expected, strict=True) if a != e]
     assert not differ, differ
+spare_repetitions()
 failures = {}
 for name, script in json.loads(sys.argv[1]).items():
     # The same code on shorter chunks, where the definition's do not matter: interpreting is slow.
@@ -112,6 +116,7 @@ check([(5, CHUNK + 1)])
     "the definition's check before first use": """
 assert chunks_cuda.check_kernel(CPU)
 assert not chunks_cuda.check_kernel(torch.device("cuda"))
+cut(8192)
 chunks_cuda._CONSTANTS[200] ^= 1
 assert not chunks_cuda.check_kernel(CPU)
 chunks_cuda._CONSTANTS[200] ^= 1
@@ -142,7 +147,8 @@ for capability in map(int, sys.argv[1:]):
 @pytest.fixture(scope="module")
 def failures():
     """Run all scripts in one process, and return what went wrong in which."""
-    return json.loads(_run(PREAMBLE, json.dumps(SCRIPTS), TRITON_INTERPRET="1"))
+    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    return json.loads(_run(PREAMBLE, json.dumps(SCRIPTS), TRITON_INTERPRET="1", PYTHONPATH=path))
 
 
 def _run(script, *arguments, **variables):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from forking_python import shared_python
+from triton_interpreter import spare_repetitions
 
 from lightning_d9m.control.threads import threads_pinned
 from lightning_d9m.patches.triton import launch
@@ -74,6 +75,7 @@ def _run_checks(module: str) -> dict[str, str | None]:
     warnings.simplefilter("error")  # a kernel that fails is withdrawn with a warning
     np.seterr(all="ignore")  # masked elements are computed, too
     launch._SMALL_BLOCK = 2048  # the interpreter's time grows with the number of programs
+    spare_repetitions()
     importlib.import_module(module)
     outcomes: dict[str, str | None] = {}
     for name, check in sys.modules["patches.triton.interpreted"]._checks.items():
