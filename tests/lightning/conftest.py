@@ -11,15 +11,6 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.ledger.folder import read_ledger
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imports_frozen() -> Iterator[None]:
-    """Spare the collector what is imported: to look through it takes it a quarter of a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def forgotten_callbacks_collected() -> Iterator[None]:
     """Collect them within the test that forgot them, not in a later one."""
