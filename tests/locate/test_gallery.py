@@ -121,9 +121,7 @@ def shows(found):
         ("draws", (), ("random numbers", 2, "rng", "torch")),
         ("generator", (), ("random numbers", 0, "op", "layers.1::aten.rand.generator")),
         ("clock", (), ("optimizer settings", 5, "optimizer", "0.group.0:lr")),
-        pytest.param(
-            *("thread", (), ("weights", 3, "weight", "layers.0.weight")), marks=pytest.mark.alone
-        ),
+        ("thread", (), ("weights", 3, "weight", "layers.0.weight")),
         ("gradient", (), ("gradients", 6, "gradient", "layers.2.weight")),
         ("empty", (WITHOUT,), ("uninitialized memory", 0, "op", "layers.1")),
     ],

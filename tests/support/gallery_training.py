@@ -91,11 +91,11 @@ class PooledNet(Net):
     def __init__(self):
         super().__init__()
         self.pool = Pool()
-        places = torch.randint(2, (4_000_000,))
+        places = torch.randint(2, (1_000_000,))
         self.register_buffer("places", places)
 
     def training_step(self, batch, _):
-        values = self.layers[0](batch).flatten().repeat(125_000)
+        values = self.layers[0](batch).flatten().repeat(31_250)
         return self.pool(values, self.places).square().sum()
 
 
@@ -170,7 +170,7 @@ class WatchedNet(Net):
         if self.global_step == 3:
             thread = threading.Thread(target=self.smooth)
             thread.start()
-            thread.join(1)  # long enough, one would think
+            thread.join(60)  # long enough, one would think
 
     @torch.no_grad()
     def smooth(self):
