@@ -60,7 +60,8 @@ def test_a_fixed_hash_seed_is_that_of_an_interpreter(forking_python):
     assert run(forking_python, "-c", code, PYTHONHASHSEED="3") == run(
         sys.executable, "-c", code, PYTHONHASHSEED="3"
     )
-    random = [run(forking_python, "-c", code, PYTHONHASHSEED="")[1] for _ in range(2)]
+    assert run(forking_python, "-c", code, PYTHONHASHSEED="") == run(forking_python, "-c", code)
+    random = [run(forking_python, "-c", code, PYTHONHASHSEED="random")[1] for _ in range(2)]
     assert random[0] == random[1] != run(forking_python, "-c", code)[1]
 
 

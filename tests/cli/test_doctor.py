@@ -244,7 +244,9 @@ def test_a_terminal_without_unicode_gets_ascii_marks(monkeypatch):
         assert format_findings([finding]).startswith("x  a name")
 
 
-def test_the_printed_commands_fix_what_variables_can_fix(healthy, monkeypatch, capsys):
+def test_the_printed_commands_fix_what_variables_can_fix(
+    healthy, monkeypatch, capsys, forking_python
+):
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     monkeypatch.setenv("PL_GLOBAL_SEED", "twelve")
     monkeypatch.setenv("OMP_DYNAMIC", "true")
@@ -256,7 +258,7 @@ def test_the_printed_commands_fix_what_variables_can_fix(healthy, monkeypatch, c
     shell = capsys.readouterr().out
     assert "unset PL_GLOBAL_SEED\n" in shell
     done = subprocess.run(
-        ["bash", "-c", f'{shell}\nexec "$0" -m lightning_d9m doctor --json', sys.executable],
+        ["bash", "-c", f'{shell}\nexec "$0" -m lightning_d9m doctor --json', forking_python],
         capture_output=True,
         text=True,
         check=False,

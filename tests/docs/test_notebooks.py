@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from nbclient.exceptions import CellExecutionError
 from scripts import load_script
 
 from lightning_d9m.cli.main import build_parser
@@ -18,15 +17,21 @@ from lightning_d9m.cli.main import build_parser
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
-run_notebooks = load_script("docs/run_notebooks.py")
 notebook_pages = load_script("docs/notebook_pages.py")
+
+
+@pytest.fixture(scope="module")
+def run_notebooks():
+    """The script; it imports jsonschema, which takes it two seconds."""
+    return load_script("docs/run_notebooks.py")
 
 
 @pytest.fixture(autouse=True)
 def as_a_user(monkeypatch, forking_python):
-    """Let the kernel find ``d9m`` and a ``python`` that starts at once."""
+    """Let the kernel and its ``python`` start at once, and find ``d9m``."""
     folders = (str(Path(program).parent) for program in (forking_python, sys.executable))
     monkeypatch.setenv("PATH", os.pathsep.join((*folders, os.environ["PATH"])))
+    monkeypatch.setattr(sys, "executable", forking_python)  # Jupyter starts it
     # With CI set, pytest does not shorten the lines of its summary.
     for name in (
         "CI",
@@ -66,14 +71,16 @@ def mask(output):
     ids=lambda path: path.stem,
 )
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client, which is not ours
-def test_a_notebook_runs_and_shows_what_its_file_shows(path, tmp_path):
+def test_a_notebook_runs_and_shows_what_its_file_shows(path, tmp_path, run_notebooks):
     notebook = run_notebooks.run_notebook(path, tmp_path)
     run_notebooks.clean(notebook, (tmp_path, ROOT, Path(sys.base_prefix)))
     assert outputs(notebook) == outputs(json.loads(path.read_text()))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_cell_that_fails_is_found(tmp_path):
+def test_a_cell_that_fails_is_found(tmp_path, run_notebooks):
+    from nbclient.exceptions import CellExecutionError
+
     path = tmp_path / "wrong.ipynb"
     cells = json.loads(NOTEBOOKS[0].read_text())
     code = {"cell_type": "code", "id": "one", "metadata": {}, "outputs": []}

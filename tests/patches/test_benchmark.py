@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,21 +164,42 @@ def test_a_command_that_fails_keeps_no_other_from_running(suite, modules, tmp_pa
     assert files["good.log"].endswith("good.jsonl\n")
 
 
-def test_a_command_that_takes_too_long_is_interrupted_and_may_continue(suite, modules, tmp_path):
+class LatePopen(subprocess.Popen):
+    """A command whose time is over when it has written something."""
+
+    def __init__(self, *words, stdout, **settings):
+        self._log, self._is_late = Path(stdout.name), False
+        super().__init__(*words, stdout=stdout, **settings)
+
+    def wait(self, timeout=None):
+        if timeout is None or self._is_late:
+            return super().wait(timeout)
+        self._is_late = True
+        while not self._log.stat().st_size:
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_a_command_that_takes_too_long_is_interrupted_and_may_continue(
+    suite, modules, monkeypatch, tmp_path
+):
     """Nothing of it survives, and a later call goes on if the command can."""
     code = "import time; print('begun', flush=True); time.sleep(600)"
     commands = {
         "tests": command(modules, code, continues=True),
         "paper": command(modules, code),
     }
-    seconds = modules[2].NO_TIME + 3
-    made = suite(commands, seconds=seconds)
-    assert made.run(["tests"]) == 3
-    assert made.journal.of_part("tests")[0]["state"] == "unfinished"
-    alone = suite(commands, seconds=seconds)
-    assert alone.run(["paper"]) == 1
-    assert alone.journal.of_part("paper")[0]["state"].startswith("ended after ")
-    late = suite(commands, seconds=seconds)
+    seconds = modules[2].NO_TIME + LONG
+    with monkeypatch.context() as patch:
+        patch.setattr(modules[2], "subprocess", SimpleNamespace(**vars(subprocess)))
+        patch.setattr(modules[2].subprocess, "Popen", LatePopen)
+        made = suite(commands, seconds=seconds)
+        assert made.run(["tests"]) == 3
+        assert made.journal.of_part("tests")[0]["state"] == "unfinished"
+        alone = suite(commands, seconds=seconds)
+        assert alone.run(["paper"]) == 1
+        assert alone.journal.of_part("paper")[0]["state"].startswith("ended after ")
+    late = suite(commands, seconds=modules[2].NO_TIME + 3)
     assert late.run(["speed", "tests"]) == 3  # as the second part it needs more time
     assert read_archive(tmp_path / "out")["tests.log"].startswith("begun\n")
 
@@ -247,7 +269,7 @@ def test_the_rows_of_the_paper_outlive_an_interruption(monkeypatch, tmp_path):
     assert measured[4:] == ["a", "b", "c"]
 
 
-def run_suite(folder, *arguments, python=sys.executable):
+def run_suite(folder, *arguments, python):
     return subprocess.run(
         ["bash", FOLDER / "gpu_suite.sh", folder, *arguments],
         env={**os.environ, "PYTHON": str(python), "OMP_NUM_THREADS": "1"},
@@ -259,18 +281,19 @@ def run_suite(folder, *arguments, python=sys.executable):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_the_suite_needs_a_device(tmp_path):
+def test_the_suite_needs_a_device(tmp_path, forking_python):
     """It says so, and runs nothing."""
-    done = run_suite(tmp_path / "out")
+    done = run_suite(tmp_path / "out", python=forking_python)
     assert done.returncode == 2
     assert "finds no torch with a CUDA device (set PYTHON to another one" in done.stderr
     assert done.stdout == ""
 
 
-def test_rows_are_measured_on_a_cpu(tmp_path):
+def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     """One op through the real worker, with graphs built under the flag."""
     parts = ["facts", "smoke", "determinism", "speed", "digest", "graphs"]
-    done = run_suite(tmp_path / "out", *parts, "--dry-run", "--only", "adaptive_max_pool3d")
+    words = (*parts, "--dry-run", "--only", "adaptive_max_pool3d")
+    done = run_suite(tmp_path / "out", *words, python=forking_python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     journal = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
     rows = {(row["part"], row["task"]): row for row in map(json.loads, journal)}
@@ -286,9 +309,9 @@ def test_rows_are_measured_on_a_cpu(tmp_path):
     assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 6
 
 
-def test_sums_over_two_processes_are_rows(tmp_path):
+def test_sums_over_two_processes_are_rows(tmp_path, forking_python):
     """By Gloo; a machine with one device says so."""
-    script = [sys.executable, FOLDER / "several_gpus.py", "--calls", "2", "-o", tmp_path]
+    script = [forking_python, FOLDER / "several_gpus.py", "--calls", "2", "-o", tmp_path]
     more = ["--device", "cpu", "--no-trainings"]
     done = subprocess.run([*script, *more], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -298,8 +321,8 @@ def test_sums_over_two_processes_are_rows(tmp_path):
     assert all((row["outputs"], row["equal_ranks"]) == (1, True) for row in rows)
 
 
-def test_an_unknown_part_is_refused(tmp_path):
-    done = run_suite(tmp_path / "out", "pathces", "--dry-run")
+def test_an_unknown_part_is_refused(tmp_path, forking_python):
+    done = run_suite(tmp_path / "out", "pathces", "--dry-run", python=forking_python)
     assert done.returncode == 2
     assert "no such part: pathces; the parts are facts, smoke, " in done.stderr
 
@@ -333,7 +356,8 @@ def test_every_part_of_a_dry_run_is_reported(tmp_path):
     """In calls that continue each other, on a CUDA build of torch without a device."""
     for _ in range(20):
         done = run_suite(
-            tmp_path / "out", "--dry-run", "--only", "adaptive_max_pool3d", "--seconds", "240"
+            *(tmp_path / "out", "--dry-run", "--only", "adaptive_max_pool3d", "--seconds", "240"),
+            python=sys.executable,
         )
         if done.returncode != 3:
             break

@@ -4,7 +4,8 @@ An interpreter that imports torch and Lightning takes 3 to 5 s of CPU time befor
 anything. A server imports them once; each program then runs in a fork of it. ``ForkingPython``
 writes a program ``python`` that any command can start: ``d9m repeat -- python train.py``, ranks
 of torch's DDP, ``horovodrun``. It understands ``python SCRIPT``, ``-c CODE`` and ``-m MODULE``,
-also after ``-W ACTION``, ``-B`` and ``-u``, which torchrun and multiprocessing give.
+also after ``-W ACTION``, ``-B``, ``-u`` and ``-XNAME``, which torchrun, multiprocessing and Jupyter
+give.
 
 A fork has the arguments, variables, folder, pipes and signals of the process that stands for it
 (``forking_client.py``), and is killed if that process is. It differs from a new interpreter in
@@ -14,7 +15,8 @@ these points; a test of one of them starts ``sys.executable``:
   ``LIGHTNING_D9M=1`` takes effect when the fork begins.
 - Lightning has found the entry points of callbacks, and no file waits for the disk
   (left_out_work.py).
-- ``PYTHONHASHSEED`` is 0 or the server's random one, which all its forks share.
+- Without ``PYTHONHASHSEED`` the seed is 0. With ``random`` it is the server's, which all its forks
+  share.
 - The fork is a child of the server, not of the process that stands for it.
 """
 
@@ -68,8 +70,8 @@ class ForkingPython:
         client = shlex.join([sys.executable, "-I", "-S", str(_CLIENT)])
         Path(self.path).write_text(f"""#!/bin/sh
 case "$PYTHONHASHSEED" in
-0) exec {client} {self._folder}/0 "$@";;
-""|random) exec {client} {self._folder}/random "$@";;
+""|0) exec {client} {self._folder}/0 "$@";;
+random) exec {client} {self._folder}/random "$@";;
 *) exec {shlex.quote(sys.executable)} "$@";;
 esac
 """)
@@ -78,7 +80,9 @@ esac
     def _start(self, seed, modules):
         foreign = ("LIGHTNING_D9M", "PL_", "PYTEST_", "PYTHONHASHSEED")
         variables = {n: v for n, v in os.environ.items() if not n.startswith(foreign)}
-        variables |= {"OMP_NUM_THREADS": "1"} | ({"PYTHONHASHSEED": "0"} if seed == "0" else {})
+        # Threads that wait leave the cores to other tests. torch reads this when it is imported.
+        variables |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        variables |= {"PYTHONHASHSEED": "0"} if seed == "0" else {}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self._folder / seed))
             listener.listen(64)
@@ -202,7 +206,7 @@ def _end(status):
 
 
 def _execute(arguments):
-    while arguments[0] in ("-B", "-W", "-u"):
+    while arguments[0] in ("-B", "-W", "-u") or arguments[0].startswith("-X"):
         option, *arguments = arguments
         if option == "-W":
             warnings._setoption(arguments.pop(0))

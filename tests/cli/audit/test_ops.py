@@ -295,7 +295,14 @@ def test_a_foreign_file_is_left_alone(tmp_path):
     assert file.read_text() == "hello\n"
 
 
-def test_the_real_worker(tmp_path, capsys):
+@pytest.fixture
+def forked_worker(monkeypatch, forking_python):
+    """Start the real worker as a fork, which has imported torch."""
+    command = [forking_python, *worker_process._WORKER[1:]]
+    monkeypatch.setattr(worker_process, "_WORKER", command)
+
+
+def test_the_real_worker(tmp_path, capsys, forked_worker):
     """One op, measured in a real worker process."""
     words = ["audit", "ops", "--quick", "--ops", "cumsum", "-o", str(tmp_path), "--json"]
     assert main(words) == 0
@@ -305,7 +312,7 @@ def test_the_real_worker(tmp_path, capsys):
     assert result["rows"][0]["conditions"]["patched"]["spread"]["distinct"] == 1
 
 
-def test_the_worker_says_what_cannot_be_and_no_folder_is_left(tmp_path, capsys):
+def test_the_worker_says_what_cannot_be_and_no_folder_is_left(tmp_path, capsys, forked_worker):
     """cli/test_refusals.py has the other refusals of the worker."""
     folder = tmp_path / "new" / "folder"
     assert main(["audit", "ops", "--quick", "-o", str(folder), "--ops", "no_such_op"]) == 2

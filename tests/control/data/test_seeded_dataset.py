@@ -1,6 +1,7 @@
 """What workers and single samples draw depends on (seed, fit, rank, epoch, index) alone."""
 
 import functools
+import os
 import random
 
 import numpy as np
@@ -190,6 +191,13 @@ def test_a_worker_function_that_sets_attributes_reaches_the_users_dataset(worker
     control.release()
 
 
+@pytest.fixture
+def spawned_quickly(monkeypatch, forking_python):
+    """Let ``spawn`` and ``forkserver`` start a Python that has imported torch."""
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python))
+
+
+@pytest.mark.usefixtures("spawned_quickly")
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_every_way_to_start_workers_draws_the_same(context):
     workers = WORKERS[1]
@@ -211,6 +219,7 @@ def mark(worker, *, by):
     get_worker_info().dataset.mark = random.random() + by
 
 
+@pytest.mark.usefixtures("spawned_quickly")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_the_users_function_for_workers_is_kept_and_called(context):
     def found(by):
