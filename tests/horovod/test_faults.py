@@ -1,6 +1,7 @@
 """If one rank fails, every rank ends, names the cause, and leaves a readable ledger."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from process_end import has_ended
@@ -26,21 +27,38 @@ FAULTS = {
     "killed": (rf"{LOST}.*Rank 1 \(process \d+\) was killed or exited\.", None),
     "hung": (rf"{LOST}.*Rank 1 \(process \d+\) runs, but did not respond within 3 s", None),
 }
+HUNG = ("torch", "hung")
 # The faults of one launch. After one that ends a process, nothing can follow; after one that leaves
 # a collective of Horovod's pending, neither.
 LAUNCHES = [
     ("torch", *list(FAULTS)[:7]),
     ("torch", "killed"),
-    ("torch", "hung"),
     ("horovod", "raising"),
     ("horovod", "killed"),
+    HUNG,
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hung(horovodrun, tmp_path_factory):
+    """Start the launch that waits for a rank that hangs, beside the others.
+
+    Returns:
+        Its folder, and the future of its status and output.
+    """
+    folder = tmp_path_factory.mktemp("hung")
+    with ThreadPoolExecutor(1) as pool:
+        yield folder, pool.submit(horovodrun, 2, "faults.py", folder, *HUNG)
+
+
 @pytest.mark.parametrize("launch", LAUNCHES, ids="-".join)
-def test_every_rank_ends_with_the_cause(horovodrun, tmp_path, launch):
+def test_every_rank_ends_with_the_cause(horovodrun, tmp_path, hung, launch):
     """The launcher returns, no process is left, and the errors name the fault."""
-    status, output = horovodrun(2, "faults.py", tmp_path, *launch)
+    if launch == HUNG:
+        tmp_path, ended = hung
+        status, output = ended.result()
+    else:
+        status, output = horovodrun(2, "faults.py", tmp_path, *launch)
     assert status != 0
     for fault in launch[1:]:
         for rank, expected in enumerate(FAULTS[fault]):

@@ -98,10 +98,18 @@ esac
         shutil.rmtree(self._folder)
 
 
-@cache
+_STARTING = threading.Lock()
+
+
 def shared_python(*modules):
     """Return the program ``python`` that all tests of this process share, by its modules."""
-    python = ForkingPython(modules or TRAINING)
+    with _STARTING:
+        return _start_python(modules or TRAINING)
+
+
+@cache
+def _start_python(modules):
+    python = ForkingPython(modules)
     atexit.register(python.end)
     return python.path
 

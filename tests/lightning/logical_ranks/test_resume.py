@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from forking_python import shared_python
 from rank_processes import run_ranks, start_agents, start_ranks
 
 from lightning_d9m import compare, read_ledger
@@ -22,7 +21,6 @@ def elastic(tmp_path_factory):
     Returns:
         The folder of their training, and the future of their statuses and outputs.
     """
-    shared_python()  # in this thread, for all
     path = tmp_path_factory.mktemp("elastic")
     agents = [{}, {"ELASTIC_KILLED": "1"}]
     with ThreadPoolExecutor(1) as pool:

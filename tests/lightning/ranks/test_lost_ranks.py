@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from forking_python import shared_python
 from torch import distributed
 from two_ranks import start_two_ranks
 
@@ -32,7 +31,6 @@ def launches(tmp_path_factory):
     Returns:
         By the way, the folder, the statuses and the output of a launch.
     """
-    shared_python()  # in this thread, for all
     folders = {way: tmp_path_factory.mktemp("lost") / way for way in STATES}
     for folder in folders.values():
         folder.mkdir()
