@@ -7,6 +7,7 @@ import shlex
 from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
+from lightning_d9m.launch.status_line import show_progress
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.comparison_text import (
     format_comparison,
@@ -16,7 +17,6 @@ from lightning_d9m.output.comparison_text import (
 from lightning_d9m.output.distance_table import format_distances, list_distances
 from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import find_command, format_next_steps, list_next_steps
-from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.terminal import print_lines, terminal_width
 from lightning_d9m.text import printable
 

@@ -12,10 +12,10 @@ from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.run import Run, read_runs
+from lightning_d9m.launch.status_line import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.output.distance_table import list_distances
 from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page
-from lightning_d9m.output.progress import show_progress
 from lightning_d9m.output.repeat_text import RepeatReport
 from lightning_d9m.output.terminal import print_lines
 from lightning_d9m.text import printable

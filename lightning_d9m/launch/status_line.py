@@ -1,6 +1,8 @@
 """One line on standard error that is rewritten in place, on a terminal only."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,3 +44,10 @@ class StatusLine:
     def __exit__(self, *_: object) -> None:
         if self.live:
             self._display.stop()
+
+
+@contextmanager
+def show_progress(what: str) -> Iterator[Callable[[int], None] | None]:
+    """Yield a function that shows how many items ("records compared"); None without a terminal."""
+    with StatusLine() as line:
+        yield (lambda done: line.update(f"{done:,} {what}")) if line.live else None
