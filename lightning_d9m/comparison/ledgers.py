@@ -220,13 +220,7 @@ class _Tally:
         self.batch = number
 
     def count_alone(self, side: str, count: int, first: str) -> None:
-        """Count what only one run has.
-
-        Args:
-            side: The attribute, such as ``"only_actual"``.
-            count: Number of records or places.
-            first: Description of the first of them.
-        """
+        """Count what only one run has."""
         known: OneSided = getattr(self.found, side)
         setattr(self.found, side, OneSided(known.count + count, known.first or first))
 

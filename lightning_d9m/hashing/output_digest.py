@@ -49,9 +49,6 @@ class LogicalOutputDigest:
 
     The digest is XXH3-128 over one line for each logical rank, in their order: its number, and the
     digest of its outputs.
-
-    Args:
-        block: The logical ranks of this process.
     """
 
     def __init__(self, block: range) -> None:

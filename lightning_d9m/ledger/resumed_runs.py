@@ -51,10 +51,6 @@ class LineageReader(RankReader):
     """Streams the file of a resumed run after those of the runs that it continues.
 
     The header, ``complete`` and ``line`` are those of the last file.
-
-    Args:
-        path: The file of the last run.
-
     """
 
     def __init__(self, path: Path) -> None:

@@ -173,11 +173,6 @@ def resolve(  # noqa: PLR0911 - one case for each kind of binding
 ) -> str | None:
     """Return the full name of an expression's value, such as ``torch.nn.Conv2d``.
 
-    Args:
-        node: The expression.
-        scope: Where it stands.
-        depth: How many aliases may still be followed.
-
     Returns:
         None where it cannot be read: a parameter, the result of a call, a local definition.
     """

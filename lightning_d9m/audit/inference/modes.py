@@ -22,11 +22,6 @@ def count_distinct_outputs(
 ) -> tuple[int, dict[int, int]]:
     """Evaluate without hooks, and count distinct outputs and differing samples.
 
-    Args:
-        subject: The model and its samples.
-        sizes: The batch sizes, 1 first.
-        evaluate: Returns the digest of each sample of a batch.
-
     Returns:
         The greatest number of distinct outputs of a sample, 0 if the outputs cannot be assigned to
         samples; and by batch size the number of samples whose output differs from that of a batch

@@ -64,10 +64,6 @@ class AddressTable:
 
     Keep this object for memory that is hashed repeatedly: it is copied to the device once.
 
-    Args:
-        memory: Addresses and sizes in bytes.
-        device: The device of the memory.
-
     Attributes:
         chunks: The number of chunks.
         bounds: Begin and end of each span's chunk digests, in bytes.

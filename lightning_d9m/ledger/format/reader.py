@@ -48,9 +48,6 @@ _TAIL = len(b',"check":"0123456789abcdef"}\n')
 class RankReader(AbstractContextManager["RankReader"]):
     """Streams one rank's file once, verifying the chain; memory is bounded by the longest record.
 
-    Args:
-        path: The file.
-
     Attributes:
         path: The file of the records.
         header: Its first record.
