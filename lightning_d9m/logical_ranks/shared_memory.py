@@ -33,10 +33,7 @@ class SharedMemory:
     The processes wait for each other by sockets, so that the end of a process is an error in all
     others at once.
 
-    Args:
-        memory: The memory of all processes.
-        sockets: One to each other process, of which this object becomes the owner.
-        slot_bytes: The size of a slot.
+    The sockets, one to each other process, become this object's.
 
     Attributes:
         own_bytes: The size of the memory of one process.

@@ -28,10 +28,7 @@ from lightning_d9m.recording.replicated_state import ReplicatedState
 class Policy:
     """The reference of a run, and the effect of differences.
 
-    Attributes:
-        reference: Ledger of an earlier run; None for none.
-        on_drift: ``"raise"`` or ``"warn"``.
-        on_stack_difference: ``"raise"``, ``"warn"`` or ``"ignore"``.
+    ``reference`` is the ledger of an earlier run; None for none.
 
     Raises:
         SettingError: If a value is not allowed.

@@ -75,11 +75,8 @@ def write_numbers(dataset: object, numbers: Mapping[str, Mapping[str, float]]) -
 class WatchedIterator:
     """An iterator over a dataset in a worker, which reports if iterating changes its numbers.
 
-    Args:
-        dataset: The dataset.
-        iterator: What its ``__iter__`` returned.
-        before: Its numbers before that.
-        report: Called when they have changed.
+    ``before`` has the numbers of the dataset before its ``__iter__`` returned the iterator;
+    ``report`` is called when they have changed.
     """
 
     def __init__(

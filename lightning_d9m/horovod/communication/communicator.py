@@ -48,9 +48,8 @@ _normal_tensors = torch.inference_mode(mode=False)
 class Communicator:
     """The collectives of one run.
 
-    Args:
-        hvd: The module ``horovod.torch``, initialized.
-        grace: Seconds for which a rank that failed waits for the others to learn why.
+    ``hvd`` is the module ``horovod.torch``, initialized. For ``grace`` seconds a rank that
+    failed waits for the others to learn why.
 
     Attributes:
         broken: The error after which no collective works any more, or None.

@@ -124,11 +124,8 @@ class TorchTransport:
     which may be pending when a rank starts something else, have one group, and agreements and
     gathers have another, in which a collective may wait until the last rank joins it.
 
-    Args:
-        rank: This rank.
-        size: The number of ranks.
-        gather: Gathers an object from all ranks; used to exchange the addresses.
-        limit_seconds: A sum or a broadcast that takes longer fails.
+    ``gather`` gathers an object from all ranks, to exchange the addresses. A sum or a broadcast
+    that takes longer than the limit fails.
     """
 
     supports_unbounded_wait = True

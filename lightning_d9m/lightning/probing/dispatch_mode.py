@@ -48,10 +48,8 @@ _FOREIGN = (
 class _Origin(NamedTuple):
     """The origin of an op.
 
-    Attributes:
-        modules: The modules around it, innermost last.
-        source: The line of the program.
-        backward: Whether it computes the gradient of what that line called.
+    The modules are those around it, innermost last; ``backward`` says whether it computes the
+    gradient of what the line called.
     """
 
     modules: tuple[str, ...]

@@ -17,10 +17,8 @@ _LONGEST = 4096
 class FitSummary:
     """The last fit in a few words.
 
-    Attributes:
-        ledger: The ledger's folder; None before a fit.
-        digest: The digest of the weights in the last record; None before the first.
-        epochs: Number of epochs that were recorded.
+    The digest is that of the weights in the last record; the number of epochs that of those
+    recorded.
     """
 
     ledger: str | None = None
