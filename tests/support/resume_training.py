@@ -14,8 +14,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from trainings import QUIET, make_loader, make_model
+from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.control import session
@@ -60,8 +59,7 @@ def fit(what):
     if what not in {"straight", "resumed"}:
         callbacks.append(Ending(what))
     if what in SIGNALS:
-        saver = ModelCheckpoint(folder, filename=checkpoint.stem, save_on_exception=True)
-        callbacks.append(saver)
+        callbacks.append(make_exception_saver(folder, checkpoint.stem))
         words["enable_checkpointing"] = True
     trainer = L.Trainer(
         **words,

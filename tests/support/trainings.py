@@ -79,3 +79,13 @@ def make_model(package: str = "lightning.pytorch", **overrides: Any) -> Any:
 def make_loader(*, size: int = 96, shuffle: bool = True, **settings: Any) -> DataLoader:
     """Build a loader of 6 batches."""
     return DataLoader(NoisyDigits(size), batch_size=16, shuffle=shuffle, **settings)
+
+
+def make_exception_saver(folder, name):
+    """Return the callback that saves a checkpoint where an exception ends a fit."""
+    from lightning.pytorch import callbacks
+
+    try:
+        return callbacks.ModelCheckpoint(folder, filename=name, save_on_exception=True)
+    except TypeError:  # before Lightning 2.6
+        return callbacks.OnExceptionCheckpoint(folder, name)

@@ -178,6 +178,7 @@ def _saves_within_epochs(trainer: "Trainer") -> bool:
     return any(
         lightning_private.saves_between_batches(callback)
         or getattr(callback, "save_on_exception", False)
+        or has_base(callback, "OnExceptionCheckpoint")
         or trainer.val_check_interval != 1.0
         for callback in trainer.checkpoint_callbacks
     )

@@ -9,7 +9,7 @@ from ledger_runs import find_breaks
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from resuming import Fits, agree, evidence, stream
-from trainings import QUIET, make_loader, make_model
+from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
 from lightning_d9m.errors import CheckpointError, InexactResumeError
@@ -106,7 +106,7 @@ def test_a_run_without_the_callback_reads_it_too(fits):
     assert trainer.current_epoch == 3
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")
 def test_a_checkpoint_of_an_exception_is_resumed(fits):
     """Lightning saves it when our callback has given everything back."""
 
@@ -115,14 +115,14 @@ def test_a_checkpoint_of_an_exception_is_resumed(fits):
             if trainer.global_step == 8:
                 trainer._signal_connector.received_sigterm = True
 
-    saver = ModelCheckpoint(fits.folder / "saved", save_on_exception=True, filename="ended")
+    saver = make_exception_saver(fits.folder / "saved", "ended")
     straight, _ = fits.straight()
     with pytest.raises(SIGTERMException):
         fits.fit(extra=[Ended(), saver], enable_checkpointing=True)
     agree(straight, fits.fit(resume=fits.folder / "saved" / "ended.ckpt"))
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")
 def test_a_checkpoint_of_half_a_batch_is_refused(fits):
     """It is saved where a training step fails, or is interrupted by Ctrl-C."""
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_half_a_batch_is_refused(fits):
             raise ZeroDivisionError
         return self.layers(batch[0]).square().mean()
 
-    saver = ModelCheckpoint(fits.folder / "saved", save_on_exception=True, filename="ended")
+    saver = make_exception_saver(fits.folder / "saved", "ended")
     model = partial(make_model, training_step=step)
     with pytest.raises(ZeroDivisionError):
         fits.fit(model=model, extra=[saver], enable_checkpointing=True)

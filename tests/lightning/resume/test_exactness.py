@@ -6,7 +6,13 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+)
 from resuming import DrawingDigits, Fits, agree, in_order, stream
 from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, NoisyDigits, make_loader, make_model
@@ -121,10 +127,13 @@ def test_pruned_weights_that_are_saved_without_their_masks_are_named(fits):
 class TestForetold:
     """Before a run trains that could not be resumed within an epoch."""
 
-    def test_it_is_said_where_checkpoints_are_saved_there(self, fits, caplog):
+    @pytest.mark.filterwarnings("ignore:.*ckpt_path:UserWarning")
+    @pytest.mark.parametrize(
+        "make", [partial(ModelCheckpoint, every_n_train_steps=2), OnExceptionCheckpoint]
+    )
+    def test_it_is_said_where_checkpoints_are_saved_there(self, fits, caplog, make):
         every = {"enable_checkpointing": True, "max_epochs": 1}
-        often = ModelCheckpoint(fits.folder, every_n_train_steps=2)
-        fits.fit(loader=stream, extra=[often], **every)
+        fits.fit(loader=stream, extra=[make(fits.folder)], **every)
         assert "could not be resumed exactly" in caplog.text
         assert "StatefulDataLoader" in caplog.text
 
