@@ -36,6 +36,9 @@ _WITHOUT += ("-k", "not legacy")
 
 # Tests of what determinism must change, by pattern of their names, with the reasons.
 UNFAIR = {
+    "callbacks.test_timer::test_timer_resume_training": (
+        "resumes a fit that a Timer ended within an epoch, if 200 ms do not suffice for the epoch"
+    ),
     "core.test_metric_result_integration::test_result_collection_reload*": "resumes within a batch",
     "loops.optimization.test_automatic_loop::test_skip_training_step_not_allowed*": (
         "sets the world size to 2 in a single process, in which no second rank can be compared"
@@ -146,7 +149,7 @@ def update(earlier: dict[str, Any], result: dict[str, Any], tests: Path) -> dict
     }
     broken = kept | result["broken"]
     again = {name: result[name] for name in ("date", "versions", "parts", "passed")}
-    passed = earlier["passed"] + len(before.keys() - broken.keys())
+    passed = earlier["passed"] + len(before) - len(broken)
     return {**earlier, "passed": passed, "broken": broken, "again": again}
 
 
