@@ -3,9 +3,10 @@
 import pytest
 import torch
 from ledger_runs import find_breaks
-from resuming import Fits, agree
+from resuming import Fits, agree, make_saver
 from torch import nn
-from trainings import make_model
+from torch.utils.data import DataLoader
+from trainings import NoisyDigits, make_model
 
 from lightning_d9m import InexactResumeError
 from lightning_d9m.lightning.saved_state import SavedState
@@ -92,3 +93,23 @@ def test_one_that_zeroes_them_is_resumed_and_saves_none(fits, make, zero, place)
     saved = SavedState.from_checkpoint(torch.load(fits.checkpoint, weights_only=True))
     assert set(saved.ranks[0].gradients.values()) == {None}
     agree(straight, fits.resume(**model))
+
+
+class Unreadable(NoisyDigits):
+    """A dataset whose files cannot be read."""
+
+    def __getitem__(self, index):
+        raise OSError("disk")
+
+
+def test_a_checkpoint_before_the_first_batch_leaves_them_out_too(fits):
+    """Until then a stand-in of NaN watches each."""
+    model = {"model": manual} | WORDS
+    fits.interrupt(**model, at=WITHIN)
+    saver = make_saver(fits.checkpoint, hook="on_exception", stop=False)
+    broken = {"loader": lambda: DataLoader(Unreadable(), 16), "enable_checkpointing": True}
+    with pytest.raises(OSError, match="disk"):
+        fits.resume(**model | broken, extra=[saver])
+    assert saver.saved
+    saved = SavedState.from_checkpoint(torch.load(fits.checkpoint, weights_only=True))
+    assert set(saved.ranks[0].gradients.values()) == {None}
