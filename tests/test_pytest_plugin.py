@@ -156,6 +156,8 @@ def test_an_unknown_policy_is_a_usage_error(suite):
     result.stderr.fnmatch_lines(["*'ignore'; allowed: fail or skip*"])
 
 
+# Plugins that only take time: each pytest imports them in a second.
+OTHERS = [f"-pno:{name}" for name in ("anyio", "hydra_pytest", "hypothesispytest")]
 PLUGINS = """
 import random, pytest, torch
 
@@ -178,11 +180,11 @@ def test_it_gets_on_with_xdist_and_randomly(pytester):
     with deterministic(seed=5):
         words = {"python": random.random(), "torch": torch.rand(1).item()}
     pytester.makepyfile(PLUGINS.format(**words))
-    result = pytester.runpytest_subprocess("--randomly-seed=1", "-n", "1")
+    result = pytester.runpytest_subprocess(*OTHERS, "--randomly-seed=1", "-n", "1")
     result.assert_outcomes(passed=6)
     result.stdout.fnmatch_lines(["plugins:*randomly*xdist*"])
 
 
 def test_a_suite_that_does_not_use_it_loads_no_torch(pytester):
     pytester.makepyfile("import sys\ndef test_it(): assert 'torch' not in sys.modules")
-    pytester.runpytest_subprocess("-p", "no:randomly").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess(*OTHERS, "-p", "no:randomly").assert_outcomes(passed=1)
