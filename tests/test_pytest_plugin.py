@@ -2,6 +2,7 @@
 
 import pytest
 
+import lightning_d9m.lightning.callback  # noqa: F401 - what an inner pytest imports, it forgets
 from lightning_d9m.control import environment
 
 TRAINING = """
