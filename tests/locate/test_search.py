@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_d9m.comparison.probe_diff import PlaceDifference
+from lightning_d9m.comparison.record_diff import FieldDifference
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.locate import op_evidence, samples, source_scan
 from lightning_d9m.locate import search as search_module
@@ -283,7 +284,7 @@ def test_lines_are_at_most_80_columns_wide():
 
 def test_a_different_stack_is_shown_and_ends_the_search():
     other = pair("weights", moment="initial")
-    other.comparison.stack = (SimpleNamespace(field="threads", expected=1, actual=2),)
+    other.comparison.stack = (FieldDifference("threads", 1, 2, (0,)),)
     found, looks = search(other)
     assert (found.cause.kind, len(looks)) == ("stack", 1)
     assert "  threads" in describe(found, determinism=True)

@@ -1,5 +1,6 @@
 """The aten ops that the replacements call, and the reason why each is deterministic."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -124,11 +125,13 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
             module = import_module(path.split(":")[0])
             name = path.split(":")[1]
             patch.setattr(module, name, observe(path, getattr(module, name)))
-        build = gather_tables._build_on_device
+        build = gather_tables.cached_on_device
 
         def prepare(*args: object) -> object:
             with _disable_current_modes():
                 return build(*args)
 
-        patch.setattr(gather_tables, "_build_on_device", prepare)
+        for module in list(sys.modules.values()):
+            if getattr(module, "cached_on_device", None) is build:
+                patch.setattr(module, "cached_on_device", prepare)
         yield judge, ran
