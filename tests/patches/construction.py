@@ -132,6 +132,6 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
                 return build(*args)
 
         for module in list(sys.modules.values()):
-            if getattr(module, "cached_on_device", None) is build:
+            if getattr(module, "__dict__", {}).get("cached_on_device") is build:
                 patch.setattr(module, "cached_on_device", prepare)
         yield judge, ran
