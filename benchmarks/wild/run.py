@@ -5,9 +5,10 @@
 ENVIRONMENT is the folder of a virtual environment. If it is not there, it is made, with the
 libraries of requirements.txt and this package. Each program beside this file runs there, unchanged,
 in an empty folder. The parts: ``repeat`` runs ``d9m repeat``, ``interrupt`` runs
-``d9m repeat --interrupt``, and ``overhead`` alternates plain runs with runs under
-``LIGHTNING_D9M=1`` and compares the time of ``Trainer.fit`` by pairs. benchmarks/results/wild.json
-keeps the results; a part that does not run keeps what was there.
+``d9m repeat --interrupt``, and ``overhead`` alternates plain runs, runs with torch's deterministic
+algorithms alone, and runs under ``LIGHTNING_D9M=1``, and compares the time of ``Trainer.fit``
+within each round. benchmarks/results/wild.json keeps the results; a part that does not run keeps
+what was there.
 """
 
 import argparse
@@ -97,31 +98,34 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def measure(python: Path, program: str, package: str, rounds: int) -> dict[str, Any]:
-    """Alternate plain and determined runs; return medians of the ratios of their fits' times."""
+    """Alternate the modes of a run; return medians of the ratios of their fits' times."""
+    modes = ["plain", "torch", "d9m"]
     times: list[dict[str, dict[str, float]]] = []
-    modes: list[dict[str, str]] = [{}, {"LIGHTNING_D9M": "1"}]
     for number in range(rounds):
-        pair = {}
-        for variables in modes if number % 2 else modes[::-1]:
-            pair["with" if variables else "without"] = time_once(
-                python, program, package, variables
-            )
-        times.append(pair)
+        order = modes if number % 2 else modes[::-1]
+        times.append({mode: time_once(python, program, package, mode) for mode in order})
     result: dict[str, Any] = {"rounds": rounds}
     for clock in ("cpu", "wall"):
-        ratios = sorted(pair["with"][clock] / pair["without"][clock] for pair in times)
-        quartiles = statistics.quantiles(ratios, n=4, method="inclusive")
+        plain = statistics.median(found["plain"][clock] for found in times)
         result[clock] = {
-            "ratio": round(statistics.median(ratios), 3),
-            "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
-            "plain_seconds": round(statistics.median(p["without"][clock] for p in times), 2),
+            **compare_modes(times, clock, "d9m", "plain"),
+            "over_torch": compare_modes(times, clock, "d9m", "torch"),
+            "torch": compare_modes(times, clock, "torch", "plain"),
+            "plain_seconds": round(plain, 2),
         }
     return result
 
 
-def time_once(
-    python: Path, program: str, package: str, variables: dict[str, str]
-) -> dict[str, float]:
+def compare_modes(
+    times: list[dict[str, dict[str, float]]], clock: str, mode: str, base: str
+) -> dict[str, Any]:
+    """Return median and quartiles of the ratios of a mode's times to those of another."""
+    ratios = [found[mode][clock] / found[base][clock] for found in times]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"ratio": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+
+
+def time_once(python: Path, program: str, package: str, mode: str) -> dict[str, float]:
     """Return the CPU and wall seconds of the fits of one run."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "times.json")
@@ -129,9 +133,10 @@ def time_once(
             [
                 *(str(python), str(HERE / "measured.py"), package),
                 *(str(HERE / f"{program}.py"), str(output)),
+                *(["--deterministic"] if mode == "torch" else []),
             ],
             cwd=folder,
-            env=environment(**variables),
+            env=environment(**({"LIGHTNING_D9M": "1"} if mode == "d9m" else {})),
             check=True,
             capture_output=True,
         )
@@ -143,7 +148,7 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS], choices=[*PROGRAMS])
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
-    parser.add_argument("--rounds", type=int, default=9, help="pairs of runs (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each mode (default: 9)")
     options = parser.parse_args()
     python = make_environment(options.environment.resolve())
     kept = json.loads(OUTPUT.read_text())["programs"] if OUTPUT.exists() else {}
