@@ -37,7 +37,7 @@ FROZEN = "frozen"
 """The key of what was frozen among the settings of a run."""
 
 VALIDATION = "validate."
-"""What paths in the loaders of validation begin with."""
+"""The prefix of the paths of the loaders of validation."""
 
 LoopPhase = Literal["epoch", "batch", "cut", "validation", "within"]
 
