@@ -350,7 +350,7 @@ class ResumableFit:
             late = [describe_validation(names)]
         ledger = self._recorder.ledger_position
         rank = replace(
-            run_state.capture(trainer, session.capture_rng(), user),
+            run_state.capture(trainer, session, user, position.phase),
             samplers=session.capture_samplers(position.phase),
             inexact=exactness.find_missing_state(trainer, position, user.left_out) + late,
             ledger=None if ledger is None else SavedLedger(**ledger),

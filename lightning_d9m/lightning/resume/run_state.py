@@ -16,7 +16,7 @@ from lightning_d9m.control.generators import (
     find_generators,
     restore_generators,
 )
-from lightning_d9m.control.seeding import RngState, restore_rng
+from lightning_d9m.control.seeding import restore_rng
 from lightning_d9m.hashing.shards import has_base
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.packages import rank_zero
@@ -87,18 +87,22 @@ def capture_rng_and_metrics(
     )
 
 
-def capture(trainer: "Trainer", rng: RngState, user: RngAndMetricState) -> SavedRank:
-    """Return the state of this rank that is read from the Trainer.
+def capture(
+    trainer: "Trainer", session: "TrainerSession", user: RngAndMetricState, phase: LoopPhase
+) -> SavedRank:
+    """Return the state of this rank that is read from the Trainer and the session.
 
-    ``rng`` has the generators of training, which an evaluation may have replaced.
+    Between epochs it has neither the generators of training, which an epoch seeds, nor the results
+    of the epoch that has ended: ``restore_within`` alone reads them.
     """
     logical = get_logical_steps(trainer)
+    within = phase != "epoch"
     return SavedRank(
-        rng=encode_rng(rng),
+        rng=encode_rng(session.capture_rng()) if within else None,
         generators=user.generators,
         metrics=user.metrics,
         callback_metrics=logged_results.capture_latest(trainer),
-        results=logged_results.capture_results(trainer),
+        results=logged_results.capture_results(trainer) if within else [],
         gradients=capture_gradients(trainer),
         train_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "train")),
         validation_reload_epoch=_finite(lightning_private.get_reload_epoch(trainer, "validate")),

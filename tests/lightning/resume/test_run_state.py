@@ -392,6 +392,9 @@ def test_which_metrics_are_reset_matters_between_epochs(tmp_path, new_process):
     words = RUN | {"model": make_persistent_model}
     straight = evidence(fits.fit(**words))
     fits.interrupt(**words, at={"hook": "on_train_epoch_end", "epoch": 0, "batch": 6})
+    (rank,) = torch.load(fits.checkpoint, weights_only=True)["callbacks"][KEY]["ranks"]
+    assert rank["rng"] is None  # an epoch seeds the generators
+    assert rank["results"] == []  # and begins its sums
     whole, lacking = without(fits, ["metrics", "reset"], [], **words)
     assert whole == straight
     assert lacking != straight
