@@ -6,14 +6,26 @@ Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_d9m.control.numpy_state import capture_numpy, restore_numpy
+from lightning_d9m.control.numpy_state import (
+    NumpyState,
+    capture_numpy,
+    load_numpy,
+    restore_numpy,
+    save_numpy,
+)
+from lightning_d9m.control.python_state import (
+    PythonState,
+    load_python,
+    save_python,
+    seed_python,
+)
 
 
 def derive_seed(
@@ -61,7 +73,7 @@ def seed_host(seed: int) -> None:
     It takes microseconds because it does not touch devices: for loader workers and single samples.
     NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
-    random.seed(seed)
+    seed_python(seed)
     # NumPy's seed has 32 bits; an array of two words would take six times as long.
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it
     torch.default_generator.manual_seed(seed)
@@ -104,24 +116,33 @@ class RngState:
     devices: dict[str, list[torch.Tensor]]
 
 
+HostState: TypeAlias = tuple[PythonState, NumpyState, torch.Tensor]
+"""The state of the generators that ``seed_host`` seeds, in the form that is copied fastest."""
+
+
+def save_host() -> HostState:
+    """Return the state for ``load_host``, without using a device."""
+    return save_python(), save_numpy(), torch.default_generator.get_state()
+
+
+def load_host(state: HostState) -> None:
+    """Restore what ``save_host`` returned."""
+    python, numpy, torch_cpu = state
+    load_python(python)
+    load_numpy(numpy)
+    torch.default_generator.set_state(torch_cpu)
+
+
 def capture_rng() -> RngState:
     """Return the state of every generator, without initializing any device.
 
     The state does not include devices that are initialized later.
     """
-    return replace(
-        capture_host_rng(),
-        devices={name: _device_states(module) for name, module in _list_initialized_devices()},
-    )
-
-
-def capture_host_rng() -> RngState:
-    """Return the state of the generators that ``seed_host`` seeds, without using a device."""
     return RngState(
         python=random.getstate(),
         numpy=capture_numpy(),
         torch_cpu=torch.get_rng_state(),
-        devices={},
+        devices={name: _device_states(module) for name, module in _list_initialized_devices()},
     )
 
 

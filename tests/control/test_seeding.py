@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from lightning_d9m.control.seeding import (
     capture_rng,
     derive_seed,
+    load_host,
     restore_rng,
     rng_restored,
+    save_host,
     seed_all,
     seed_host,
     seed_micro_batch,
@@ -87,6 +89,49 @@ def test_any_state_is_captured_and_restored(seed, drawn, disturbance):
     draws()
     restore_rng(state)
     assert (draws(), draws()) == expected
+
+
+def read_state():
+    """Read the state by the public functions of each library."""
+    numpy = np.random.get_state(legacy=False)
+    return (
+        random.getstate(),
+        numpy["state"]["key"].tolist(),
+        {**numpy, "state": numpy["state"]["pos"]},
+        torch.get_rng_state().tolist(),
+    )
+
+
+DRAWS = {
+    "python": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: np.random.rand(3),
+    "normal": np.random.normal,
+    "torch": lambda: torch.rand(3),
+    "one": lambda: torch.randn(1),  # the second of the pair waits in the generator
+    "double": lambda: torch.randn(1, dtype=torch.float64),
+    "many": lambda: torch.randn(17),
+}
+some_draws = st.lists(st.sampled_from(sorted(DRAWS)), max_size=5)
+
+
+@given(SEEDS, some_draws, SEEDS, some_draws)
+def test_seeding_and_loading_are_those_of_the_libraries(seed, before, other, inside):
+    def draw(names):
+        return [str(DRAWS[name]()) for name in names]
+
+    seed_host(seed)
+    draw(before)
+    expected, saved = read_state(), save_host()
+    assert read_state() == expected
+    seed_host(other)
+    found = draw(inside), read_state()
+    load_host(saved)
+    assert read_state() == expected
+    random.seed(other)
+    np.random.seed(other & 0xFFFFFFFF)
+    torch.manual_seed(other)
+    assert (draw(inside), read_state()) == found
 
 
 def test_the_generators_are_restored_when_the_body_raises():

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from lightning_d9m.control.data.micro_batches import MicroBatchIndices
 from lightning_d9m.control.generators import find_generators
 from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
+from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
 
 # Samplers of these packages draw only from the generator that they are given.
 _LIBRARIES = {
@@ -331,19 +331,19 @@ def _exhaust(iterator: Iterator[Any]) -> None:
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """Iterate over a sampler with separate states of the process's generators."""
     iterator: Iterator[Any] | None = None
-    own: RngState | None = None
+    own: HostState | None = None
     while True:
-        main = capture_host_rng()
+        main = save_host()
         try:
             if iterator is None or own is None:
                 seed_host(seed)
                 iterator = iter(sampler)
             else:
-                restore_rng(own)
+                load_host(own)
             item = next(iterator)
-            own = capture_host_rng()
+            own = save_host()
         except StopIteration:
             return
         finally:
-            restore_rng(main)
+            load_host(main)
         yield item

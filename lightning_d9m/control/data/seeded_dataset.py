@@ -22,7 +22,7 @@ from lightning_d9m.control.data.dataset_numbers import WatchedIterator, read_fir
 from lightning_d9m.control.data.micro_batches import MicroBatches
 from lightning_d9m.control.data.resumable_sampler import SeededIndex, SeededMicroBatches
 from lightning_d9m.control.random_streams import RandomStreams
-from lightning_d9m.control.seeding import RngState, capture_host_rng, restore_rng, seed_host
+from lightning_d9m.control.seeding import HostState, load_host, save_host, seed_host
 from lightning_d9m.errors import SettingError
 
 
@@ -52,19 +52,19 @@ class RngGuard:
     """
 
     def __init__(self) -> None:
-        self._saved: RngState | None = None
+        self._saved: HostState | None = None
 
     def begin(self, seed: int) -> None:
         """Save the state of the generators and seed them."""
-        if get_worker_info() is None and self._saved is None:
-            self._saved = capture_host_rng()
+        if self._saved is None and get_worker_info() is None:
+            self._saved = save_host()
         seed_host(seed)
 
     def end(self) -> None:
         """Restore the generators; do nothing without a ``begin``."""
         if self._saved is not None:
             saved, self._saved = self._saved, None
-            restore_rng(saved)
+            load_host(saved)
 
 
 class NoRngGuard(RngGuard):
