@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.hashing.digest import _load_kernel
+from lightning_d9m.hashing.digest import _load_kernel, digest_many
 from lightning_d9m.hashing.tensor_bytes import (
     DenseTensor,
     flatten_tensor,
     locate,
     locate_quickly,
+    locate_together,
 )
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
@@ -41,7 +42,7 @@ class LocatedMemory(NamedTuple):
 class TensorAddresses(NamedTuple):
     """The header of each tensor's digest, and the memory that is hashed for it."""
 
-    headers: list[bytes]
+    headers: Sequence[bytes]
     parts: list[LocatedMemory]
 
 
@@ -57,8 +58,8 @@ class AddressCache:
     def find(self, tensors: Sequence[Tensor]) -> TensorAddresses | None:
         """Return the addresses of tensors; None unless all are dense, real and contiguous.
 
-        They are on the CPU, or on a CUDA device whose kernel works. The cached addresses are valid
-        while each tensor has the same address, dtype, sizes and strides: freeing or resizing a
+        They are on the CPU, or on a CUDA device whose kernel works. A cached address is valid
+        while its tensor has the same address, dtype, sizes and strides: freeing or resizing a
         storage, a cast and ``tensor.data = other`` change one of these. Complex tensors are not
         cached, because they can be conjugated in place.
 
@@ -70,29 +71,49 @@ class AddressCache:
         # Without gradients, because the guards compare requires_grad where gradients are on.
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
             try:
-                if not self._is_valid(tensors) or self._streams != self._find_streams():
-                    self._guards = None
-                    self._pointers = list(map(Tensor.data_ptr, tensors))
+                # This runs in every batch, so it creates integers only: thousands of new tuples
+                # would start a garbage collection. Addresses come first: a tensor without one
+                # raises, and has perhaps no strides either.
+                pointers = list(map(Tensor.data_ptr, tensors))
+                guards, self._guards = self._guards, None
+                if (
+                    guards is None
+                    or len(pointers) != len(self._pointers)
+                    or not guards.check(*tensors)
+                    or self._streams != self._find_streams()
+                    or not (pointers == self._pointers or self._move(tensors, pointers))
+                ):
                     self._located = _locate(tensors)
                     self._streams = self._find_streams()
-                    self._guards = None if self._located is None else _guard(tensors)
+                    guards = None if self._located is None else _guard(tensors)
+                self._guards, self._pointers = guards, pointers
             except RuntimeError:  # sparse, fake or not initialized: without memory
                 self._guards, self._located = None, None
             return self._located
 
-    def _is_valid(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the tensors are where they were.
+    def digest(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Return the digests of tensors, as ``digest_many`` does."""
+        unique = dict(zip(map(id, tensors), tensors, strict=True))
+        if len(unique) < len(tensors):  # the guards refuse a tensor that is given twice
+            digests = dict(zip(unique, self.digest(list(unique.values())), strict=True))
+            return [digests[id(tensor)] for tensor in tensors]
+        located = self.find(tensors)
+        return digest_many(tensors) if located is None else digest_located(located)
 
-        This runs in every batch, so it creates integers only: thousands of new tuples would start a
-        garbage collection.
+    def _move(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> bool:
+        """Replace the addresses of tensors whose form has not changed, such as new copies.
+
+        Returns:
+            False if most have other addresses, or one on a CUDA device: locate them all again.
         """
-        # Addresses come first: a tensor without one raises, and has perhaps no strides either.
-        return (
-            self._guards is not None
-            and len(tensors) == len(self._pointers)
-            and list(map(Tensor.data_ptr, tensors)) == self._pointers
-            and bool(self._guards.check(*tensors))
-        )
+        assert self._located is not None, "there are guards"
+        moved = [index for index, old in enumerate(self._pointers) if pointers[index] != old]
+        (_, _, memory, kernel), *others = self._located.parts
+        if others or kernel is not None or 2 * len(moved) > len(pointers):
+            return False
+        for index in moved:
+            memory.move(index, *locate(tensors[index]))
+        return True
 
     def _find_streams(self) -> list[Any]:
         """Return the streams on which the tables were copied to their devices."""
@@ -115,6 +136,9 @@ def _guard(tensors: Sequence[Tensor]) -> Any:
 
 def digest_located(located: TensorAddresses) -> list[str]:
     """Return the digests of tensors whose addresses are known, as ``digest_many`` does."""
+    if len(located.parts) == 1 and located.parts[0].kernel is None:
+        found = located.parts[0].memory.hash()
+        return list(map(xxh3_128_hexdigest, map(add, located.headers, found)))
     found = [b""] * len(located.headers)
     started = []
     for part in located.parts:
@@ -137,6 +161,11 @@ def _place(found: list[bytes], part: LocatedMemory, own: list[bytes]) -> None:
 
 
 def _locate(tensors: Sequence[Tensor]) -> TensorAddresses | None:
+    together = locate_together(tensors)
+    if together is not None:
+        chunks: Any = xxh3_cpu.Chunks(together[1])
+        part = LocatedMemory(torch.device("cpu"), range(len(tensors)), chunks, None)
+        return TensorAddresses(together[0], [part])
     headers: list[bytes] = []
     memory: dict[torch.device, list[tuple[int, int]]] = {}
     indices: dict[torch.device, list[int]] = {}
@@ -144,18 +173,17 @@ def _locate(tensors: Sequence[Tensor]) -> TensorAddresses | None:
         if (place := locate_quickly(tensor)) is not None:
             header, span = place[0], place[1:]
         else:
-            part = flatten_tensor(tensor)
+            flat = flatten_tensor(tensor)
             # A contiguous copy would be outdated in the next call.
-            if not isinstance(part, DenseTensor) or part.data is not tensor or tensor.is_complex():
+            if not isinstance(flat, DenseTensor) or flat.data is not tensor or tensor.is_complex():
                 return None
-            header, span = part.header, locate(tensor)
+            header, span = flat.header, locate(tensor)
         headers.append(header)
         memory.setdefault(tensor.device, []).append(span)
         indices.setdefault(tensor.device, []).append(index)
     parts = []
     for device, spans in memory.items():
         kernel: Any = None
-        chunks: Any
         if device.type == "cpu":
             chunks = xxh3_cpu.Chunks(spans)
         else:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain, compress
+from operator import add, is_not
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.errors import CheckpointError, DigestError
-from lightning_d9m.hashing.digest import digest_many, digest_pieces
+from lightning_d9m.hashing.address_cache import AddressCache
+from lightning_d9m.hashing.digest import digest_pieces
 from lightning_d9m.hashing.nested_values import PLAIN_TYPES, Layout, list_sections
 from lightning_d9m.hashing.value_bytes import Piece, encode, encode_exact
 from lightning_d9m.text import quote
@@ -18,6 +21,7 @@ from lightning_d9m.text import quote
 _HALF = 8  # bytes of each entry: 64 bits find accidents
 # In version 1 the key of a leaf was its dotted path, which several leaves may share.
 _VERSION = 2
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class ManifestMaker:
     def __init__(self, version: int = _VERSION) -> None:
         self._version = version
         self._known: dict[tuple[str, object], _Leaves] = {}
+        self._addresses = AddressCache()
 
     def make(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
@@ -58,8 +63,10 @@ class ManifestMaker:
             of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
             other values (32 hex digits).
         """
-        tensors, values = self.digest(content)
-        rows = sorted(name + half for name, (_, half) in tensors.items())
+        sections, halves, values = self._digest(content)
+        names = chain.from_iterable(own.names for own in sections)
+        found = dict(zip(names, halves, strict=True))
+        rows = sorted(map(add, found, found.values()))
         table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
         return {"version": self._version, "tensors": torch.from_numpy(table), "values": values}
 
@@ -68,28 +75,33 @@ class ManifestMaker:
 
         Of tensors with the same name the last one counts.
         """
+        sections, halves, values = self._digest(content)
+        names = chain.from_iterable(own.names for own in sections)
+        paths = chain.from_iterable(own.list_paths() for own in sections)
+        return dict(zip(names, zip(paths, halves, strict=True), strict=True)), values
+
+    def _digest(self, content: Mapping[str, Any]) -> tuple[list["_Leaves"], list[bytes], str]:
+        """Return the sections, half the digest of each tensor, and the digest of the values."""
         known: dict[tuple[str, object], _Leaves] = {}
+        sections: list[_Leaves] = []
         tensors: list[Tensor] = []
         pieces: list[Piece] = []
-        names: list[tuple[bytes, str]] = []
         count = 0
         for section, path, key, above in list_sections(content):
             place = (key, next(iter(section)))
             found = self._known.get(place)
-            leaves = None if found is None else found.layout.read(section)
-            if found is None or leaves is None:
-                layout, leaves = Layout.of(section, path, key, above)
-                found = _Leaves(layout, leaves, self._version)
+            entries = None if found is None else found.layout.read(section)
+            if found is None or entries is None:
+                layout, entries = Layout.of(section, path, key, above)
+                found = _Leaves(layout, entries, self._version)
             known[place] = found
-            names += found.names
-            tensors += found.select_tensors(leaves)
-            count += found.encode_values(leaves, pieces)
+            sections.append(found)
+            tensors += found.select_tensors(entries)
+            count += found.encode_values(entries, pieces)
         self._known = known
-        halves = (bytes.fromhex(digest[: 2 * _HALF]) for digest in digest_many(tensors))
-        found_tensors = {
-            name: (path, half) for (name, path), half in zip(names, halves, strict=True)
-        }
-        return found_tensors, digest_pieces([b"L%x:" % count, *pieces])
+        data = bytes.fromhex("".join(self._addresses.digest(tensors)))
+        halves = [data[at : at + _HALF] for at in range(0, len(data), 2 * _HALF)]
+        return sections, halves, digest_pieces([b"L%x:" % count, *pieces])
 
 
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,44 +140,56 @@ class _Leaves:
 
     Args:
         layout: The layout.
-        leaves: Its leaves in one checkpoint.
+        entries: Its entries in one checkpoint.
         version: That of the manifest; in the first one, the path of a leaf is its name.
 
     Attributes:
         layout: The layout.
-        names: The digest of the name, and the path, of each tensor.
+        names: The digest of the name of each tensor.
     """
 
-    def __init__(self, layout: Layout, leaves: Sequence[Any], version: int) -> None:
+    def __init__(self, layout: Layout, entries: Sequence[Any], version: int) -> None:
         self.layout = layout
+        self.names: list[bytes] = []
+        # The places of the tensors and of the other leaves, and what `encode([name, leaf])` begins
+        # with for each of these.
+        self._tensors: list[int] = []
+        self._values: list[int] = []
+        self._starts: list[bytes] = []
         texts = layout.paths if version == 1 else layout.keys
-        self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.names = [
-            (blake2b(texts[place].encode(), digest_size=_HALF).digest(), layout.paths[place])
-            for place in self._tensors
-        ]
-        among = set(self._tensors)
-        # The other leaves, and what `encode([name, leaf])` begins with.
-        self._values = [
-            (place, b"L2:%b" % encode_exact(text))
-            for place, text in enumerate(texts)
-            if place not in among
-        ]
-
-    def select_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return the tensors among the leaves."""
-        return [leaves[place] for place in self._tensors]
-
-    def encode_values(self, leaves: Sequence[Any], pieces: list[Piece]) -> int:
-        """Append the encoded names and values of the other leaves; return their number."""
-        for place, start in self._values:
-            leaf = leaves[place]
-            pieces.append(start)
-            if type(leaf) in PLAIN_TYPES:
-                pieces.append(encode_exact(leaf))
+        for place, text in zip(layout.places, texts, strict=True):
+            if isinstance(entries[place], Tensor):
+                self._tensors.append(place)
+                self.names.append(blake2b(text.encode(), digest_size=_HALF).digest())
             else:
-                pieces += _encode_other(leaf)
-        return len(self._values)
+                self._values.append(place)
+                self._starts.append(b"L2:%b" % encode_exact(text))
+        # These leaves in the last checkpoint, and what each was encoded as.
+        self._last: list[object] = [_UNKNOWN] * len(self._values)
+        self._encoded: list[list[Piece]] = [[]] * len(self._values)
+
+    def list_paths(self) -> list[str]:
+        """Return the path of each tensor."""
+        paths = dict(zip(self.layout.places, self.layout.paths, strict=True))
+        return [paths[place] for place in self._tensors]
+
+    def select_tensors(self, entries: Sequence[Any]) -> list[Tensor]:
+        """Return the tensors among the entries."""
+        return [entries[place] for place in self._tensors]
+
+    def encode_values(self, entries: Sequence[Any], pieces: list[Piece]) -> int:
+        """Append the encoded names and values of the other leaves; return their number."""
+        values = [entries[place] for place in self._values]
+        # An object of an immutable type that is the same as before has the same bytes. Equality
+        # does not say that: 0.0 is equal to -0.0.
+        for index in compress(range(len(values)), map(is_not, values, self._last)):
+            leaf, start = values[index], self._starts[index]
+            if type(leaf) in PLAIN_TYPES:
+                self._encoded[index], self._last[index] = [start + encode_exact(leaf)], leaf
+            else:
+                self._encoded[index] = [start, *_encode_other(leaf)]
+        pieces += chain.from_iterable(self._encoded)
+        return len(values)
 
 
 def _encode_other(leaf: object) -> list[Piece]:

@@ -23,6 +23,7 @@ from lightning_d9m.hashing.tensor_bytes import (
 from lightning_d9m.hashing.value_bytes import Piece, encode
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
+_VALUE = f"{VERSION} value\n".encode()
 _SMALL = 16384  # bytes of a tensor
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
@@ -90,8 +91,10 @@ def digest_value(value: object) -> str:
 
 def digest_pieces(pieces: Iterable[Piece]) -> str:
     """Return the digest of a value that ``value_bytes.encode`` has encoded."""
+    pieces = [_VALUE, *pieces]
+    if {bytes}.issuperset(map(type, pieces)):
+        return xxh3_128_hexdigest(b"".join(cast("list[bytes]", pieces)))
     plain: list[DenseTensor] = []
-    pieces = [f"{VERSION} value\n".encode(), *pieces]
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
         recipe = _plan_pieces(pieces, plain)
         digests = _hash_all(plain)
@@ -129,7 +132,7 @@ def _plan_pieces(pieces: Sequence[Piece], plain: list[DenseTensor]) -> _Recipe:
 def _follow(recipe: _Recipe, digests: Sequence[bytes]) -> bytes:
     if isinstance(recipe, int):
         return digests[recipe]
-    parts = (part if isinstance(part, bytes) else _follow(part, digests) for part in recipe)
+    parts = [part if isinstance(part, bytes) else _follow(part, digests) for part in recipe]
     return xxh3_128_digest(b"".join(parts))
 
 

@@ -81,7 +81,7 @@ class DigestQueue:
 
             def receive(
                 found: list[bytes],
-                headers: list[bytes] = headers,
+                headers: Sequence[bytes] = headers,
                 indices: Sequence[int] = part.indices,
             ) -> None:
                 digests = map(xxh3_128_hexdigest, map(add, headers, found))

@@ -52,18 +52,17 @@ class Layout:
     have the same keys and types.
 
     Attributes:
-        paths: The dotted path of each leaf, depth first. Several leaves may have the same one, as
-            below a dict with the key ``a.b``.
-        keys: The key of each leaf, which no other leaf has.
+        places: The place of each leaf among the entries of all containers, depth first.
     """
 
-    _root: "_Container"
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.keys: list[str] = []
-        # The place of each leaf among the entries that `_Container.read` appends.
-        self._places: list[int] = []
+    def __init__(self, path: str, key: str) -> None:
+        self.places: list[int] = []
+        self._name = path, key
+        self._containers: list[_Container] = []
+        # The keys of all mappings, their types, and the types of all entries.
+        self._names: list[object] = []
+        self._name_types: list[type] = []
+        self._types: list[type] = []
         # False if another value with equal keys and types may have other leaves.
         self._is_known = True
 
@@ -71,110 +70,127 @@ class Layout:
     def of(
         cls, value: Mapping[Any, Any], path: str = "", key: str = "", above: tuple[int, ...] = ()
     ) -> tuple["Layout", list[Any]]:
-        """Return the layout of a value and its leaves; an empty container is not a leaf.
+        """Return the layout of a value and its entries; an empty container is not a leaf.
 
         A container that holds itself is a leaf where it occurs again.
 
-        >>> layout, leaves = Layout.of({"a.b": 1, "a": {"b": 2}, "c": [3]})
+        >>> layout, entries = Layout.of({"a.b": 1, "a": {"b": 2}, "c": [3]})
+        >>> leaves = [entries[place] for place in layout.places]
         >>> list(zip(layout.paths, layout.keys, leaves))
         [('a.b', "{'a.b'}", 1), ('a.b', "{'a'}{'b'}", 2), ('c.0', "{'c'}[0]", 3)]
         """
-        layout = cls()
-        entries: list[Any] = []
-        layout._root = layout._explore(value, path, key, above, entries)
-        return layout, [entries[place] for place in layout._places]
+        layout = cls(path, key)
+        entries: list[Any] = [value]
+        layout._explore(0, above, entries)
+        layout._types = list(map(type, entries))
+        layout._name_types = list(map(type, layout._names))
+        # Numbers of other types are equal to these, and have another repr.
+        layout._is_known &= _NAMES.issuperset(layout._name_types)
+        return layout, entries
+
+    @property
+    def paths(self) -> list[str]:
+        """The dotted path of each leaf, depth first.
+
+        Several leaves may have the same one, as below a dict with the key ``a.b``.
+        """
+        names = [self._name[0]]
+        for container in self._containers:
+            above = names[container.place]
+            start = f"{above}." if above else ""
+            names += [f"{start}{name}" for name in container.names or range(container.size)]
+        return [names[place] for place in self.places]
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each leaf, which no other leaf has."""
+        names = [self._name[1]]
+        for container in self._containers:
+            above = names[container.place]
+            if container.names is None:
+                names += [f"{above}[{place}]" for place in range(container.size)]
+            else:
+                names += [_extend(above, name) for name in container.names]
+        return [names[place] for place in self.places]
 
     def read(self, value: Mapping[Any, Any]) -> list[Any] | None:
-        """Return the leaves of a value; None if it does not have this layout."""
-        entries: list[Any] = []
-        if not self._is_known or not self._root.read(value, entries):
+        """Return the entries of a value; None if it does not have this layout."""
+        if not self._is_known:
             return None
-        return [entries[place] for place in self._places]
+        entries: list[Any] = [value]
+        found: list[object] = []
+        for place, kind, size, names in self._containers:
+            container: Any = entries[place]
+            if type(container) is not kind or len(container) != size:
+                return None
+            if names is None:
+                entries += container
+            else:
+                found += container
+                entries += container.values()
+        # All at once, in C. True and 1 are equal as keys.
+        alike = found == self._names and list(map(type, found)) == self._name_types
+        return entries if alike and list(map(type, entries)) == self._types else None
 
-    def _explore(
-        self, value: Any, path: str, key: str, above: tuple[int, ...], out: list[Any]
-    ) -> "_Container":
-        names, entries = _split(value, is_mapping=isinstance(value, Mapping))
-        left, right = "[]" if names is None else "{}"
+    def _explore(self, place: int, above: tuple[int, ...], out: list[Any]) -> None:
+        value = out[place]
+        is_mapping = isinstance(value, Mapping)
+        names = list(value) if is_mapping else None
+        entries = list(value.values() if is_mapping else value)
+        self._containers.append(_Container(place, type(value), len(entries), names))
+        self._names += names or ()
         start = len(out)
         out += entries
         above = (*above, id(value))
-        # Numbers of other types are equal to these, and have another repr.
-        self._is_known &= names is None or _NAMES.issuperset(map(type, names))
-        inner = []
-        for place, entry in enumerate(entries):
-            name = place if names is None else names[place]
-            below, written = _name(path, key, name, left + right)
-            holds_itself = id(entry) in above
-            self._is_known &= not holds_itself
-            if type(entry) in PLAIN_TYPES or not isinstance(entry, _CONTAINERS) or holds_itself:
-                self.paths.append(below)
-                self.keys.append(written)
-                self._places.append(start + place)
+        inner = [kind for kind in set(map(type, entries)) if issubclass(kind, _CONTAINERS)]
+        for number, entry in enumerate(entries, start):
+            if type(entry) not in inner:
+                self.places.append(number)
+            elif id(entry) in above:
+                self._is_known = False
+                self.places.append(number)
             else:
-                inner.append((place, self._explore(entry, below, written, above, out)))
-        return _Container(type(value), names, list(map(type, entries)), inner)
+                self._explore(number, above, out)
 
 
 def list_sections(
-    value: Mapping[Any, Any], path: str = "", key: str = "", above: tuple[int, ...] = ()
+    value: Mapping[Any, Any],
 ) -> Iterator[tuple[Mapping[Any, Any], str, str, tuple[int, ...]]]:
     """Yield the parts of a value whose layouts change apart, as the arguments of ``Layout.of``.
 
     These are its entries, and those of a mapping in it that holds only mappings, as the states of
     callbacks in a checkpoint.
     """
-    above = (*above, id(value))
+    above = (id(value),)
     for name, entry in value.items():
-        whole = not isinstance(entry, Mapping) or id(entry) in above
-        if whole or not all(isinstance(part, Mapping) for part in entry.values()):
-            yield {name: entry}, path, key, above
+        inner = isinstance(entry, Mapping) and entry is not value
+        if inner and all(isinstance(part, Mapping) for part in entry.values()):
+            path, key = str(name), _extend("", name)
+            for below, part in entry.items():
+                yield {below: part}, path, key, (*above, id(entry))
         else:
-            yield from list_sections(entry, *_name(path, key, name, "{}"), above)
+            yield {name: entry}, "", "", above
 
 
-def _name(path: str, key: str, name: object, brackets: str) -> tuple[str, str]:
-    """Return the path and the key of an entry of a container."""
-    written = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
-    below = f"{path}.{name}" if path else str(name)
-    return below, f"{key}{brackets[0]}{written}{brackets[1]}"
+def _extend(key: str, name: object) -> str:
+    """Return the key of an entry of a mapping."""
+    return f"{key}{{{name!r}}}" if isinstance(name, _PLAIN_KEYS) else f"{key}{{<{name}>}}"
 
 
 class _Container(NamedTuple):
     """A mapping, list or tuple.
 
     Attributes:
+        place: Its place among the entries of the containers above and before it.
         kind: Its type.
+        size: The number of its entries.
         names: The keys of a mapping; None for a sequence.
-        types: The types of its entries.
-        inner: The containers among its entries, and their places.
     """
 
-    kind: type
+    place: int
+    kind: type[Any]
+    size: int
     names: list[Any] | None
-    types: list[type]
-    inner: list[tuple[int, Any]]
-
-    def read(self, value: Any, out: list[Any]) -> bool:
-        """Append the entries of a value; return False if it has other keys or types."""
-        if type(value) is not self.kind:
-            return False
-        names, entries = _split(value, is_mapping=self.names is not None)
-        if list(map(type, entries)) != self.types or names != self.names:
-            return False
-        # True and 1 are equal as keys.
-        if names and self.names and list(map(type, names)) != list(map(type, self.names)):
-            return False
-        out += entries
-        return all(inner.read(entries[place], out) for place, inner in self.inner)
-
-
-def _split(value: Any, *, is_mapping: bool) -> tuple[list[Any] | None, list[Any]]:
-    """Return the keys and the values of a mapping; None and the items of a sequence."""
-    if not is_mapping:
-        return None, list(value)
-    items = list(value.items())
-    return [name for name, _ in items], [entry for _, entry in items]
 
 
 def _collect(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import add, attrgetter, ge, mul
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +21,8 @@ _SPARSE: dict[torch.layout, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = 
 }
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_is_cpu, _dtype, _shape = map(attrgetter, ("is_cpu", "dtype", "shape"))
 
 _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 
@@ -85,7 +88,7 @@ def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
     if type(tensor) not in _ORDINARY or not tensor.is_cpu:
         return None
     try:
-        form = _describe_form(tensor.dtype, tensor.shape, tensor.stride())
+        form = _describe_form(tensor.dtype, tensor.shape, tensor.is_contiguous())
         held = tensor.untyped_storage().nbytes()
     except RuntimeError:  # no strides, or no memory of its own
         return None
@@ -99,17 +102,43 @@ def locate_quickly(tensor: torch.Tensor) -> tuple[bytes, int, int] | None:
     )
 
 
+def locate_together(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Sequence[bytes], list[tuple[int, int]]] | None:
+    """Return the headers, and the addresses and sizes, of contiguous CPU tensors.
+
+    One kind of call after the other takes half the time of ``locate_quickly`` for each tensor.
+
+    Returns:
+        None if ``locate_quickly`` returns it for one of them.
+
+    Raises:
+        RuntimeError: If one has no memory.
+    """
+    kind = torch.Tensor
+    if not _ORDINARY.issuperset(map(type, tensors)) or not all(map(_is_cpu, tensors)):
+        return None
+    form = map(_dtype, tensors), map(_shape, tensors), map(kind.is_contiguous, tensors)
+    forms = list(map(_describe_form, *form))
+    if not all(forms) or any(map(kind.is_neg, tensors)):
+        return None
+    headers, itemsizes, sizes = zip(*cast("list[tuple[bytes, int, int]]", forms), strict=True)
+    begins = map(mul, map(kind.storage_offset, tensors), itemsizes)
+    held = map(torch.UntypedStorage.nbytes, map(kind.untyped_storage, tensors))
+    if not all(map(ge, held, map(add, begins, sizes))):
+        return None
+    return headers, list(zip(map(kind.data_ptr, tensors), sizes, strict=True))
+
+
 @functools.lru_cache(maxsize=4096)  # a model is digested again and again
 def _describe_form(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+    dtype: torch.dtype, shape: torch.Size, is_contiguous: bool
 ) -> tuple[bytes, int, int] | None:
     """Return the header, and the bytes of an element and of the tensor; None if not contiguous.
 
     None also for complex tensors, which may be conjugated, and for quantized ones.
     """
-    if dtype.is_complex or dtype in _QUANTIZED:
-        return None
-    if not torch.empty_strided(shape, strides, dtype=dtype, device="meta").is_contiguous():
+    if dtype.is_complex or dtype in _QUANTIZED or not is_contiguous:
         return None
     return _header(dtype, shape), dtype.itemsize, shape.numel() * dtype.itemsize
 

@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.address_cache import digest_located
-from lightning_d9m.hashing.digest import digest_many, digest_value
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
@@ -150,8 +149,7 @@ def _read_state(
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
     values = list(tensors.values())
-    located = model_tensors.addresses.find(values)
-    digests = digest_many(values) if located is None else digest_located(located)
+    digests = model_tensors.addresses.digest(values)
     for (group, name), value in zip(tensors, digests, strict=True):
         groups[group][name] = value
     weights = {name: own for (group, name), own in tensors.items() if group == "weights"}

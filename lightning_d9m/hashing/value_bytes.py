@@ -60,12 +60,13 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
     del above[id(value)]
 
 
+_pack_float = struct.Struct("<d").pack
 # Most values have exactly these types (PLAIN_TYPES). A subclass may be a member of an enumeration.
 _EXACT: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"B1" if value else b"B0",
     int: lambda value: _tag(b"I", b"%x" % value),
-    float: lambda value: b"F" + struct.pack("<d", value),
+    float: lambda value: b"F" + _pack_float(value),
     str: lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass")),
 }
 

@@ -3,6 +3,7 @@
 import io
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,6 +118,15 @@ ALIKE = [
     {"x": 1, "y": T + 1},
     {"y": T, "x": 1},
     {"x": True, "y": T},
+    {"x": 0.0, "y": T},
+    {"x": -0.0, "y": T},
+    {"x": [torch.float32], "y": [T]},
+    {"x": [torch.float64], "y": [T]},
+    {"x": {"a": 1, "b": 2}, "y": {"c": T}},
+    {"x": {"a": 1}, "y": {"b": 2, "c": T}},
+    {"x": [{"a": 1, "b": 2}, {"c": 3}]},
+    {"x": [{"a": 1}, {"b": 2, "c": 3}]},
+    {"x": "1", "y": [T, [T]]},
     {"x": 1, "y": nn.Parameter(T)},
     {"x": 1, "y": [T]},
     {"x": 1, "y": (T,)},
@@ -161,6 +171,24 @@ def test_a_maker_makes_the_manifests_of_its_fit_as_if_each_were_the_first(first)
         assert as_text(maker.make(second)) == as_text(make_manifest(second))
 
 
+def test_a_maker_sees_what_changed_in_place():
+    maker, array = ManifestMaker(), np.zeros(2)
+    changing = {"array": array, "numbers": [1.5, 10**6], "tensor": torch.zeros(2), "none": None}
+    before = as_text(maker.make(changing))
+    for change in (
+        lambda: array.put(0, 1),
+        lambda: changing["numbers"].__setitem__(0, -0.0),
+        lambda: changing["numbers"].__setitem__(0, 0.0),
+        lambda: changing["numbers"].__setitem__(1, 10**6 + 1),
+        lambda: changing["tensor"].add_(1),
+    ):
+        change()
+        made = as_text(maker.make(changing))
+        assert made == as_text(make_manifest(changing))
+        assert made != before
+        before = made
+
+
 def test_of_the_second_checkpoint_only_what_has_other_keys_is_named(monkeypatch):
     """As the state of ModelCheckpoint, which has the path of the best checkpoint as a key."""
     named = []
@@ -181,7 +209,7 @@ def test_of_the_second_checkpoint_only_what_has_other_keys_is_named(monkeypatch)
         named.clear()
         assert not check_manifest(changed, made)
         named.clear()
-    assert walked == [["paths"], ["mixed"]]
+    assert walked == [["best"], ["mixed"]]
 
 
 # Made by the first version for `content()`.

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing import address_cache
+from lightning_d9m.hashing.address_cache import AddressCache
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import ModelTensors, NamedTensors
@@ -74,6 +76,29 @@ def test_where_tensors_lie_is_found_out_once():
     assert named_tensors.locate() is found
 
 
+def test_of_tensors_that_moved_the_others_stay_located(monkeypatch):
+    """As the state of a checkpoint whose weights stay and whose generators are copied."""
+    sizes = [0, 1, 1024, 5000, 131072, 131073, 300000]
+    cache, kept = AddressCache(), [torch.randn(size) for size in (3, *sizes, *sizes)]
+    assert cache.digest(kept) == digest_many(kept)
+    monkeypatch.setattr(address_cache, "_locate", None)
+    for number in range(len(sizes)):
+        moved = [*kept]
+        moved[number] = torch.randn(kept[number].shape)
+        assert cache.digest(moved) == digest_many(moved)
+    assert cache.digest(kept) == digest_many(kept)
+
+
+def test_what_is_freed_elsewhere_is_not_left_half_moved():
+    cache, kept = AddressCache(), [torch.randn(9) for _ in range(5)]
+    cache.find(kept)
+    freed = torch.randn(9)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(DigestError, match="freed"):
+        cache.find([torch.randn(9), freed, *kept[2:]])
+    assert cache.digest(kept) == digest_many(kept)
+
+
 def test_nothing_is_cached_if_torch_has_another_check(monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     named_tensors = NamedTensors([("weight", nn.Parameter(torch.randn(4, 4)))])
@@ -88,6 +113,9 @@ def test_a_tensor_that_is_given_twice_is_located_anew():
     named_tensors = NamedTensors([("weight", weight), ("tied", weight)])
     for _ in range(2):
         assert digest_named(named_tensors) == digest_many([weight, weight])
+    cache = AddressCache()
+    for others in ([weight + 1] * 3, [weight, *[weight + 2] * 2]):
+        assert cache.digest(others) == digest_many(others)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import subprocess
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_d9m.errors import DigestError
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
-from lightning_d9m.hashing.tensor_bytes import flatten_tensor, locate, locate_quickly
+from lightning_d9m.hashing.tensor_bytes import (
+    flatten_tensor,
+    locate,
+    locate_quickly,
+    locate_together,
+)
 
 
 def _composite(header, components):
@@ -230,6 +236,18 @@ def test_a_contiguous_tensor_is_located_quickly_as_it_is_slowly(tensor):
 @pytest.mark.parametrize("tensor", SLOW.values(), ids=SLOW)
 def test_any_other_tensor_is_not_located_quickly(tensor):
     assert locate_quickly(tensor) is None
+
+
+def test_tensors_are_located_together_as_one_by_one():
+    headers, memory = locate_together(list(QUICK.values()))
+    found = [(header, *span) for header, span in zip(headers, memory, strict=True)]
+    assert found == list(map(locate_quickly, QUICK.values()))
+
+
+@pytest.mark.parametrize("tensor", SLOW.values(), ids=SLOW)
+def test_any_other_tensor_is_not_located_among_others(tensor):
+    with suppress(RuntimeError):
+        assert locate_together([ROWS, tensor]) is None
 
 
 def test_a_quantized_tensor_is_not_located_quickly():

@@ -21,6 +21,8 @@ _SHARE = 512
 # More threads wait for each other: each needs the interpreter lock between two chunks.
 _MAX_THREADS = 8
 _ZEROS = bytes(BLOCK_BYTES)
+# Bytes of the largest span that is copied even if it needs no padding; less than a chunk.
+_SMALL = 4096
 # Bytes of the largest span whose chunks are cached: 12 kB for 64 chunks.
 _MAX_CACHED_BYTES = 64 * CHUNK_BYTES
 _READ_ONLY = 0x100  # PyBUF_READ
@@ -28,6 +30,8 @@ _READ_ONLY = 0x100  # PyBUF_READ
 _make_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _make_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _make_view.restype = ctypes.py_object
+# All memory from address 1 on. A slice of it takes a fifth of the time of another view.
+_MEMORY: memoryview = _make_view(1, sys.maxsize, _READ_ONLY)
 
 _interval_changed = threading.Lock()
 _Divided = tuple[list[memoryview], list[tuple[memoryview, bytes]]]
@@ -46,14 +50,35 @@ class Chunks:
     def __init__(self, memory: Iterable[tuple[int, int]]) -> None:
         self._ready: list[memoryview] = []
         self._padded: list[tuple[memoryview, bytes]] = []
-        # Begin and end of each span's chunk digests among those of both lists, in bytes.
-        self._bounds: list[tuple[int, int, int, int]] = []
-        for address, size in memory:
-            ready, padded = _divide(address, size)
-            begin, part = 8 * len(self._ready), 8 * len(self._padded)
-            self._ready += ready
-            self._padded += padded
-            self._bounds.append((begin, 8 * len(self._ready), part, 8 * len(self._padded)))
+        # The places of each span's chunk digests among those of the lists, in bytes. Most spans
+        # have none in the first list.
+        self._in_ready: dict[int, slice] = {}
+        self._in_padded: list[slice] = []
+        place = 0
+        for index, (address, size) in enumerate(memory):
+            start = place
+            if 0 < size <= _SMALL:  # most, without a call
+                place += 8
+                view = _MEMORY[address - 1 : address - 1 + size]
+                self._padded.append((view, _ZEROS[: -size % BLOCK_BYTES]))
+            else:
+                ready, padded = _divide(address, size)
+                place += 8 * len(padded)
+                self._padded += padded
+                if ready:
+                    begin = 8 * len(self._ready)
+                    self._ready += ready
+                    self._in_ready[index] = slice(begin, begin + 8 * len(ready))
+            self._in_padded.append(slice(start, place))
+
+    def move(self, index: int, address: int, size: int) -> None:
+        """Replace the address of a span; it must keep its size."""
+        ready, padded = _divide(address, size)
+        begin = self._in_padded[index].start // 8
+        self._padded[begin : begin + len(padded)] = padded
+        if ready:
+            begin = self._in_ready[index].start // 8
+            self._ready[begin : begin + len(ready)] = ready
 
     def hash(self) -> list[bytes]:
         """Hash the memory, on as many threads as torch uses within an operation.
@@ -63,7 +88,10 @@ class Chunks:
         """
         ready = _hash_ready(self._ready) if self._ready else b""
         padded = _hash(map(b"".join, self._padded))
-        return [ready[a:b] + padded[c:d] for a, b, c, d in self._bounds]
+        found = list(map(padded.__getitem__, self._in_padded))
+        for index, place in self._in_ready.items():
+            found[index] = ready[place] + found[index]
+        return found
 
 
 def hash_chunks(memory: Iterable[tuple[int, int]]) -> list[bytes]:
@@ -117,7 +145,9 @@ def _divide(address: int, size: int) -> _Divided:
     """Return the chunks that are hashed in place, and the last chunk if it needs padding."""
     if not size:
         return [], []
-    view: memoryview = _make_view(address, size, _READ_ONLY)
+    view = _MEMORY[address - 1 : address - 1 + size]
+    if size <= _SMALL:
+        return [], [(view, _ZEROS[: -size % BLOCK_BYTES])]
     end = size - size % CHUNK_BYTES
     ready = [view[begin : begin + CHUNK_BYTES] for begin in range(0, end, CHUNK_BYTES)]
     rest, padding = view[end:], _ZEROS[: -size % BLOCK_BYTES]
