@@ -47,6 +47,8 @@ def _find_folders(keys: Collection[str]) -> dict[str, list[str]] | None:
             return None
         except OSError:
             continue
+        if "-info" not in "/".join(children).lower():  # such as the program's folder of data
+            continue
         for child in children:
             lower = child.lower()
             if lower.endswith(_ENDINGS):
