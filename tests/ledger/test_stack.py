@@ -169,11 +169,34 @@ class TestCapture:
         monkeypatch.setattr(stack_module, "Path", lambda _: file)
         assert stack_module._read_driver() == version
 
+    def test_build(self, monkeypatch):
+        """The CPU capability of this machine does not count as another build."""
+        stacks = []
+        for capability in ("AVX2", "AVX512"):
+            text = (
+                "  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 1 for\n"
+                "  - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa)\n  - OpenMP 201511 (a.k.a. 4.5)\n"
+                f"  - CPU capability usage: {capability}\n  - Build settings: BLAS_INFO=mkl, X=1\n"
+            )
+            monkeypatch.setattr(torch.__config__, "show", lambda text=text: text)
+            stacks.append(stack_module._capture_build.__wrapped__())
+        assert stacks[0] == stacks[1]
+        found = stacks[0]
+        words = [found[f"torch.{name}"] for name in ("blas", "mkl", "onednn", "openmp")]
+        assert words == ["mkl", "2024.2-Product", "v3.12.0", "201511"]
+        assert found["torch.build"] == "c6ddc40706e12595"
+        monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=, OpenMP")
+        found = stack_module._capture_build.__wrapped__()
+        assert found["torch.blas"] is found["torch.mkl"] is found["torch.openmp"] is None
+
     @pytest.mark.parametrize(
         ("text", "model"),
         [
             ("processor\t: 0\nmodel name\t: AMD EPYC 9654\n", "AMD EPYC 9654"),
             ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "0x41 0xd0c"),
+            ("power management:\n\nmodel name\t: Padded  \n\n", "Padded  "),
+            # Only the beginning is read, which may end within a name.
+            (f"model name\t: Long Name\n{'x' * 16_340}\nmodel name\t: Long Name\n", "Long Name"),
         ],
     )
     def test_processor(self, monkeypatch, tmp_path, text, model):
