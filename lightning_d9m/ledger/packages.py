@@ -7,7 +7,6 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import PathFinder
 
-_ENDINGS = (".dist-info", ".egg-info")
 # The version is one of the first fields of a file that may hold a long description.
 _HEAD_BYTES = 4096
 
@@ -50,14 +49,20 @@ def _find_folders(keys: Collection[str]) -> dict[str, list[str]] | None:
         if "-info" not in "/".join(children).lower():  # such as the program's folder of data
             continue
         for child in children:
-            lower = child.lower()
-            if lower.endswith(_ENDINGS):
-                key = lower.rpartition(".")[0].partition("-")[0].replace(".", "_")
-                while "__" in key:
-                    key = key.replace("__", "_")
-                if key in found:
-                    found[key].append(f"{folder or '.'}/{child}")
+            if (key := _find_key(child)) in found:
+                found[key].append(f"{folder or '.'}/{child}")
     return found
+
+
+def _find_key(child: str) -> str:
+    """Return the normalized name of the distribution whose metadata it is; otherwise no text."""
+    lower = child.lower()
+    if not lower.endswith((".dist-info", ".egg-info")):
+        return ""
+    key = lower.rpartition(".")[0].partition("-")[0].replace(".", "_")
+    while "__" in key:
+        key = key.replace("__", "_")
+    return key
 
 
 def _read_head(folder: str) -> str | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.training_state import describe_model, replicated_names, take_snapshot
 
@@ -91,6 +92,23 @@ def test_a_model_is_described_by_names_shapes_and_dtypes_not_by_values(training)
     assert describe_model(model)[0] == description
     assert describe_model(model.double())[0] != description
     assert describe_model(nn.Sequential(nn.Linear(4, 3)))[0] != description
+
+
+def test_a_description_is_the_digest_of_a_dict():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.LazyLinear(2), nn.Linear(3, 3))
+    model[1].bias.data = model[1].bias.data.half()
+    model.add_module("none", nn.Module())
+    model.none.register_parameter("scale", nn.Parameter(torch.ones(0, 2)))
+    expected = {
+        name: [None if name.startswith("2.") else list(tensor.shape), str(tensor.dtype), kind]
+        for kind, entries in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        )
+        for name, tensor in entries
+    }
+    assert describe_model(model) == (digest_value(expected), 6 + 12 + 12)
+    assert describe_model(nn.ReLU()) == (digest_value({}), 0)
 
 
 def test_parameters_with_digests_of_shards_alone_are_not_compared_across_ranks(training):
