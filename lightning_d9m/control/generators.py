@@ -4,48 +4,19 @@ All values load with ``torch.load(..., weights_only=True)``: tensors, numbers, s
 lists and dicts.
 """
 
-import random
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from inspect import Signature
-from types import BuiltinFunctionType
-from typing import Any, TypeAlias
-from weakref import ref
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
+from lightning_d9m.control.object_walk import GENERATOR, ObjectWalk, Parts, name_path
 from lightning_d9m.control.seeding import RngState
 
-Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# Objects of these packages are searched only if they are owners.
-_FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
-# The most frequent types, none of which holds a generator.
-_ATOMS = frozenset({
-    *(type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter, np.ndarray),
-    *(torch.device, torch.dtype, torch.Size, ref, Signature, BuiltinFunctionType),
-})  # fmt: skip
-_CONTAINERS = (dict, list, tuple)
-_OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
-MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 # How deep objects are searched for generators: dataset -> transform -> its list -> a transform ->
 # its list -> a transform -> generator, in a loader that replaces the dataset by a proxy.
 _DEPTH = 8
-# A longer list holds data, and one kind of data has no generators in it: no list of transforms is
-# that long.
-_MOST_ITEMS = 1000
-# Of a list that is longer than the first, the second of each type are searched; if none of them
-# holds a generator, the others do not either.
-_MOST_UNSAMPLED = 50
-_SAMPLED = 5
-# Nested lists with more items in all hold data too.
-_MOST_NESTED_ITEMS = 10_000
-# Objects that one search visits below the owners' own attributes. A thousand objects with dozens of
-# attributes each would otherwise take seconds.
 _MOST_VISITED = 20_000
-# The same below a depth at which most objects are data.
-_SHALLOW = 4
 _MOST_DEEP = 2000
 
 
@@ -101,111 +72,26 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
     level. A list of more than 50 objects, none of which is a generator, is searched only if one of
     the first five of a type holds one.
     """
-    return _Search().run((name, owner, 0, 1) for name, owner in owners.items())
+    steps = _Search().visit(owners.items())
+    return {name_path(step): step[2] for step in steps if step[3] == GENERATOR}
 
 
-class _Search:
+class _Search(ObjectWalk):
     """One search for generators."""
 
     def __init__(self) -> None:
-        self._left = _MOST_VISITED
-        self._deep_left = _MOST_DEEP
-        self._known: dict[type, bool] = {}
+        super().__init__(
+            depth=_DEPTH, most_visited=_MOST_VISITED, most_deep=_MOST_DEEP, ends=[GENERATOR]
+        )
 
-    def run(self, start: Iterable[tuple[str, object, int, int]]) -> dict[str, Any]:
-        """Return the generators by path; see ``list_parts`` for what describes an object."""
-        found: dict[str, Any] = {}
-        seen: set[int] = set()
-        pending = deque(start)
-        while pending:
-            path, value, depth, items = pending.popleft()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if self._is_generator(type(value)):
-                found[path] = value
-            elif depth < _DEPTH:
-                if isinstance(value, _CONTAINERS):
-                    items *= len(value)
-                    if self._holds_data(value, depth):
-                        continue
-                parts = [
-                    (f"{path}.{name}", part, depth + 1, items)
-                    for name, part in list_parts(value, depth, items)
-                    if type(part) not in _ATOMS
-                ]
-                # Each owner's own attributes are visited, however many owners there are.
-                if depth >= _SHALLOW:
-                    parts = parts[: self._deep_left]
-                    self._deep_left -= len(parts)
-                elif depth:
-                    parts = parts[: self._left]
-                    self._left -= len(parts)
-                pending += parts
-        return found
-
-    def _is_generator(self, kind: type) -> bool:
-        """Return whether instances are generators; torch.Generator answers slowly, in Python."""
-        known = self._known.get(kind)
-        if known is None:
-            known = self._known[kind] = issubclass(kind, _KINDS)
-        return known
-
-    def _holds_data(self, value: Any, depth: int) -> bool:
-        """Return whether a sample of a long list shows that its items hold no generators.
+    def choose(self, parts: Parts, sample: Parts, depth: int) -> Parts:
+        """Return all parts if one of the sample holds a generator, otherwise none.
 
         A dataset of a thousand objects would otherwise be searched before each validation, which
         took 10% of small trainings.
         """
-        if not _MOST_UNSAMPLED < len(value) <= _MOST_ITEMS:
-            return False
-        held = value.values() if isinstance(value, dict) else value
-        if not _may_hold(held):
-            return True
-        samples: dict[type, list[Any]] = {}
-        for item in held:
-            of_type = samples.setdefault(type(item), [])
-            if len(of_type) < _SAMPLED and type(item) not in _ATOMS:
-                of_type.append(item)
-        if any(map(self._is_generator, samples)):
-            return False
-        start = [("", item, depth + 1, 1) for items in samples.values() for item in items]
-        self._left -= len(start)
-        return not self.run(start)
-
-
-def list_parts(value: Any, depth: int, items: int) -> Iterable[tuple[object, Any]]:
-    """Return the named parts of a value; nothing if it cannot hold a generator.
-
-    Args:
-        value: The value.
-        depth: How many steps lead to it from an owner.
-        items: If it is a container: how many items there are in it and in its siblings, were they
-            all as long.
-    """
-    if isinstance(value, _CONTAINERS):
-        held = value.values() if isinstance(value, dict) else value
-        if items > _MOST_NESTED_ITEMS or not _may_hold(held):
-            return ()
-        return value.items() if isinstance(value, dict) else enumerate(value)
-    if isinstance(value, torch.nn.Module):
-        # Its parts are modules with attributes of their own; the caller lists them.
-        return [entry for entry in vars(value).items() if entry[0] not in MODULE_ATTRIBUTES]
-    if isinstance(value, _OPAQUE):
-        return ()
-    if depth and type(value).__module__.partition(".")[0] in _FOREIGN:
-        return ()  # a Trainer, a controlled loader
-    return getattr(value, "__dict__", {}).items()
-
-
-def are_data(values: Iterable[object]) -> bool:
-    """Return whether the types of values show that none of them holds a generator."""
-    return _ATOMS.issuperset(map(type, values))
-
-
-def _may_hold(items: Collection[object]) -> bool:
-    """Return whether one of the items may hold a generator, without a line of Python for each."""
-    return len(items) <= _MOST_ITEMS and not _ATOMS.issuperset(map(type, items))
+        found = any(step[3] == GENERATOR for step in self.visit(sample, depth))
+        return parts if found else ()
 
 
 def _encode(generator: Any) -> dict[str, Any]:

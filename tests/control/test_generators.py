@@ -1,9 +1,13 @@
 """Generators are captured as plain values, wherever they are kept, and restored to the bit."""
 
+import enum
+import functools
 import io
 import random
-from collections import deque
+import weakref
+from collections import OrderedDict, deque
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.control import generators
 from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
@@ -19,6 +22,7 @@ from lightning_d9m.control.generators import (
     find_generators,
     restore_generators,
 )
+from lightning_d9m.control.object_walk import ObjectWalk
 from lightning_d9m.control.seeding import capture_rng, restore_rng, rng_restored, seed_all
 
 
@@ -95,6 +99,20 @@ class Item:
         vars(self).update({f"part{number}": Item(levels - 1, width) for number in numbers})
 
 
+def count_visited(monkeypatch):
+    """Return a list that gets how many objects each search visits, and each search of a sample."""
+    visited = []
+    visit = ObjectWalk.visit
+
+    def count(self, *words):
+        steps = visit(self, *words)
+        visited.append(len(steps))
+        return steps
+
+    monkeypatch.setattr(ObjectWalk, "visit", count)
+    return visited
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -109,15 +127,7 @@ class Item:
 )
 def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(monkeypatch, data):
     """The bound of one list is not enough: nested ones used to cost a second or two a call."""
-    visited = 0
-
-    class CountingDeque(deque):
-        def popleft(self):
-            nonlocal visited
-            visited += 1
-            return super().popleft()
-
-    monkeypatch.setattr(generators, "deque", CountingDeque)
+    visited = count_visited(monkeypatch)
 
     class Dataset:
         def __init__(self):
@@ -127,7 +137,7 @@ def test_a_search_visits_few_objects_and_still_finds_a_generator_beside_data(mon
 
     owners = {f"loader{number}": Dataset() for number in range(2)}
     assert list(find_generators(owners)) == [f"{name}.transforms.1.generator" for name in owners]
-    assert visited <= 23_000
+    assert sum(visited) <= 23_000
 
 
 def test_generators_in_nested_transforms_are_found():
@@ -159,13 +169,9 @@ class Sample:
 
 def test_of_a_long_list_of_objects_only_a_sample_is_searched(monkeypatch):
     """PyTorch Geometric keeps a dataset as a list of such objects: 10 ms and more a search."""
-    lists = []
-    list_parts = generators.list_parts
-    monkeypatch.setattr(
-        generators, "list_parts", lambda *words: [lists.append(words), list_parts(*words)][1]
-    )
+    visited = count_visited(monkeypatch)
     assert find_generators({"data": [Sample() for _ in range(1000)]}) == {}
-    assert len(lists) < 50
+    assert 5 < sum(visited) < 50
 
 
 def test_a_long_list_whose_items_hold_generators_is_searched_whole():
@@ -182,3 +188,110 @@ def test_every_owner_is_searched_however_many_there_are():
     owners = {str(number): Item(1) for number in range(6000)}
     owners["5999"].generator = torch.Generator()
     assert list(find_generators(owners)) == ["5999.generator"]
+
+
+class Holder:
+    def __init__(self, held=None):
+        self.held = held
+
+    def method(self):
+        pass
+
+
+class Slots:
+    __slots__ = ("held",)
+    __init__ = Holder.__init__
+
+
+class Forwarding(Slots):
+    """Has no attributes but those of another object."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return getattr(self.held, name)
+
+
+class Lying(Holder):
+    """As a proxy of a dataset: says that it is of the class of what it holds."""
+
+    __class__ = property(lambda self: type(self.held))
+
+    def __len__(self):
+        return len(self.held)
+
+    def __iter__(self):
+        return iter(self.held)
+
+
+class Lightnings(Holder):
+    __module__ = "lightning.pytorch.callbacks"
+
+
+class Noise(torch.nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.register = held, [1]
+        self.inner = torch.nn.Linear(1, 1)
+        self.inner.held = random.Random(1)  # of a module that is an owner itself
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+Key = enum.Enum("Key", "first")
+
+
+def hold_by_method(held):
+    vars(Holder.method)["held"] = held
+    return Holder().method
+
+
+HOLDERS = {
+    "attribute": (Holder, "held"),
+    "dict": (lambda held: {1: None, "a": held}, "a"),
+    "key": (lambda held: OrderedDict({Key.first: held}), "Key.first"),
+    "own dict": (type("Dict", (dict,), {"__init__": lambda own, held: own.update(a=held)}), "a"),
+    "list": (lambda held: [None, held], "1"),
+    "own list": (type("List", (list,), {"__init__": lambda own, held: own.append(held)}), "0"),
+    "named tuple": (lambda held: Pair(1, held), "1"),
+    "module": (Noise, "held"),
+    "function": (lambda held: [f := lambda: None, setattr(f, "held", held)][0], "held"),
+    "method": (hold_by_method, "held"),
+    "partial": (lambda held: [f := functools.partial(print), setattr(f, "held", held)][0], "held"),
+    "__getattr__": (lambda held: Forwarding(Holder(held)), "held"),
+    "class of another object": (lambda held: Lying([held]), "0"),
+    "weak proxy": (lambda held: weakref.proxy(KEPT.setdefault(0, Holder(held))), "held"),
+}
+KEPT = {}
+NOT_SEARCHED = {
+    "slots": Slots,
+    "deque": lambda held: deque([held]),
+    "class": lambda held: type("Class", (), {"held": held}),
+    "freed": lambda held: weakref.proxy(Holder(held)),
+    "callback of Lightning": Lightnings,
+    "proxy of a callback": lambda held: Lightnings(Lying([held])),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_holds_a_generator_is_searched(name):
+    hold, path = HOLDERS[name]
+    generator = random.Random(1)
+    holder = hold(generator)
+    assert find_generators({"owner": holder}) == {f"owner.{path}": generator}
+    assert find_generators({"owner": [holder]}) == {f"owner.0.{path}": generator}
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("name", NOT_SEARCHED)
+def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
+    held = NOT_SEARCHED[name](random.Random(1))
+    assert find_generators({"owner": [held]}) == {}
+
+
+def test_an_owner_of_lightning_is_searched():
+    generator = random.Random(1)
+    assert find_generators({"owner": Lightnings(generator)}) == {"owner.held": generator}

@@ -17,7 +17,6 @@ from lightning_d9m.control.data.dataset_numbers import (
     NUMBERS,
     Numbers,
     find_changed_numbers,
-    read_numbers,
     write_numbers,
 )
 from lightning_d9m.control.data.resumable_sampler import ResumableSampler, is_user_made, unwrap
@@ -178,7 +177,7 @@ class ControlledLoader:
         dataset = None if self._dataset is None else self._dataset()
         if dataset is None:
             return {}
-        changed = find_changed_numbers(self._first_numbers, read_numbers(dataset))
+        changed = find_changed_numbers(self._first_numbers, dataset)
         return {NUMBERS: changed} if changed else {}
 
     def _keep_start(self) -> None:

@@ -4,14 +4,17 @@ WebDataset's ``detshuffle`` seeds its order by such a number, and a callback may
 run starts with a new dataset, which has the first values.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
-from torch import nn
-
-from lightning_d9m.control.generators import list_parts
+from lightning_d9m.control.object_walk import (
+    GENERATOR,
+    IMPORTED,
+    MODULE,
+    ObjectWalk,
+    Parts,
+    name_path,
+)
 
 Numbers = dict[str, dict[str, float]]
 """Numbers by the name of the attribute, by the path of the object that has it."""
@@ -25,16 +28,14 @@ _MOST_VISITED = 1000
 _LARGEST = 2**63
 
 
-def read_numbers(dataset: object) -> Numbers:
-    """Return the attributes that are numbers, of a dataset and of the objects in it."""
-    return {path: _keep_numbers(vars(owner)) for path, owner in _find_owners(dataset).items()}
-
-
 def read_first_numbers(dataset: object) -> Numbers:
-    """Return the same with the numbers of classes, which an object may replace later."""
+    """Return the attributes that are numbers, of a dataset and of the objects in it.
+
+    They include numbers of classes, which an object may replace later.
+    """
     found: Numbers = {}
     of_classes: dict[type, dict[str, float]] = {}
-    for path, owner in _find_owners(dataset).items():
+    for path, owner in _Walk().find_owners(dataset).items():
         kind, own = type(owner), vars(owner)
         if kind not in of_classes:
             merged = {name: v for base in reversed(kind.__mro__) for name, v in vars(base).items()}
@@ -45,27 +46,38 @@ def read_first_numbers(dataset: object) -> Numbers:
 
 
 def _keep_numbers(attributes: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if type(value) in (bool, float) or (type(value) is int and abs(value) < _LARGEST)
-    }
+    return {name: value for name, value in attributes.items() if _is_number(value)}
 
 
-def find_changed_numbers(before: Numbers, now: Numbers) -> Numbers:
-    """Return the numbers that are not as they were, and not of another type."""
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+def find_changed_numbers(first: Numbers, dataset: object) -> Numbers:
+    """Return the numbers that are not as they were first, and not of another type.
+
+    Of a list of more than 50 objects, which are likely data, it reads only five of each type if
+    none of the numbers that it reads has changed.
+    """
+    walk = _Walk(samples=True)
+    changed = _compare(first, walk.find_owners(dataset))
+    return _compare(first, _Walk().find_owners(dataset)) if changed and walk.sampled else changed
+
+
+def _compare(first: Numbers, owners: Mapping[str, object]) -> Numbers:
     found: Numbers = {}
-    for path, numbers in now.items():
-        old = before.get(path, {})
-        for name, value in numbers.items():
-            if name in old and type(old[name]) is type(value) and old[name] != value:
+    for path, owner in owners.items():
+        own = vars(owner)
+        for name, old in first.get(path, {}).items():
+            value = own.get(name)
+            if type(value) is type(old) and value != old and _is_number(value):
                 found.setdefault(path, {})[name] = value
     return found
 
 
 def write_numbers(dataset: object, numbers: Mapping[str, Mapping[str, float]]) -> None:
     """Set attributes of a dataset and of the objects in it, if they or their classes have them."""
-    owners = _find_owners(dataset) if numbers else {}
+    owners = _Walk().find_owners(dataset) if numbers else {}
     for path, values in numbers.items():
         if (owner := owners.get(path)) is not None:
             own, kind = vars(owner), type(owner)
@@ -109,23 +121,39 @@ class WatchedIterator:
 
     def _compare(self) -> None:
         dataset, _, before, report = self._parts
-        if find_changed_numbers(before, read_numbers(dataset)):
+        if find_changed_numbers(before, dataset):
             report()
 
 
-def _find_owners(dataset: object) -> dict[str, object]:
-    """Return a dataset and the objects in its attributes, lists and dicts, by path."""
-    found: dict[str, object] = {}
-    seen: set[int] = set()
-    pending = deque([("dataset", dataset, 0)])
-    while pending and len(seen) < _MOST_VISITED:
-        path, value, depth = pending.popleft()
-        if id(value) in seen or isinstance(value, nn.Module | ModuleType):
-            continue
-        seen.add(id(value))
-        parts = list_parts(value, depth, 1)
-        if parts and hasattr(value, "__dict__"):
-            found[path] = value
-        if depth < _DEPTH:
-            pending += [(f"{path}.{name}", part, depth + 1) for name, part in parts]
-    return found
+class _Walk(ObjectWalk):
+    """A walk from a dataset to the objects in its attributes, lists and dicts.
+
+    Args:
+        samples: Whether it visits only a sample of a list of more than 50 objects.
+
+    Attributes:
+        sampled: Whether there was such a list.
+    """
+
+    def __init__(self, *, samples: bool = False) -> None:
+        super().__init__(
+            depth=_DEPTH,
+            most_visited=_MOST_VISITED,
+            most_deep=_MOST_VISITED,
+            ends=(GENERATOR, MODULE, IMPORTED),
+        )
+        self._samples = samples
+        self.sampled = False
+
+    def find_owners(self, dataset: object) -> dict[str, object]:
+        """Return the objects with attributes by path."""
+        return {
+            name_path(step): step[2]
+            for step in self.visit([("dataset", dataset)])
+            if step[3] not in (MODULE, IMPORTED) and getattr(step[2], "__dict__", None)
+        }
+
+    def choose(self, parts: Parts, sample: Parts, _depth: int) -> Parts:
+        """Return all parts or the sample."""
+        self.sampled |= self._samples
+        return sample if self._samples else parts

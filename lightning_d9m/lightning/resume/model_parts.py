@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_d9m.control.generators import MODULE_ATTRIBUTES, are_data
+from lightning_d9m.control.object_walk import MODULE_ATTRIBUTES, are_data
 from lightning_d9m.hashing.model_tensors import ModelTensors
 
 
