@@ -121,10 +121,9 @@ class ObjectWalk(ABC):
         items *= size
         if size > _MOST_ITEMS or items > _MOST_NESTED_ITEMS:
             return (), items
-        parts = value.items() if kind == DICT else enumerate(value)
+        parts = _name_items(value, kind)
         if size > _MOST_UNSAMPLED:
-            parts = list(parts)
-            sample = _take_sample(parts, value.values() if kind == DICT else value)
+            sample = _take_sample(value, kind)
             self._left[0] -= len(sample)  # before their choice, which may visit them
             parts = self.choose(parts, sample, depth + 1) if sample else ()
         return parts, items
@@ -148,13 +147,19 @@ def name_path(step: Step) -> str:
     return ".".join(reversed(names))
 
 
-def _take_sample(parts: Parts, values: Iterable[object]) -> list[tuple[object, Any]]:
-    kinds = [kind for kind in dict.fromkeys(map(type, values)) if _KINDS[kind]]
+def _name_items(value: Any, kind: int) -> Parts:
+    return value.items() if kind == DICT else enumerate(value)
+
+
+def _take_sample(value: Any, kind: int) -> list[tuple[object, Any]]:
+    types = dict.fromkeys(map(type, value.values() if kind == DICT else value))
     return [
-        part
-        for kind in kinds
-        for part in islice((part for part in parts if type(part[1]) is kind), _SAMPLED)
+        item for of in types if _KINDS[of] for item in islice(_of_type(value, kind, of), _SAMPLED)
     ]
+
+
+def _of_type(value: Any, kind: int, of: type) -> Parts:
+    return (item for item in _name_items(value, kind) if type(item[1]) is of)
 
 
 class _Kinds(dict[type, int]):

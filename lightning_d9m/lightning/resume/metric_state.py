@@ -5,7 +5,9 @@ states (``add_state``), its other tensors, and its private numbers, such as the 
 Constructor arguments are not saved.
 """
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import MetricCollection
 
-from lightning_d9m.hashing.nested_values import list_leaves
+from lightning_d9m.control.object_walk import MODULE_ATTRIBUTES
 from lightning_d9m.lightning.resume.model_parts import ModelParts, find_metric_modules
 from lightning_d9m.lightning.saved_state import SavedMetrics
 from lightning_d9m.lightning.trainer_attributes import list_callbacks
@@ -24,7 +26,13 @@ if TYPE_CHECKING:
 LIMIT = 16 * 2**20
 """Most bytes of metric states that a rank saves; a metric beyond it is left out and reported."""
 
-_MODULE = frozenset(vars(nn.Module()))
+_NUMBERS = (bool, int, float)
+_SCALARS = (*_NUMBERS, str)
+_SEQUENCES = (list, tuple)
+# Attributes that are saved whatever they are.
+_RESULTS = frozenset({"_computed", "_forward_cache"})
+# The types of most attributes of a metric, of which no other is saved.
+_UNSAVED = frozenset({type(None), str, dict, OrderedDict, list, FunctionType, MethodType})
 # Which metrics of a collection share their states.
 _OF_COLLECTION = ("_groups", "_groups_checked", "_state_is_copy")
 
@@ -39,10 +47,10 @@ def to_plain(value: Any) -> Any:
     Raises:
         NotPlainError: For anything else.
     """
+    if value is None or isinstance(value, _SCALARS):
+        return value
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if type(value) is list or type(value) is tuple:
         return type(value)(to_plain(part) for part in value)
     if isinstance(value, Mapping):
@@ -133,10 +141,11 @@ def _list_owned_modules(trainer: "Trainer") -> Iterator[tuple[str, nn.Module]]:
 def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
     """Return the callbacks by names that do not depend on other callbacks."""
     named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
     for callback in callbacks:
         base = f"callbacks.{type(callback).__name__}"
-        count = sum(name.partition("#")[0] == base for name in named)
-        named[f"{base}#{count}" if count else base] = callback
+        named[f"{base}#{counts[base]}" if counts[base] else base] = callback
+        counts[base] += 1
     return named
 
 
@@ -145,15 +154,21 @@ def _capture(metric: Any) -> dict[str, Any]:
         return {name: to_plain(getattr(metric, name)) for name in _OF_COLLECTION}
     states = {name: to_plain(getattr(metric, name)) for name in metric._defaults}  # noqa: SLF001 - of torchmetrics
     for name, value in vars(metric).items():
-        if name in _MODULE or name in states:
+        if type(value) in _UNSAVED and name not in _RESULTS:
             continue
-        number = name.startswith("_") and isinstance(value, bool | int | float)
-        if number or isinstance(value, Tensor) or name in ("_computed", "_forward_cache"):
+        if name in MODULE_ATTRIBUTES or name in states:
+            continue
+        number = name.startswith("_") and isinstance(value, _NUMBERS)
+        if number or isinstance(value, Tensor) or name in _RESULTS:
             states[name] = to_plain(value)
     return states
 
 
-def _count_bytes(value: Any) -> int:
-    leaves = [leaf for _, leaf in list_leaves(value)]
-    tensors = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-    return tensors + sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
+def _count_bytes(plain: Any) -> int:
+    if isinstance(plain, Tensor):
+        return plain.nbytes
+    if isinstance(plain, dict):
+        plain = plain.values()
+    elif not isinstance(plain, _SEQUENCES):
+        return len(plain) if isinstance(plain, str) else 0
+    return sum(map(_count_bytes, plain))
