@@ -55,6 +55,11 @@ def _is_own(script: Path) -> bool:
 
 @cache
 def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
+    folder = folder.resolve()
+    folders = (folder, *folder.parents)
+    root = next((own for own in folders if os.path.lexists(own / ".git")), None)
+    if root is None:
+        return {}
     status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
     if status is None:
         return {}
@@ -63,19 +68,35 @@ def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     if not commits or commits[0] == "(initial)":
         return {}
     dirty = any(not line.startswith("#") for line in lines)
-    if script is not None and not dirty:
+    if script is not None and not dirty and not _is_in_index(root, folder / script):
         dirty = _run_git(folder, "ls-files", "--error-unmatch", "--", script) is None
     return {"git.commit": commits[0], "git.dirty": dirty}
 
 
+def _is_in_index(root: Path, script: Path) -> bool:
+    """Return True if git's index lists a file as an ordinary one; False if only git can tell.
+
+    A second process of git would take half as long as the first one.
+    """
+    name = os.fsencode(script.relative_to(root))
+    try:
+        # An entry ends with flags, which are the size of its name, the name and a zero.
+        entry = b"%s%s\0" % (len(name).to_bytes(2, "big"), name)
+        return entry in (root / ".git" / "index").read_bytes()
+    except OSError:  # the index of a linked work tree or a submodule is elsewhere
+        return False
+
+
 def _run_git(folder: Path, *words: str) -> str | None:
     """Return the output of git; None if it fails, is absent or takes too long."""
-    variables = {name: text for name, text in os.environ.items() if name not in _VARIABLES}
+    environment = None
+    if any(name in os.environ for name in _VARIABLES):
+        environment = {name: text for name, text in os.environ.items() if name not in _VARIABLES}
     try:
         done = subprocess.run(  # noqa: S603 - fixed words and a file name
             [*_GIT, *words],
             cwd=folder,
-            env=variables,
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=True,

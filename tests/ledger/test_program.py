@@ -66,10 +66,70 @@ def test_an_untracked_file_beside_the_program_does_not_count(repository):
     assert capture("train.py", folder=folder)["git.dirty"] is False
 
 
-@pytest.mark.parametrize("git", ["no repository", "no commit", "no git", "slow git"])
+def git(*words, folder):
+    subprocess.run([*GIT, *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "linked", "compressed index", "worktree"])
+def test_the_index_says_of_no_other_file_that_git_knows_it(repository, tmp_path_factory, kind):
+    """Where it does not say it, git is asked."""
+    root, commit = repository
+    names = ("train.py", "sub/train.py", "sub/other.py", f"sub/{'x' * 200}/main.py")
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    git("add", ".", folder=root)
+    git("commit", "-qm", "two", folder=root)
+    for name in ("rain.py", "sub/rain.py", "other.py"):
+        (root / name).write_text(name)
+    top = root
+    if kind == "linked":
+        top = tmp_path_factory.mktemp("elsewhere") / "link"
+        top.symlink_to(root)
+    elif kind == "compressed index":
+        git("update-index", "--index-version", "4", folder=root)
+    elif kind == "worktree":
+        top = tmp_path_factory.mktemp("elsewhere") / "tree"
+        git("worktree", "add", "-q", "--detach", str(top), folder=root)
+    for name in (*names, "rain.py", "sub/rain.py", "other.py", "absent.py"):
+        path = top / name
+        found = program._is_in_index(top.resolve(), path.parent.resolve() / path.name)
+        assert found == (name in names and kind in ("ordinary", "linked"))
+        captured = program._read_git.__wrapped__(path.parent, path.name)
+        assert captured["git.dirty"] == (name not in names)
+        assert captured["git.commit"] != commit
+
+
+def test_a_file_that_git_ignores_changes_of_is_left_to_git(repository):
+    """Its flags are others; git lists it."""
+    folder, _ = repository
+    git("update-index", "--assume-unchanged", "train.py", folder=folder)
+    assert not program._is_in_index(folder, folder / "train.py")
+    assert program._read_git.__wrapped__(folder, "train.py")["git.dirty"] is False
+
+
+def test_a_tracked_program_takes_one_process_of_git(repository, monkeypatch):
+    folder, _ = repository
+    calls, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: (calls.append(a), run(*a, **k))[1])
+    assert program._read_git.__wrapped__(folder, "train.py")["git.dirty"] is False
+    assert len(calls) == 1
+
+
+def test_variables_of_a_hook_name_no_other_repository(repository, tmp_path_factory, monkeypatch):
+    folder, commit = repository
+    monkeypatch.setenv("GIT_DIR", str(tmp_path_factory.mktemp("elsewhere")))
+    assert program._read_git.__wrapped__(folder, "train.py")["git.commit"] == commit
+
+
+@pytest.mark.parametrize("git", ["no repository", "bad one", "no commit", "no git", "slow git"])
 def test_what_is_not_there_is_absent(tmp_path, monkeypatch, git):
     monkeypatch.chdir(tmp_path)
     program._read_git.cache_clear()
+    if git == "no repository":
+        monkeypatch.setattr(program, "_run_git", None)  # git is not asked
+    else:
+        (tmp_path / ".git").mkdir()
     if git == "no commit":
         subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     if git == "no git":
