@@ -5,8 +5,9 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from importlib import metadata
-from importlib.machinery import PathFinder
 
+# Of Python, and of the package importlib_metadata, which takes its place when it is imported.
+_FINDERS = ("PathFinder", "MetadataPathFinder")
 # The version is one of the first fields of a file that may hold a long description.
 _HEAD_BYTES = 4096
 
@@ -34,7 +35,10 @@ def read_versions(names: Collection[str]) -> dict[str, str]:
 
 def _find_folders(keys: Collection[str]) -> dict[str, list[str]] | None:
     """Return folders of metadata by normalized name; None if there may be others."""
-    if any(hasattr(own, "find_distributions") for own in sys.meta_path if own is not PathFinder):
+    finders = [finder for finder in sys.meta_path if hasattr(finder, "find_distributions")]
+    if any(
+        getattr(finder, "__name__", type(finder).__name__) not in _FINDERS for finder in finders
+    ):
         return None
     found: dict[str, list[str]] = {key: [] for key in keys}
     for folder in dict.fromkeys(sys.path):

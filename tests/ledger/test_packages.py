@@ -103,6 +103,16 @@ def test_one_folder_of_metadata_needs_no_search(tmp_path, monkeypatch):
     assert read_versions(NAMES) == {"numpy": "2"}
 
 
+def test_the_finder_of_importlib_metadata_looks_in_the_same_folders(tmp_path, monkeypatch):
+    """Its class has the same name; other packages import it."""
+    write(tmp_path, "numpy-2.dist-info", "2")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    finder = metadata.MetadataPathFinder()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    assert packages._find_folders(["numpy"]) == {"numpy": [f"{tmp_path}/numpy-2.dist-info"]}
+    assert read_versions(NAMES) == expect(NAMES) == {"numpy": "2"}
+
+
 def test_a_finder_of_the_user_is_asked(tmp_path, monkeypatch):
     write(tmp_path, "x-9.dist-info", "9")
     own = metadata.Distribution.at(tmp_path / "x-9.dist-info")
