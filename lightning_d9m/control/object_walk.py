@@ -23,8 +23,9 @@ NO_PARTS, SEQUENCE, DICT, GENERATOR, MODULE, IMPORTED, OBJECT, _PROXY = range(8)
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _OPAQUE = (torch.Tensor, np.ndarray, type, str, bytes)
-# Objects of these packages have parts only if they are owners.
-_FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m"}
+# Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
+# objects for each table, which a logger or a dataset may have dozens of.
+_FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m", "pandas"}
 # The most frequent types without parts.
 _ATOMS = frozenset({
     *(type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter, np.ndarray),

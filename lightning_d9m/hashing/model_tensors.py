@@ -82,6 +82,7 @@ class ModelTensors:
         self._parameters = self._buffers = NamedTensors(())
         self._names: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
+        self._listed: tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]] = ([], [])
 
     def look(self) -> tuple[NamedTensors, NamedTensors, dict[int, str]]:
         """Return the parameters, the buffers and the names."""
@@ -118,6 +119,12 @@ class ModelTensors:
         self.look()
         return self._modules
 
+    @property
+    def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """All parameters and all buffers, with torch's names."""
+        self.look()
+        return self._listed
+
     def _walk(self) -> None:
         self._modules = dict(self._model.named_modules())
         modules = self._modules.values()
@@ -128,8 +135,10 @@ class ModelTensors:
         self._filled = list(filter(None, self._tables))
         self._keys = list(chain.from_iterable(self._filled))
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
-        parameters = [(plain_name(name), own) for name, own in self._model.named_parameters()]
-        buffers = [(plain_name(name), own) for name, own in self._model.named_buffers()]
+        self._listed = list(self._model.named_parameters()), list(self._model.named_buffers())
+        parameters, buffers = (
+            [(plain_name(name), own) for name, own in part] for part in self._listed
+        )
         self._names = {id(own): name for name, own in parameters}
         self._parameters = NamedTensors(filter(self._takes, parameters))
         self._buffers = NamedTensors(filter(self._takes, buffers))

@@ -40,6 +40,7 @@ class RunRecorder:
     """Opens the ledger of a training, digests its state at each moment, and closes the ledger.
 
     Attributes:
+        model_tensors: The tensors of the model; None if no ledger is open.
         ranks: The ranks of the training.
         loss: The last loss, on its device; None without one.
         digest: The digest of the weights that were digested last; None before the first.
@@ -50,7 +51,7 @@ class RunRecorder:
         self._policy = policy
         self._recorder: LedgerRecorder | None = None
         self._model: torch.nn.Module | None = None
-        self._tensors: ModelTensors | None = None
+        self.model_tensors: ModelTensors | None = None
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
         self.digest: str | None = None
@@ -60,7 +61,7 @@ class RunRecorder:
         return self.__dict__ | {
             "_recorder": None,
             "_model": None,
-            "_tensors": None,
+            "model_tensors": None,
             "ranks": Ranks(0),
             "loss": None,
         }
@@ -120,7 +121,7 @@ class RunRecorder:
             self.folder, header, policy=policy or self._policy, ranks=ranks, replicated=replicated
         )
         self._model = model if wrapped is None else wrapped
-        self._tensors = ModelTensors(model)
+        self.model_tensors = ModelTensors(model)
         self._recorder.begin(facts, resumed)
 
     def take(
@@ -163,14 +164,14 @@ class RunRecorder:
         *,
         sketches: bool,
     ) -> PartialSnapshot:
-        assert self._tensors is not None, "begin() comes first"
+        assert self.model_tensors is not None, "begin() comes first"
         assert self._model is not None, "begin() comes first"
         if verify is not None:
             verify()
         reshard(self._model)
         layouts = find_flat_layouts(self._model)
         return take_partial_snapshot(
-            self._tensors, optimizers, schedulers, layouts, sketches=sketches
+            self.model_tensors, optimizers, schedulers, layouts, sketches=sketches
         )
 
     def record(self, digests: Digests) -> int:
@@ -191,7 +192,7 @@ class RunRecorder:
     def end(self, end: End) -> None:
         """Close the ledger, if one is open."""
         recorder, self._recorder = self._recorder, None
-        self._model = self._tensors = self.loss = None
+        self._model = self.model_tensors = self.loss = None
         if recorder is not None:
             recorder.end(end)
 

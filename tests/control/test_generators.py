@@ -228,6 +228,10 @@ class Lightnings(Holder):
     __module__ = "lightning.pytorch.callbacks"
 
 
+class Table(Holder):
+    __module__ = "pandas.core.frame"
+
+
 class Noise(torch.nn.Module):
     def __init__(self, held):
         super().__init__()
@@ -272,6 +276,7 @@ NOT_SEARCHED = {
     "class": lambda held: type("Class", (), {"held": held}),
     "freed": lambda held: weakref.proxy(Holder(held)),
     "callback of Lightning": Lightnings,
+    "table of pandas": Table,
     "proxy of a callback": lambda held: Lightnings(Lying([held])),
 }
 

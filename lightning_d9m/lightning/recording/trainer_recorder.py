@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
 from lightning_d9m.ledger.format.fields import Json
 from lightning_d9m.ledger.format.records import End, Evaluation, Resume
@@ -90,6 +91,11 @@ class TrainerRecorder:
         folder = self._make_folder(trainer, kind="fit")
         self.summary = FitSummary(str(folder))
         return folder
+
+    @property
+    def model_tensors(self) -> ModelTensors | None:
+        """The tensors of the model; None if no ledger is open."""
+        return self._run.model_tensors
 
     @property
     def ledger_position(self) -> dict[str, str] | None:

@@ -11,15 +11,15 @@ from lightning_d9m.hashing.model_tensors import ModelTensors
 
 
 class ModelParts:
-    """The modules, metrics and tensors of a model that a save and a validation read."""
+    """The modules, metrics and tensors of a model that a save and a validation read.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._tensors = ModelTensors(model)
+    ``tensors`` are those of the model, if they have been found already.
+    """
+
+    def __init__(self, model: nn.Module, tensors: ModelTensors | None = None) -> None:
+        self._tensors = tensors or ModelTensors(model)
         self._modules: dict[str, nn.Module] = {}
         self._metrics: dict[str, Any] = {}
-        self._parameters: list[tuple[str, Tensor]] = []
-        self._buffers: list[tuple[str, Tensor]] = []
         # The attributes of the modules that hold data only, and which of them are not torch's.
         self._plain: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -41,13 +41,13 @@ class ModelParts:
     @property
     def parameters(self) -> list[tuple[str, Tensor]]:
         """The names and tensors of all parameters."""
-        self._look()
-        return self._parameters
+        return self._tensors.listed[0]
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The names and tensors of all parameters and buffers."""
-        return [*self.parameters, *self._buffers]
+        parameters, buffers = self._tensors.listed
+        return [*parameters, *buffers]
 
     @property
     def searched(self) -> dict[str, nn.Module]:
@@ -67,8 +67,6 @@ class ModelParts:
             return
         self._modules = modules
         self._metrics = find_metric_modules(modules)
-        self._parameters = list(self._model.named_parameters())
-        self._buffers = list(self._model.named_buffers())
         self._divide()
 
     def _divide(self) -> None:

@@ -316,7 +316,7 @@ class ResumableFit:
     @property
     def _parts(self) -> ModelParts:
         if self._model is None:
-            self._model = ModelParts(self._trainer.lightning_module)
+            self._model = ModelParts(self._trainer.lightning_module, self._recorder.model_tensors)
         return self._model
 
     @property

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.nn import Module
-
 from lightning_d9m.control.data.dataset_numbers import NUMBERS
 from lightning_d9m.control.data.sampler_state import ATTRIBUTES
 from lightning_d9m.control.data.seeded_dataset import SeededCollate
@@ -277,14 +275,15 @@ def capture_frozen(model: ModelParts) -> dict[str, dict[str, list[str]]]:
         Settings of the run, as ``SavedState`` has them.
     """
     parameters = [name for name, tensor in model.parameters if not tensor.requires_grad]
-    statistics = [name for name, module in model.modules.items() if not _tracks(module)]
+    kinds = set(map(type, model.modules.values()))
+    # Not of each module: torch formats an error where there is none, which takes long.
+    without = {kind for kind in kinds if not getattr(kind, "track_running_stats", True)}
+    statistics = [
+        name
+        for name, module in model.modules.items()
+        if not vars(module).get("track_running_stats", type(module) not in without)
+    ]
     return {FROZEN: {"parameters": parameters, "statistics": statistics}}
-
-
-def _tracks(module: Module) -> bool:
-    # getattr takes long for a Module without the attribute: it raises and formats an error.
-    default = getattr(type(module), "track_running_stats", True)
-    return bool(vars(module).get("track_running_stats", default))
 
 
 def restore_frozen(trainer: "Trainer", settings: Mapping[str, Any]) -> None:
