@@ -14,6 +14,7 @@ Nothing here draws from a generator of the process: the signs come from SHAKE-25
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from hashlib import shake_256
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,21 +54,25 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
-        local = {name: _take_whole(tensor) for name, tensor in tensors.items()}
-        dense = {name: t for name, t in local.items() if t is not None and _is_dense(t)}
-        if sum(map(Tensor.numel, dense.values())) > MOST_ELEMENTS:
+        dense: dict[str, Tensor] = {}
+        short: dict[str, int] = {}
+        long: dict[str, int] = {}
+        for name, given in tensors.items():
+            tensor = given if type(given) in _ORDINARY else _take_whole(given)
+            if tensor is None or not (size := _count_elements(tensor)):
+                continue
+            dense[name] = tensor
+            (short if size <= _WIDTH else long)[name] = size
+        if sum(short.values()) + sum(long.values()) > MOST_ELEMENTS:
             return {}
-        short = {name: tensor for name, tensor in dense.items() if tensor.numel() <= _WIDTH}
-        buffer = torch.from_numpy(np.zeros(_BLOCK))
         with np.errstate(all="ignore"):  # weights may be NaN, or overflow
-            found = dict(zip(short, _sketch_short(list(short.values())), strict=True))
-            return {name: found.get(name) or _sketch(own, buffer) for name, own in dense.items()}
+            found = dict(zip(short, _sketch_short([dense[name] for name in short]), strict=True))
+            found |= zip(long, _sketch_long([dense[name] for name in long]), strict=True)
+        return {name: found[name] for name in dense}
 
 
 def _take_whole(tensor: Tensor) -> Tensor | None:
     """Return the whole tensor that this rank has of a DTensor; None if it has a part; others."""
-    if type(tensor) in _ORDINARY:
-        return tensor
     if is_sharded_dtensor(tensor):
         return None
     dtensor: Any = tensor
@@ -75,10 +80,12 @@ def _take_whole(tensor: Tensor) -> Tensor | None:
     return local
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout is not torch.strided:
-        return False
-    return type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
+def _count_elements(tensor: Tensor) -> int:
+    """Return the number of elements; 0 if the tensor is not one that has a sketch."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return 0
+    is_dense = type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
+    return tensor.numel() if is_dense else 0
 
 
 def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
@@ -86,15 +93,13 @@ def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
     if not tensors:
         return []
     signs, buckets = _draw_rows(tuple(map(Tensor.numel, tensors)))
-    flat = _join([tensor.reshape(-1) for tensor in tensors])
-    sums = np.bincount(buckets, flat.numpy() * signs, SKETCH_BUCKETS * len(tensors))
-    digits = sums.astype("<f8", copy=False).tobytes().hex()
-    return [digits[at : at + SKETCH_DIGITS] for at in range(0, len(digits), SKETCH_DIGITS)]
+    flat = _join(list(map(Tensor.flatten, tensors)))
+    return _write(np.bincount(buckets, flat.numpy() * signs, SKETCH_BUCKETS * len(tensors)))
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
     """Return the elements of flat tensors as float64 on the CPU."""
-    if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
+    if len(set(map(attrgetter("device", "dtype"), tensors))) > 1:
         tensors = [tensor.to("cpu", torch.float64) for tensor in tensors]
     return torch.cat(tensors).to("cpu", torch.float64)
 
@@ -102,34 +107,57 @@ def _join(tensors: list[Tensor]) -> Tensor:
 @lru_cache(maxsize=4)
 def _draw_rows(sizes: tuple[int, ...]) -> tuple[_Floats, NDArray[np.intp]]:
     """Return the sign and the bucket of each element of tensors of these sizes, row after row."""
-    buckets = [_draw_buckets()[:size] + SKETCH_BUCKETS * n for n, size in enumerate(sizes)]
-    return np.concatenate([_draw_block()[0, :size] for size in sizes]), np.concatenate(buckets)
+    ends = np.cumsum(sizes)
+    places = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+    buckets = np.repeat(np.arange(0, SKETCH_BUCKETS * len(sizes), SKETCH_BUCKETS), sizes)
+    return _draw_block()[0, places], _draw_buckets()[places] + buckets
 
 
-def _sketch(tensor: Tensor, buffer: Tensor) -> str:
-    """Return the sketch of a tensor.
+def _sketch_long(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the sketches of tensors of more than one row, on any device."""
+    if not tensors:
+        return []
+    sums = np.zeros((len(tensors), _WIDTH))  # of each place of a row, over all rows
+    buffer = torch.from_numpy(np.empty(_BLOCK))
+    for own, tensor in zip(sums, tensors, strict=True):
+        _add_rows(tensor.reshape(-1), buffer, own)
+    buckets = _draw_buckets() + SKETCH_BUCKETS * np.arange(len(tensors))[:, None]
+    return _write(np.bincount(buckets.reshape(-1), sums.reshape(-1)))
+
+
+def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats) -> None:
+    """Add the elements of a tensor with their signs.
 
     Args:
-        tensor: A dense tensor on any device.
+        flat: A dense tensor of one dimension.
         buffer: ``_BLOCK`` elements on the CPU, which are overwritten.
+        sums: Those of each place of a row.
     """
-    flat = tensor.detach().reshape(-1)
-    sums = np.zeros(min(flat.numel(), _WIDTH))  # of each place of a row, over all rows
     signs, values = _draw_block(), buffer.numpy()
     for block, start in enumerate(range(0, flat.numel(), _BLOCK)):
         part = flat[start : start + _BLOCK]
-        buffer[: part.numel()].copy_(part)
-        rows, rest = divmod(part.numel(), _WIDTH)
-        whole = rows * _WIDTH
-        turned = _draw_turn(block) if block else 1.0
+        size = part.numel()
+        buffer[:size].copy_(part)
+        rows, rest = divmod(size, _WIDTH)
+        whole = size - rest
+        if not block:  # the rest as another row
+            rows = -(-size // _WIDTH)
+            values[size : rows * _WIDTH] = 0.0
+            sums += np.einsum(
+                "ij,ij->j", values[: rows * _WIDTH].reshape(rows, _WIDTH), signs[:rows]
+            )
+            continue
+        turned = _draw_turn(block)
         if rows:
             shaped = values[:whole].reshape(rows, _WIDTH)
             sums += np.einsum("ij,ij->j", shaped, signs[:rows]) * turned
         if rest:
-            found = values[whole : whole + rest] * signs[rows, :rest]
-            sums[:rest] += found if isinstance(turned, float) else found * turned[:rest]
-    buckets = np.bincount(_draw_buckets()[: len(sums)], sums, SKETCH_BUCKETS)
-    return buckets.astype("<f8", copy=False).tobytes().hex()
+            sums[:rest] += values[whole:size] * signs[rows, :rest] * turned[:rest]
+
+
+def _write(sums: NDArray[Any]) -> list[str]:
+    digits = sums.astype("<f8", copy=False).tobytes().hex()
+    return [digits[at : at + SKETCH_DIGITS] for at in range(0, len(digits), SKETCH_DIGITS)]
 
 
 @cache

@@ -4,8 +4,9 @@ Names are those of the user's model, without the prefix that ``torch.compile`` a
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any, cast
@@ -132,65 +133,78 @@ def _read_state(
     """Digest the state; without layouts, shards as if they were tensors."""
     model_tensors = model if isinstance(model, ModelTensors) else ModelTensors(model)
     parameters, buffers, names = model_tensors.look()
-    tensors: dict[tuple[str, str], Tensor] = {}
-    groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
-    divided = _DividedTensors(layouts, names)
-    for place, owner, value in _list_state(parameters, buffers, optimizers, names):
-        if not layouts and type(value) in _ORDINARY:
-            tensors[place] = cast("Tensor", value)
-            continue
-        if divided.take(place, owner, value):
-            continue
-        if not isinstance(value, Tensor):
-            groups[place[0]][place[1]] = _digest_state(value)
-        elif is_lazy(value):  # it has no shape before its module's first input
-            groups[place[0]][place[1]] = digest_value(type(value))
-        else:
-            tensors[place] = value
+    state = _State(layouts, names)
+    for group, named in (("weights", parameters), ("buffers", buffers)):
+        state.add_all(group, named)
+    for number, optimizer in enumerate(optimizers):
+        state.add_optimizer(number, optimizer)
+    groups, tensors = state.groups, state.tensors
     for number, scheduler in enumerate(schedulers):
         groups["schedulers"][str(number)] = _digest_state(scheduler.state_dict())
-    values = list(tensors.values())
-    digests = model_tensors.addresses.digest(values)
-    for (group, name), value in zip(tensors, digests, strict=True):
-        groups[group][name] = value
-    weights = {name: own for (group, name), own in tensors.items() if group == "weights"}
-    sketched = sketch_tensors(weights) if sketches else {}
-    return PartialSnapshot(groups, divided.shards, divided.owners, divided.scattered, sketched)
+    values = [value for named in tensors.values() for value in named.values()]
+    digests = iter(model_tensors.addresses.digest(values))
+    for group, found in tensors.items():
+        groups[group].update(zip(found, digests, strict=False))  # those of the next group follow
+    sketched = sketch_tensors(tensors["weights"]) if sketches else {}
+    return PartialSnapshot(groups, state.shards, state.owners, state.scattered, sketched)
 
 
-def _list_state(
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[int, str],
-) -> Iterator[tuple[tuple[str, str], str, object]]:
-    """Yield group and name, the name of the parameter, and the value."""
-    for name, tensor in parameters.items():
-        yield ("weights", name), name, tensor
-    for name, tensor in buffers.items():
-        yield ("buffers", name), name, tensor
-    for number, optimizer in enumerate(optimizers):
-        for name, value in optimizer_state(optimizer, names):
-            yield ("optimizers", f"{number}.{name}"), name.partition(".")[2], value
-
-
-class _DividedTensors:
-    """The tensors of a training of which each rank holds a part.
+class _State:
+    """The state of a training by group and name.
 
     Args:
-        layouts: The layouts of parameters by id; None takes no tensor.
+        layouts: The layouts of parameters by id; None if no tensor is divided among ranks.
         names: The names of the parameters by id.
+
+    Attributes:
+        groups: The digests of values that are not tensors, or have no bytes.
+        tensors: The tensors that this rank digests.
+        shards: The parts of tensors of which each rank holds one; ``PartialSnapshot`` has more.
+        owners: As above.
+        scattered: As above.
     """
 
     def __init__(self, layouts: Mapping[int, FlatLayout] | None, names: Mapping[int, str]) -> None:
         self._layouts = None
         if layouts is not None:
             self._layouts = {names[key]: own for key, own in layouts.items() if key in names}
+        # Nearly all values have one of these classes, and then need no call for each.
+        self._plain: frozenset[type] = frozenset() if layouts else _ORDINARY
+        self._names = names
+        self.groups: Groups = {"weights": {}, "buffers": {}, "optimizers": {}, "schedulers": {}}
+        self.tensors: dict[str, dict[str, Tensor]] = {group: {} for group in self.groups}
         self.shards: dict[tuple[str, str], Shard] = {}
         self.owners: dict[tuple[str, str], Shard] = {}
         self.scattered: dict[tuple[str, str], Tensor] = {}
 
-    def take(self, place: tuple[str, str], parameter: str, value: object) -> bool:
+    def add_all(self, group: str, tensors: dict[str, Tensor]) -> None:
+        """Add the parameters or the buffers."""
+        if self._plain.issuperset(map(type, tensors.values())):
+            self.tensors[group] = tensors
+            return
+        for name, tensor in tensors.items():
+            self._add(group, name, name, tensor)
+
+    def add_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Add the state of an optimizer."""
+        plain, tensors = self._plain, self.tensors["optimizers"]
+        for name, value in optimizer_state(optimizer, self._names, f"{number}."):
+            if type(value) in plain:
+                tensors[name] = value
+            else:
+                self._add("optimizers", name, name.split(".", 2)[2], value)
+
+    def _add(self, group: str, name: str, parameter: str, value: object) -> None:
+        if self._divide((group, name), parameter, value):
+            return
+        if not isinstance(value, Tensor):
+            self.groups[group][name] = _digest_state(value)
+        elif is_lazy(value):  # it has no shape before its module's first input
+            self.groups[group][name] = digest_value(type(value))
+        else:
+            self.tensors[group][name] = value
+
+    def _divide(self, place: tuple[str, str], parameter: str, value: object) -> bool:
         """Take a value if ranks hold parts of it; return whether it need not be digested here."""
         if self._layouts is None:
             return False
@@ -235,18 +249,26 @@ def _digestible(value: object) -> object:
 
 def _sum_up(entries: Mapping[str, str]) -> str:
     """Return one digest for a group: XXH3-128 of the JSON list of its sorted [name, digest]."""
-    return xxh3_128_hexdigest(_to_json(sorted(entries.items())).encode())
+    order, template = _arrange(tuple(entries))
+    return xxh3_128_hexdigest((template % tuple(map(entries.__getitem__, order))).encode())
+
+
+@lru_cache(maxsize=64)  # the names of a training are the same at each moment
+def _arrange(names: tuple[str, ...]) -> tuple[list[str], str]:
+    """Return the sorted names, and the JSON list with ``%s`` in the place of each digest."""
+    order = sorted(names)
+    return order, _to_json([[name.replace("%", "%%"), "%s"] for name in order])
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> Iterable[tuple[str, object]]:
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str = ""
+) -> Iterable[tuple[str, Any]]:
     """Yield (name, value) for each group's settings and each parameter's state."""
     position = 0
     for number, group in enumerate(optimizer.param_groups):
         # Loading a full checkpoint into sharded optimizers turns tuples (betas) into lists.
         yield (
-            f"group.{number}",
+            f"{prefix}group.{number}",
             {
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in group.items()
@@ -257,7 +279,7 @@ def optimizer_state(
             name = names.get(id(parameter), f"parameter {position}")
             position += 1
             for key, value in optimizer.state.get(parameter, {}).items():
-                yield f"{key}.{name}", value
+                yield f"{prefix}{key}.{name}", value
 
 
 def describe_model(

@@ -1,8 +1,11 @@
 """What a snapshot holds, and that every part of a training's state takes part in it."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
+from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.model_tensors import ModelTensors
@@ -35,6 +38,17 @@ def test_names_every_piece_of_state(training):
     )
     assert {"0.group.0", "1.group.0"} <= set(groups["optimizers"])
     assert set(groups["schedulers"]) == {"0"}
+
+
+def test_a_total_is_the_digest_of_sorted_names_and_digests():
+    names = ["50%s", 'a "b"', "\N{GREEK SMALL LETTER ALPHA}", "%(x)s", "z", "B"]
+    model = nn.ModuleDict({name: nn.Linear(2, 1) for name in names})
+    for _ in range(2):
+        taken = take_snapshot(model)
+        text = json.dumps(sorted(taken.groups["weights"].items()), separators=(",", ":"))
+        assert taken.totals["weights"] == xxh3_128_hexdigest(text.encode())
+        with torch.no_grad():
+            model["z"].bias += 1
 
 
 def test_is_the_same_for_the_same_state(training):

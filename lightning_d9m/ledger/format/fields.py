@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_d9m.text import quote
@@ -125,14 +126,26 @@ def list_of(kind: FieldType, allowed: str) -> FieldType:
     return FieldType(f"a list of {allowed}", read, lambda values: [*map(kind.write, values)])
 
 
-def table_of(kind: FieldType, allowed: str) -> FieldType:
-    """Return the type of objects whose entries have another type, by short names."""
+def table_of(
+    kind: FieldType,
+    allowed: str,
+    are_valid: Callable[[Collection[Json]], bool] = lambda _: False,
+) -> FieldType:
+    """Return the type of objects whose entries have another type, by short names.
+
+    ``are_valid`` returns whether all entries certainly have the type, and are read as they are.
+    Checking them one by one dominates the time of reading and writing.
+    """
 
     def read(name: str, value: Json) -> dict[str, Any]:
         table = read_table(name, value)
+        if are_valid(table.values()):
+            return table
         return {key: kind.read(f"{name}.{key}", entry) for key, entry in table.items()}
 
     def write(table: Mapping[str, Any]) -> dict[str, Json]:
+        if kind.write is _same:
+            return dict(table)
         return {key: kind.write(value) for key, value in table.items()}
 
     return FieldType(f"an object of {allowed}", read, write)
@@ -171,23 +184,19 @@ def _read_hex_float(name: str, value: Json) -> str:
     return str(value)
 
 
-def _read_digests(name: str, value: Json) -> dict[str, str]:
-    table = read_table(name, value)
-    if not _are_digests(table.values()):
-        for key, entry in table.items():
-            DIGEST.read(f"{name}.{key}", entry)
-    return table
-
-
-def _are_digests(values: Collection[Json]) -> bool:
-    """Return whether all are digests, checked together: one by one dominates the reading time."""
-    if not values:
-        return True
+def _are_hex(digits: int, values: Collection[Json]) -> bool:
     try:
-        digits = "".join(values).encode()
+        joined = "".join(values).encode()
     except (TypeError, UnicodeEncodeError):
         return False
-    return set(map(len, values)) == {DIGEST_DIGITS} and not digits.translate(None, _HEX)
+    return {digits}.issuperset(map(len, values)) and not joined.translate(None, _HEX)
+
+
+def _are_hex_floats(values: Collection[Json]) -> bool:
+    try:
+        return list(map(float.hex, map(float.fromhex, values))) == list(values)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _read_places(name: str, value: Json) -> tuple[ProbeKey, ...]:
@@ -239,7 +248,13 @@ SKETCH = matching(rf"[0-9a-f]{{{SKETCH_DIGITS}}}", f"{SKETCH_DIGITS} lowercase h
 SCALAR = FieldType("a short text, a finite number, a boolean or null", _read_scalar)
 HEX_FLOAT = FieldType("a text that float.hex() gives", _read_hex_float)
 SCALARS = table_of(SCALAR, "short texts, finite numbers, booleans and nulls")
-DIGESTS = FieldType(f"an object of digests of {DIGEST_DIGITS} hex digits", _read_digests, dict)
+HEX_FLOATS = table_of(HEX_FLOAT, "texts that float.hex() gives", _are_hex_floats)
+DIGESTS = table_of(
+    DIGEST, f"digests of {DIGEST_DIGITS} hex digits", partial(_are_hex, DIGEST_DIGITS)
+)
+SKETCHES = table_of(
+    SKETCH, f"sketches of {SKETCH_DIGITS} hex digits", partial(_are_hex, SKETCH_DIGITS)
+)
 PLACE = FieldType(
     f"[kind, name, call], texts of at most {MAX_NAME} characters and a number", _read_place, list
 )

@@ -24,9 +24,7 @@ Text: TypeAlias = Annotated[str, types.TEXT]
 Whole: TypeAlias = Annotated[int, types.WHOLE]
 WholeOrNone: TypeAlias = Annotated[int | None, types.optional(types.WHOLE)]
 Scalars: TypeAlias = Annotated[Mapping[str, Scalar], types.SCALARS]
-HexFloats: TypeAlias = Annotated[
-    Mapping[str, str], types.table_of(types.HEX_FLOAT, "texts that float.hex() gives")
-]
+HexFloats: TypeAlias = Annotated[Mapping[str, str], types.HEX_FLOATS]
 Growth: TypeAlias = Annotated[int, types.whole(high=MAX_GROWTH)]
 
 
@@ -132,7 +130,7 @@ class Digests(Entry):
     scalars: HexFloats = field(default_factory=dict)
     sketches: Annotated[
         Mapping[str, str],
-        types.table_of(types.SKETCH, f"sketches of {types.SKETCH_DIGITS} hex digits"),
+        types.SKETCHES,
         Mark.OMITTED,
         Mark.INFORMATIONAL,
     ] = field(default_factory=dict, compare=False)
