@@ -214,7 +214,8 @@ def _classify(kind: type, shown: type) -> int:
         return DICT if is_any(dict) else SEQUENCE
     if is_any(torch.nn.Module):
         return MODULE
-    if is_any(*_OPAQUE) or kind.__module__.partition(".")[0] in _FOREIGN:
+    package = str(getattr(kind, "__module__", "")).partition(".")[0]  # some have none, or no text
+    if is_any(*_OPAQUE) or package in _FOREIGN:
         return NO_PARTS
     return IMPORTED if is_any(ModuleType) else OBJECT
 

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import gc
 import io
 import random
 import weakref
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_d9m.control import object_walk
 from lightning_d9m.control.generators import (
     capture_generators,
     decode_rng,
@@ -262,6 +264,7 @@ HOLDERS = {
     "own list": (type("List", (list,), {"__init__": lambda own, held: own.append(held)}), "0"),
     "named tuple": (lambda held: Pair(1, held), "1"),
     "module": (Noise, "held"),
+    "class without a module": (type("Nowhere", (Holder,), {"__module__": property()}), "held"),
     "function": (lambda held: [f := lambda: None, setattr(f, "held", held)][0], "held"),
     "method": (hold_by_method, "held"),
     "partial": (lambda held: [f := functools.partial(print), setattr(f, "held", held)][0], "held"),
@@ -300,3 +303,15 @@ def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
 def test_an_owner_of_lightning_is_searched():
     generator = random.Random(1)
     assert find_generators({"owner": Lightnings(generator)}) == {"owner.held": generator}
+
+
+def test_classes_that_a_program_makes_again_and_again_are_not_kept(monkeypatch):
+    monkeypatch.setattr(object_walk, "_MOST_TYPES", 20)
+    generator = random.Random(1)
+    made = weakref.WeakSet()
+    for _ in range(100):
+        made.add(own := type("Own", (Holder,), {}))
+        assert find_generators({"owner": [own(generator)]}) == {"owner.0.held": generator}
+    del own
+    gc.collect()
+    assert len(made) <= 20
