@@ -109,6 +109,8 @@ class Layout:
             above = names[container.place]
             if container.names is None:
                 names += [f"{above}[{place}]" for place in range(container.size)]
+            elif _NAMES.issuperset(map(type, container.names)):  # most, without a call for each
+                names += [f"{above}{{{name!r}}}" for name in container.names]
             else:
                 names += [_extend(above, name) for name in container.names]
         return [names[place] for place in self.places]
@@ -143,6 +145,9 @@ class Layout:
         out += entries
         above = (*above, id(value))
         inner = [kind for kind in set(map(type, entries)) if issubclass(kind, _CONTAINERS)]
+        if not inner:
+            self.places += range(start, len(out))
+            return
         for number, entry in enumerate(entries, start):
             if type(entry) not in inner:
                 self.places.append(number)

@@ -55,12 +55,13 @@ class Chunks:
         self._in_ready: dict[int, slice] = {}
         self._in_padded: list[slice] = []
         place = 0
+        add, add_place = self._padded.append, self._in_padded.append
         for index, (address, size) in enumerate(memory):
             start = place
             if 0 < size <= _SMALL:  # most, without a call
                 place += 8
                 view = _MEMORY[address - 1 : address - 1 + size]
-                self._padded.append((view, _ZEROS[: -size % BLOCK_BYTES]))
+                add((view, _ZEROS[: -size % BLOCK_BYTES]))
             else:
                 ready, padded = _divide(address, size)
                 place += 8 * len(padded)
@@ -69,7 +70,7 @@ class Chunks:
                     begin = 8 * len(self._ready)
                     self._ready += ready
                     self._in_ready[index] = slice(begin, begin + 8 * len(ready))
-            self._in_padded.append(slice(start, place))
+            add_place(slice(start, place))
 
     def move(self, index: int, address: int, size: int) -> None:
         """Replace the address of a span; it must keep its size."""
