@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
+from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -18,7 +19,6 @@ from typing import Literal, TypeAlias
 from lightning_d9m.errors import StackDifferenceError
 from lightning_d9m.ledger.format.fields import Scalar
 from lightning_d9m.ledger.nccl_files import capture_nccl_files
-from lightning_d9m.ledger.packages import read_versions
 from lightning_d9m.ledger.tables import table_differences
 from lightning_d9m.text import escape, pluralize
 
@@ -212,8 +212,18 @@ def _read_cpu_model() -> str:
 
 @cache
 def _capture_packages() -> Mapping[str, Scalar]:
-    """Read the versions once for a process."""
-    return {f"package.{name}": text for name, text in read_versions(_PACKAGES).items()}
+    """Read versions from installed metadata, so that nothing is imported; once for a process."""
+    stack: dict[str, Scalar] = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            stack[f"package.{name}"] = _read_version(metadata.distribution(name))
+    return stack
+
+
+def _read_version(distribution: metadata.Distribution) -> str:
+    """Return the version of a distribution without parsing its whole description, which is slow."""
+    found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", distribution.read_text("METADATA") or "")
+    return found[1] if found else distribution.version
 
 
 @cache
