@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import chain
 
 from lightning_d9m.ledger.format.entry import Entry
@@ -96,30 +95,6 @@ def _count_names(value: Json) -> int:
     return names
 
 
-def _encode(value: Json) -> str:
-    """Return the JSON text of a value; tables of digests, whose names stay, in a third of the time.
-
-    Texts of ASCII letters and digits are written as they are.
-    """
-    if type(value) is not dict or not value or not {str}.issuperset(map(type, value)):
-        return _to_json(value)
-    entries = value.values()
-    if {str}.issuperset(map(type, entries)):
-        joined = "".join(entries)
-        if joined.isascii() and joined.isalnum():
-            return _arrange(tuple(value)) % tuple(entries)
-    elif dict in map(type, entries):
-        texts = map(_encode, entries)
-        return f"{{{','.join(map('{}:{}'.format, map(_to_json, value), texts))}}}"
-    return _to_json(value)
-
-
-@lru_cache(maxsize=64)
-def _arrange(names: tuple[str, ...]) -> str:
-    """Return the JSON text of an object with ``%s`` in the place of each value."""
-    return _to_json({name.replace("%", "%%"): "%s" for name in names})
-
-
 def kind_prefix(entry: type[Entry]) -> bytes:
     """Return the bytes with which the JSON text of each record of a kind begins."""
     return b'{"kind":"%b"' % entry.kind.encode()
@@ -164,7 +139,7 @@ def encode_record(record: Mapping[str, Json]) -> bytes:
     if next(iter(record)) != "kind":
         raise FieldError("kind", "must come first")
     try:
-        text = _encode(dict(record))
+        text = _to_json(record)
     except RecursionError as error:
         raise FieldError("record", f"nests deeper than {MAX_DEPTH} levels") from error
     except (TypeError, ValueError) as error:

@@ -97,17 +97,3 @@ def test_an_unknown_field_of_a_dataloader_is_kept_and_compared(runs):
     comparison = compare_ledgers(one, other)
     assert not comparison.equal
     assert [refusal.field for refusal in comparison.refusals] == ["train.0.workers"]
-
-
-VALUES = ["0af", "", "a b", "\N{GREEK SMALL LETTER ALPHA}", "%s", '"', 1, None, 0.5, [1], {}]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=map(repr, VALUES))
-def test_a_record_is_written_as_the_json_of_the_standard_library(value):
-    names = ["plain", "50%", "%s", 'a "b"', "\N{GREEK SMALL LETTER ALPHA}", "\n"]
-    table = dict.fromkeys(names, "0af")
-    for changed in (table, table | {"%s": value}, {"a": table, "b": {}}, {"a": table, "b": value}):
-        record = {"kind": "?", "new": changed, "%": value}
-        for _ in range(2):
-            text = json.dumps(record, separators=(",", ":"))
-            assert encode_record(record) == text.encode("ascii")
