@@ -240,11 +240,12 @@ class ResumableFit:
             run_state.restore_validation(self._trainer, self._session, rank)
 
     def _run_validation(self, run: Callable[[], object]) -> object:
-        if not self._trainer.sanity_checking:
-            self._before_evaluation = run_state.capture_rng_and_metrics(
-                self._trainer, self._parts, "validation"
-            )
-            self._validated.note(self._trainer, self._parts)
+        if self._trainer.sanity_checking:
+            return run()
+        self._before_evaluation = run_state.capture_rng_and_metrics(
+            self._trainer, self._parts, "validation"
+        )
+        self._validated.note(self._trainer, self._parts)
         outputs = run()
         self._find_late_changes()
         self._validated.forget()
