@@ -13,7 +13,6 @@ from lightning_d9m.control.object_walk import (
     MODULE,
     ObjectWalk,
     Parts,
-    name_path,
 )
 
 Numbers = dict[str, dict[str, float]]
@@ -23,7 +22,7 @@ NUMBERS = "dataset numbers"
 """The key of the numbers of a loader's dataset, beside the states of its samplers' generators."""
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
-_MOST_VISITED = 1000
+_MOST_VISITED = 300
 # Checkpoints hold integers of 64 bits.
 _LARGEST = 2**63
 
@@ -54,19 +53,9 @@ def _is_number(value: Any) -> bool:
 
 
 def find_changed_numbers(first: Numbers, dataset: object) -> Numbers:
-    """Return the numbers that are not as they were first, and not of another type.
-
-    Of a list of more than 50 objects, which are likely data, it reads only five of each type if
-    none of the numbers that it reads has changed.
-    """
-    walk = _Walk(samples=True)
-    changed = _compare(first, walk.find_owners(dataset))
-    return _compare(first, _Walk().find_owners(dataset)) if changed and walk.sampled else changed
-
-
-def _compare(first: Numbers, owners: Mapping[str, object]) -> Numbers:
+    """Return the numbers that are not as they were first, and not of another type."""
     found: Numbers = {}
-    for path, owner in owners.items():
+    for path, owner in _Walk().find_owners(dataset).items():
         own = vars(owner)
         for name, old in first.get(path, {}).items():
             value = own.get(name)
@@ -126,34 +115,27 @@ class WatchedIterator:
 
 
 class _Walk(ObjectWalk):
-    """A walk from a dataset to the objects in its attributes, lists and dicts.
+    """A walk from a dataset to the objects in its attributes, lists and dicts."""
 
-    Args:
-        samples: Whether it visits only a sample of a list of more than 50 objects.
-
-    Attributes:
-        sampled: Whether there was such a list.
-    """
-
-    def __init__(self, *, samples: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(
             depth=_DEPTH,
             most_visited=_MOST_VISITED,
             most_deep=_MOST_VISITED,
             ends=(GENERATOR, MODULE, IMPORTED),
         )
-        self._samples = samples
-        self.sampled = False
 
     def find_owners(self, dataset: object) -> dict[str, object]:
         """Return the objects with attributes by path."""
-        return {
-            name_path(step): step[2]
-            for step in self.visit([("dataset", dataset)])
-            if step[3] not in (MODULE, IMPORTED) and getattr(step[2], "__dict__", None)
-        }
+        found: dict[str, object] = {}
+        paths: dict[int, str] = {}
+        for step in self.visit([("dataset", dataset)]):
+            holder, name, value, kind, *_ = step
+            path = paths[id(step)] = f"{name}" if holder is None else f"{paths[id(holder)]}.{name}"
+            if kind not in (MODULE, IMPORTED) and getattr(value, "__dict__", None):
+                found[path] = value
+        return found
 
-    def choose(self, parts: Parts, sample: Parts, _depth: int) -> Parts:
-        """Return all parts or the sample."""
-        self.sampled |= self._samples
-        return sample if self._samples else parts
+    def choose(self, parts: Parts, _sample: Parts, _depth: int) -> Parts:
+        """Return all parts: each item of a list may count for itself."""
+        return parts
