@@ -47,14 +47,9 @@ class TensorAddresses(NamedTuple):
 
 
 class AddressCache:
-    """The addresses of the tensors of the last call.
-
-    Attributes:
-        last: The addresses of the tensors that were digested last, if they are known.
-    """
+    """The addresses of the tensors of the last call."""
 
     def __init__(self) -> None:
-        self.last: TensorAddresses | None = None
         self._located: TensorAddresses | None = None
         self._pointers: list[int] = []
         self._guards: Any = None
@@ -98,13 +93,11 @@ class AddressCache:
 
     def digest(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the digests of tensors, as ``digest_many`` does."""
-        self.last = None
         unique = dict(zip(map(id, tensors), tensors, strict=True))
         if len(unique) < len(tensors):  # the guards refuse a tensor that is given twice
             digests = dict(zip(unique, self.digest(list(unique.values())), strict=True))
-            self.last = None
             return [digests[id(tensor)] for tensor in tensors]
-        self.last = located = self.find(tensors)
+        located = self.find(tensors)
         return digest_many(tensors) if located is None else digest_located(located)
 
     def _move(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> bool:
@@ -120,8 +113,6 @@ class AddressCache:
             return False
         for index in moved:
             memory.move(index, *locate(tensors[index]))
-        if moved:
-            self._located = TensorAddresses(*self._located)  # another object, for other addresses
         return True
 
     def _find_streams(self) -> list[Any]:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_d9m.hashing.address_cache import AddressCache, TensorAddresses
-from lightning_d9m.hashing.sketches import Sketcher
 
 _TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
 
@@ -69,12 +68,10 @@ class ModelTensors:
 
     Attributes:
         addresses: Cache for the tensors that are digested together with them.
-        sketcher: Makes the sketches of the parameters.
     """
 
     def __init__(self, model: nn.Module, takes: Callable[[str], bool] | None = None) -> None:
         self.addresses = AddressCache()
-        self.sketcher = Sketcher()
         self._model = model
         self._takes = lambda entry: takes is None or takes(entry[0])
         self._tables: list[dict[str, Any]] = []

@@ -14,8 +14,7 @@ Nothing here draws from a generator of the process: the signs come from SHAKE-25
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from hashlib import shake_256
-from itertools import compress
-from operator import attrgetter, not_
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,10 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_d9m.hashing.address_cache import TensorAddresses
 from lightning_d9m.hashing.shards import is_sharded_dtensor
-from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor, locate
-from lightning_d9m.hashing.xxh3.cpu import view_memory
+from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor
 from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS, SKETCH_DIGITS
 
 # Places of a row; a prime, so that the elements of a matrix's column lie in different ones.
@@ -41,9 +38,6 @@ MOST_ELEMENTS = 2**28
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 _Floats: TypeAlias = NDArray[np.float64]
-# The elements of a tensor, in one dimension.
-_Flat: TypeAlias = Tensor | NDArray[Any]
-_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 
 def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -60,70 +54,21 @@ def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest_many
-        dense: dict[str, _Flat] = {}
+        dense: dict[str, Tensor] = {}
+        short: dict[str, int] = {}
+        long: dict[str, int] = {}
         for name, given in tensors.items():
             tensor = given if type(given) in _ORDINARY else _take_whole(given)
-            if tensor is not None and _is_dense(tensor):
-                dense[name] = tensor.flatten()
-        return _sketch_all(dense, [len(flat) for flat in dense.values()])
-
-
-class Sketcher:
-    """Makes the sketches of weights that stay where they are from moment to moment."""
-
-    def __init__(self) -> None:
-        self._located: object = None
-        self._names: list[str] = []
-        # The elements of each weight that has a sketch, and their number.
-        self._dense: dict[str, _Flat] | None = None
-        self._sizes: list[int] = []
-
-    def sketch(
-        self, tensors: Mapping[str, Tensor], located: TensorAddresses | None
-    ) -> dict[str, str]:
-        """Return the sketches of tensors, as ``sketch_tensors`` does.
-
-        ``located`` is what ``AddressCache`` has found for them and others just now: while it is the
-        same object, so are their addresses and forms.
-        """
-        if located is None or any(part.kernel for part in located.parts):
-            return sketch_tensors(tensors)
-        if located is not self._located or list(tensors) != self._names:
-            self._located, self._names = located, list(tensors)
-            self._dense = _view(tensors)
-            self._sizes = list(map(len, (self._dense or {}).values()))
-        return (
-            sketch_tensors(tensors)
-            if self._dense is None
-            else _sketch_all(self._dense, self._sizes)
-        )
-
-
-def _view(tensors: Mapping[str, Tensor]) -> dict[str, _Flat] | None:
-    """Return the elements of the tensors that have sketches; None if NumPy lacks the dtype of one.
-
-    Args:
-        tensors: Contiguous tensors on the CPU. The arrays do not keep their memory alive.
-    """
-    dense: dict[str, _Flat] = {}
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        dtype = _NUMPY.get(tensor.dtype)
-        if dtype is None:
-            return None
-        dense[name] = np.frombuffer(view_memory(*locate(tensor)), dtype)
-    return dense
-
-
-def _sketch_all(dense: Mapping[str, _Flat], sizes: Sequence[int]) -> dict[str, str]:
-    if sum(sizes) > MOST_ELEMENTS:
-        return {}
-    is_short = [size <= _WIDTH for size in sizes]
-    with np.errstate(all="ignore"):  # weights may be NaN, or overflow
-        short = iter(_sketch_short(list(compress(dense.values(), is_short))))
-        long = iter(_sketch_long(list(compress(dense.values(), map(not_, is_short)))))
-    return {name: next(short if own else long) for name, own in zip(dense, is_short, strict=True)}
+            if tensor is None or not (size := _count_elements(tensor)):
+                continue
+            dense[name] = tensor
+            (short if size <= _WIDTH else long)[name] = size
+        if sum(short.values()) + sum(long.values()) > MOST_ELEMENTS:
+            return {}
+        with np.errstate(all="ignore"):  # weights may be NaN, or overflow
+            found = dict(zip(short, _sketch_short([dense[name] for name in short]), strict=True))
+            found |= zip(long, _sketch_long([dense[name] for name in long]), strict=True)
+        return {name: found[name] for name in dense}
 
 
 def _take_whole(tensor: Tensor) -> Tensor | None:
@@ -135,28 +80,28 @@ def _take_whole(tensor: Tensor) -> Tensor | None:
     return local
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout is not torch.strided:
-        return False
-    return type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
+def _count_elements(tensor: Tensor) -> int:
+    """Return the number of elements; 0 if the tensor is not one that has a sketch."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return 0
+    is_dense = type(tensor) in _ORDINARY or isinstance(flatten_tensor(tensor), DenseTensor)
+    return tensor.numel() if is_dense else 0
 
 
-def _sketch_short(flats: Sequence[_Flat]) -> list[str]:
+def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
     """Return the sketches of tensors of one row each, together: calls take most of their time."""
-    if not flats:
+    if not tensors:
         return []
-    signs, buckets = _draw_rows(tuple(map(len, flats)))
-    return _write(np.bincount(buckets, _join(flats) * signs, SKETCH_BUCKETS * len(flats)))
+    signs, buckets = _draw_rows(tuple(map(Tensor.numel, tensors)))
+    flat = _join(list(map(Tensor.flatten, tensors)))
+    return _write(np.bincount(buckets, flat.numpy() * signs, SKETCH_BUCKETS * len(tensors)))
 
 
-def _join(flats: Sequence[Any]) -> _Floats:
-    """Return all elements as float64."""
-    if isinstance(flats[0], np.ndarray):
-        return np.concatenate(flats, dtype=np.float64)
-    if len(set(map(attrgetter("device", "dtype"), flats))) > 1:
-        flats = [flat.to("cpu", torch.float64) for flat in flats]
-    joined: _Floats = torch.cat(list(flats)).to("cpu", torch.float64).numpy()
-    return joined
+def _join(tensors: list[Tensor]) -> Tensor:
+    """Return the elements of flat tensors as float64 on the CPU."""
+    if len(set(map(attrgetter("device", "dtype"), tensors))) > 1:
+        tensors = [tensor.to("cpu", torch.float64) for tensor in tensors]
+    return torch.cat(tensors).to("cpu", torch.float64)
 
 
 @lru_cache(maxsize=4)
@@ -168,42 +113,46 @@ def _draw_rows(sizes: tuple[int, ...]) -> tuple[_Floats, NDArray[np.intp]]:
     return _draw_block()[0, places], _draw_buckets()[places] + buckets
 
 
-def _sketch_long(flats: Sequence[_Flat]) -> list[str]:
-    """Return the sketches of tensors of more than one row."""
-    if not flats:
+def _sketch_long(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the sketches of tensors of more than one row, on any device."""
+    if not tensors:
         return []
-    sums = np.zeros((len(flats), _WIDTH))  # of each place of a row, over all rows
-    buffer = np.empty(_BLOCK)
-    for own, flat in zip(sums, flats, strict=True):
-        _add_rows(flat, buffer, own)
-    buckets = _draw_buckets() + SKETCH_BUCKETS * np.arange(len(flats))[:, None]
+    sums = np.zeros((len(tensors), _WIDTH))  # of each place of a row, over all rows
+    buffer = torch.from_numpy(np.empty(_BLOCK))
+    for own, tensor in zip(sums, tensors, strict=True):
+        _add_rows(tensor.reshape(-1), buffer, own)
+    buckets = _draw_buckets() + SKETCH_BUCKETS * np.arange(len(tensors))[:, None]
     return _write(np.bincount(buckets.reshape(-1), sums.reshape(-1)))
 
 
-def _add_rows(flat: _Flat, buffer: _Floats, sums: _Floats) -> None:
-    """Add the elements of a tensor with their signs to those of each place of a row.
+def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats) -> None:
+    """Add the elements of a tensor with their signs.
 
-    ``_BLOCK`` elements of the buffer are overwritten.
+    Args:
+        flat: A dense tensor of one dimension.
+        buffer: ``_BLOCK`` elements on the CPU, which are overwritten.
+        sums: Those of each place of a row.
     """
-    signs = _draw_block()
-    for block, start in enumerate(range(0, len(flat), _BLOCK)):
+    signs, values = _draw_block(), buffer.numpy()
+    for block, start in enumerate(range(0, flat.numel(), _BLOCK)):
         part = flat[start : start + _BLOCK]
-        size = len(part)
-        values = buffer[:size]
-        if isinstance(part, np.ndarray):
-            values[:] = part
-        else:
-            torch.from_numpy(values).copy_(part)
+        size = part.numel()
+        buffer[:size].copy_(part)
         rows, rest = divmod(size, _WIDTH)
-        turned: _Floats | float = _draw_turn(block) if block else 1.0
-        if rest and not block:  # the rest as another row
-            rows, rest = rows + 1, 0
-            buffer[size : rows * _WIDTH] = 0.0
+        whole = size - rest
+        if not block:  # the rest as another row
+            rows = -(-size // _WIDTH)
+            values[size : rows * _WIDTH] = 0.0
+            sums += np.einsum(
+                "ij,ij->j", values[: rows * _WIDTH].reshape(rows, _WIDTH), signs[:rows]
+            )
+            continue
+        turned = _draw_turn(block)
         if rows:
-            shaped = buffer[: rows * _WIDTH].reshape(rows, _WIDTH)
+            shaped = values[:whole].reshape(rows, _WIDTH)
             sums += np.einsum("ij,ij->j", shaped, signs[:rows]) * turned
         if rest:
-            sums[:rest] += values[-rest:] * signs[rows, :rest] * _draw_turn(block)[:rest]
+            sums[:rest] += values[whole:size] * signs[rows, :rest] * turned[:rest]
 
 
 def _write(sums: NDArray[Any]) -> list[str]:

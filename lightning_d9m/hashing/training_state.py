@@ -21,6 +21,7 @@ from lightning_d9m.hashing.digest import digest_pieces, digest_value
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
+from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.value_bytes import encode, encode_exact
 
 Groups = dict[str, dict[str, str]]
@@ -144,9 +145,7 @@ def _read_state(
     digests = iter(model_tensors.addresses.digest(values))
     for group, found in tensors.items():
         groups[group].update(zip(found, digests, strict=False))  # those of the next group follow
-    sketched = {}
-    if sketches:
-        sketched = model_tensors.sketcher.sketch(tensors["weights"], model_tensors.addresses.last)
+    sketched = sketch_tensors(tensors["weights"]) if sketches else {}
     return PartialSnapshot(groups, state.shards, state.owners, state.scattered, sketched)
 
 

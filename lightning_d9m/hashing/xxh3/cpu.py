@@ -142,11 +142,6 @@ def split_chunk_digests(chunk_digests: bytes, memory: Sequence[tuple[int, int]])
     return [chunk_digests[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def view_memory(address: int, size: int) -> memoryview:
-    """Return a view of memory of this process, which does not keep it alive."""
-    return _MEMORY[address - 1 : address - 1 + size]
-
-
 def _divide(address: int, size: int) -> _Divided:
     """Return the chunks that are hashed in place, and the last chunk if it needs padding."""
     if not size:
