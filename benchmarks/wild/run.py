@@ -5,10 +5,10 @@
 ENVIRONMENT is the folder of a virtual environment. If it is not there, it is made, with the
 libraries of requirements.txt and this package. Each program beside this file runs there, unchanged,
 in an empty folder. The parts: ``repeat`` runs ``d9m repeat``, ``interrupt`` runs
-``d9m repeat --interrupt``, and ``overhead`` alternates plain runs, runs with torch's deterministic
-algorithms alone, and runs under ``LIGHTNING_D9M=1``, and compares the time of ``Trainer.fit``
-within each round, and the least times. benchmarks/results/wild.json keeps the results; a part that
-does not run keeps what was there.
+``d9m repeat --interrupt``, and ``overhead`` alternates plain fits, fits with torch's deterministic
+algorithms alone, and fits with the callback, in one process (see measured.py), and compares their
+times. benchmarks/results/wild.json keeps the results; a part that does not run keeps what was
+there.
 """
 
 import argparse
@@ -91,20 +91,30 @@ def repeat(python: Path, program: str, *arguments: str) -> dict[str, Any]:
     }
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the variables of a run: one thread, and none of this package's but those given."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith("LIGHTNING_D9M")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"} | variables
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 def measure(python: Path, program: str, package: str, rounds: int) -> dict[str, Any]:
-    """Alternate the modes of a run; return medians of the ratios of their fits' times."""
-    modes = ["plain", "torch", "d9m"]
-    times: list[dict[str, dict[str, float]]] = []
-    for number in range(rounds):
-        order = modes if number % 2 else modes[::-1]
-        times.append({mode: time_once(python, program, package, mode) for mode in order})
-    result: dict[str, Any] = {"rounds": rounds}
+    """Alternate the modes of a fit; return the time of this package, and ratios of the fits' times.
+
+    That of this package is the time in its hooks, over the rest of the same fit: in the first fit
+    of the process, and the median of the others.
+    """
+    measured = run_measured(python, program, package, rounds)
+    times = measured["rounds"]
+    first, *others = (found["d9m"] for found in (measured["first"], *times))
+    result: dict[str, Any] = {
+        "rounds": rounds,
+        "own": {
+            "first_fit": round(share_of_own(first), 3),
+            "first_fit_ms": round(1000 * first["own"], 1),
+            "later_fits": round(statistics.median(map(share_of_own, others)), 3),
+            "later_fits_ms": round(1000 * statistics.median(fit["own"] for fit in others), 1),
+        },
+    }
     for clock in ("cpu", "wall"):
         plain = statistics.median(found["plain"][clock] for found in times)
         result[clock] = {
@@ -114,6 +124,11 @@ def measure(python: Path, program: str, package: str, rounds: int) -> dict[str, 
             "plain_seconds": round(plain, 2),
         }
     return result
+
+
+def share_of_own(fit: dict[str, float]) -> float:
+    """Return the time of this package's hooks over that of the rest of a fit."""
+    return fit["own"] / (fit["cpu"] - fit["own"])
 
 
 def compare_modes(
@@ -133,18 +148,17 @@ def compare_modes(
     }
 
 
-def time_once(python: Path, program: str, package: str, mode: str) -> dict[str, float]:
-    """Return the CPU and wall seconds of the fits of one run."""
+def run_measured(python: Path, program: str, package: str, rounds: int) -> dict[str, Any]:
+    """Return what measured.py writes."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "times.json")
         subprocess.run(
             [
                 *(str(python), str(HERE / "measured.py"), package),
-                *(str(HERE / f"{program}.py"), str(output)),
-                *(["--deterministic"] if mode == "torch" else []),
+                *(str(HERE / f"{program}.py"), str(rounds), str(output)),
             ],
             cwd=folder,
-            env=environment(**({"LIGHTNING_D9M": "1"} if mode == "d9m" else {})),
+            env=environment(),
             check=True,
             capture_output=True,
         )
