@@ -41,7 +41,7 @@ def load_numpy(state: NumpyState) -> None:
     memory = _find_memory(_get_generator())
     if memory is None or isinstance(state, dict):
         state = state if isinstance(state, dict) else _decode(*state)
-        np.random.set_state(state)  # noqa: NPY002
+        np.random.set_state(state)  # noqa: NPY002 - the global generator
         return
     words, variate = memory
     words.raw, variate.raw = state
@@ -98,5 +98,5 @@ def _find_variate() -> Any:
     used = _VARIATE.pack(0, shown.get_state(legacy=False)["gauss"])
     if offset < 0 or ctypes.string_at(id(shown) + offset, _VARIATE.size) != used:
         return None
-    # The functions of `np.random` are methods of the global generator.
-    return _Variate.from_address(id(np.random.mtrand._rand) + offset)  # noqa: SLF001
+    # NumPy has no public name for the global generator, whose methods `np.random` exports.
+    return _Variate.from_address(id(np.random.mtrand._rand) + offset)  # noqa: SLF001 - as above

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 # struct RandomObject: PyObject_HEAD; int index; uint32_t state[624].
 _SIZE = 4 * 625
 _Words = ctypes.c_char * _SIZE  # made once: ctypes does not cache a type that has no reference
-_GLOBAL: Any = random._inst  # noqa: SLF001 - the functions of `random` are its methods
+# Python has no public name for the global generator, whose methods `random` exports.
+_GLOBAL: Any = random._inst  # noqa: SLF001 - as above
 
 PythonState: TypeAlias = tuple[bytes, Any] | tuple[Any, ...]
 """Words as they are in memory, and the second normal variate of a pair; or ``getstate()``."""
@@ -47,7 +48,7 @@ def _find_memory() -> Any:
 
     Another generator, whose words are known, shows it.
     """
-    shown = random.Random(0)  # noqa: S311
+    shown = random.Random(0)  # noqa: S311 - it keeps no secret
     index = object.__basicsize__
     if Random.__basicsize__ < index + _SIZE:
         return None

@@ -7,9 +7,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,12 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import digest_pieces, digest_value
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.hashing.shards import Shard, find_dtensor_shard, is_sharded_dtensor
 from lightning_d9m.hashing.sketches import sketch_tensors
-from lightning_d9m.hashing.value_bytes import encode, encode_exact
+from lightning_d9m.hashing.value_bytes import encode
 
 Groups = dict[str, dict[str, str]]
 
@@ -290,28 +289,26 @@ def describe_model(
     Two models with equal descriptions can be compared, whatever their weights.
     """
     layouts = layouts or {}
-    described: dict[str, bytes] = {}
-    # Most tensors of a model share shape and dtype with another one.
-    encoded: dict[tuple[object, ...], bytes] = {}
+
+    def shape(tensor: Tensor) -> tuple[int, ...] | None:
+        if is_lazy(tensor):
+            return None
+        layout = layouts.get(id(tensor))
+        return tuple(tensor.shape) if layout is None else layout.shape
+
+    description: dict[str, list[object]] = {}
     count = 0
     for kind, entries in (
         ("parameter", model.named_parameters()),
         ("buffer", model.named_buffers()),
     ):
         for name, tensor in entries:
-            layout = layouts.get(id(tensor))
-            shape = None if is_lazy(tensor) else tensor.shape if layout is None else layout.shape
-            key = (shape, tensor.dtype, kind)
-            if key not in encoded:
-                listed = None if shape is None else list(shape)
-                pieces = encode([listed, str(tensor.dtype), kind])
-                encoded[key] = b"".join(cast("list[bytes]", pieces))
-            described[plain_name(name)] = encoded[key]
-            if kind == "parameter" and shape is not None:
-                count += prod(shape)
-    # What `encode` makes of a dict.
-    pairs = sorted(zip(map(encode_exact, described), described.values(), strict=True))
-    return digest_pieces([b"D%x:" % len(described), *chain.from_iterable(pairs)]), count
+            sizes = shape(tensor)
+            listed = None if sizes is None else list(sizes)
+            description[plain_name(name)] = [listed, str(tensor.dtype), kind]
+            if kind == "parameter" and sizes is not None:
+                count += prod(sizes)
+    return digest_value(description), count
 
 
 def replicated_names(

@@ -441,7 +441,6 @@ NOT_OF_LIGHTNING = {
         "_backward_hooks",
         "_buffers",
         "_compiled_call_impl",
-        "_modules",
         "_orig_mod",
         "_post_accumulate_grad_hooks",
         "_version",

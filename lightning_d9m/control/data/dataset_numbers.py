@@ -22,7 +22,7 @@ NUMBERS = "dataset numbers"
 """The key of the numbers of a loader's dataset, beside the states of its samplers' generators."""
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
-_MOST_VISITED = 300
+_MOST_VISITED = 1000
 # Checkpoints hold integers of 64 bits.
 _LARGEST = 2**63
 
@@ -128,6 +128,7 @@ class _Walk(ObjectWalk):
     def find_owners(self, dataset: object) -> dict[str, object]:
         """Return the objects with attributes by path."""
         found: dict[str, object] = {}
+        # `name_path` would walk back to the dataset from each object, and nearly all are named.
         paths: dict[int, str] = {}
         for step in self.visit([("dataset", dataset)]):
             holder, name, value, kind, *_ = step

@@ -55,22 +55,15 @@ class Chunks:
         self._in_ready: dict[int, slice] = {}
         self._in_padded: list[slice] = []
         place = 0
-        add, add_place = self._padded.append, self._in_padded.append
         for index, (address, size) in enumerate(memory):
-            start = place
-            if 0 < size <= _SMALL:  # most, without a call
-                place += 8
-                view = _MEMORY[address - 1 : address - 1 + size]
-                add((view, _ZEROS[: -size % BLOCK_BYTES]))
-            else:
-                ready, padded = _divide(address, size)
-                place += 8 * len(padded)
-                self._padded += padded
-                if ready:
-                    begin = 8 * len(self._ready)
-                    self._ready += ready
-                    self._in_ready[index] = slice(begin, begin + 8 * len(ready))
-            add_place(slice(start, place))
+            ready, padded = _divide(address, size)
+            self._padded += padded
+            start, place = place, place + 8 * len(padded)
+            self._in_padded.append(slice(start, place))
+            if ready:
+                begin = 8 * len(self._ready)
+                self._ready += ready
+                self._in_ready[index] = slice(begin, begin + 8 * len(ready))
 
     def move(self, index: int, address: int, size: int) -> None:
         """Replace the address of a span; it must keep its size."""

@@ -57,8 +57,7 @@ def describe_run(
 def _is_compiled(model: "LightningModule") -> bool:
     """Return whether a module of a model, or the model, was passed to ``torch.compile``."""
     return is_compiled(model) or any(
-        # `hasattr` takes 2 us where there is no such attribute.
-        "_orig_mod" in module._modules or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
         for module in model.modules()
     )
 

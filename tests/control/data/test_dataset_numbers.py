@@ -68,6 +68,13 @@ def test_a_number_that_replaces_that_of_a_class_is_found():
     assert find_changed_numbers(first, dataset) == {"dataset.parts.2": {"scale": 2.0}}
 
 
+def test_up_to_a_thousand_objects_are_read():
+    dataset = make(900)
+    first = read_first_numbers(dataset)
+    dataset.parts[850].epoch = 5
+    assert find_changed_numbers(first, dataset) == {"dataset.parts.850": {"epoch": 5}}
+
+
 def test_each_item_of_a_long_list_is_read():
     """As of the parts of a ConcatDataset."""
     dataset = make(100)
