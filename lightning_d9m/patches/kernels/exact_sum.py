@@ -136,7 +136,7 @@ def update_places(
         return
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
-    rows = target[unravel(ordered, sizes)]
+    rows = target[unravel(ordered, sizes)].contiguous()  # it has the strides of the target
     update(rows, slots, values)
     # Values for one place are equal, so the order of the writes has no effect.
     target.index_put_(unravel(keys, sizes), rows.index_select(0, slots))

@@ -1,0 +1,30 @@
+"""Places of targets in any memory layout reach the kernels as contiguous rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.kernels.exact_sum import update_places
+
+LAYOUTS = {
+    "permuted": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: torch.cat([x, x], dim=2)[..., : x.shape[2]],
+    "outermost": lambda x: x.movedim(0, 2).contiguous().movedim(2, 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [2, 40], ids=["few", "many"])
+def test_the_rows_of_a_target_are_contiguous(layout: str, count: int) -> None:
+    target = LAYOUTS[layout](torch.zeros(5, 6, 20))
+    keys = torch.arange(count) % 5
+    values = LAYOUTS[layout](torch.randn(count, 6, 20))
+
+    def add(rows: Tensor, slots: Tensor, given: Tensor) -> None:
+        assert rows.is_contiguous()
+        rows.view(-1)  # kernels see rows as flat memory
+        rows.index_add_(0, slots, given)
+
+    update_places(target, (5,), keys, values, add)
+    expected = torch.zeros(5, 6, 20).index_add_(0, keys, values.contiguous())
+    torch.testing.assert_close(target, expected)
