@@ -36,7 +36,8 @@ def histc(
     if bins <= 0 or not math.isfinite(low) or not math.isfinite(high) or low > high:
         raise_as_original(original, *arguments)
     values = self.flatten()
-    span = _round(high - low, self.dtype)
+    # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
+    span = torch.full((), _round(high - low, self.dtype), dtype=self.dtype, device=self.device)
     places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
     inside = (values >= low) & (values <= high)
     places = torch.where(inside, places, bins)
