@@ -107,13 +107,14 @@ class RngState:
         python: ``random.getstate()``.
         numpy: State of NumPy's legacy global generator.
         torch_cpu: State of torch's CPU generator, uint8.
-        devices: State of each initialized accelerator's generators, uint8, by device type.
+        devices: State of each generator of initialized accelerators, uint8, by device type and
+            number.
     """
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
     torch_cpu: torch.Tensor
-    devices: dict[str, list[torch.Tensor]]
+    devices: dict[str, dict[int, torch.Tensor]]
 
 
 HostState: TypeAlias = tuple[PythonState, NumpyState, torch.Tensor]
@@ -153,10 +154,8 @@ def restore_rng(state: RngState) -> None:
     torch.set_rng_state(state.torch_cpu)
     for name, states in state.devices.items():
         module = getattr(torch, name)
-        if hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(states)
-        else:
-            module.set_rng_state(*states)
+        for number, own in states.items():
+            module.set_rng_state(own, number)
 
 
 @contextmanager
@@ -181,8 +180,6 @@ def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _device_states(module: Any) -> list[torch.Tensor]:
-    """Return the generator states of one kind of device; torch.mps has a single generator."""
-    if hasattr(module, "get_rng_state_all"):
-        return list(module.get_rng_state_all())
-    return [module.get_rng_state()]
+def _device_states(module: Any) -> dict[int, torch.Tensor]:
+    """Return the generator states of one kind of device by number."""
+    return {number: module.get_rng_state(number) for number in range(module.device_count())}

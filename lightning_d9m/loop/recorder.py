@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from lightning_d9m.control.generators import decode_rng, encode_rng
+from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, next_fit
 from lightning_d9m.errors import InexactResumeError, SettingError
@@ -319,7 +319,8 @@ class Recorder:
 
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
-            InexactResumeError: If FSDP1 shards the model within groups of ranks.
+            InexactResumeError: If FSDP1 shards the model within groups of ranks, or the generator
+                of a device cannot be restored.
             SettingError: After the training has begun.
         """
         _ = self._open_session
@@ -334,9 +335,10 @@ class Recorder:
         session, saved = self._open_session, SavedLoop.from_plain(state)
         rank, seed = self._ranks.rank, session.settings.seed
         saved.check_run(rank=rank, world_size=self._world_size, seed=seed)
-        if problem := find_hybrid_sharding(self._wrapped.modules()):
-            text = f"This loop would not resume exactly: {problem}"
-            raise InexactResumeError(text, reasons=[problem])
+        sharding = find_hybrid_sharding(self._wrapped.modules())
+        if problems := [*filter(None, [sharding]), *find_lost_devices(saved.rng)]:
+            text = f"This loop would not resume exactly: {' '.join(problems)}"
+            raise InexactResumeError(text, reasons=problems)
         self._open_batches.release()
         self._fit = saved.fit
         self._batches = Batches(session.settings, saved.fit, rank)

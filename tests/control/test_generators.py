@@ -22,6 +22,7 @@ from lightning_d9m.control.generators import (
     decode_rng,
     encode_rng,
     find_generators,
+    find_lost_devices,
     restore_generators,
 )
 from lightning_d9m.control.object_walk import ObjectWalk
@@ -50,6 +51,51 @@ def test_the_generators_of_the_process_go_through_a_file(seed, drawn):
         seed_all(seed ^ 1)
         restore_rng(decode_rng(state))
         assert draw() == expected
+
+
+class Devices:
+    """Stands for ``torch.xpu``: devices of which each has a seed and a number of draws."""
+
+    def __init__(self, current, drawn):
+        self.drawn = list(drawn)
+        self.current_device = lambda: current
+        self.device_count = lambda: len(self.drawn)
+        self.is_initialized = lambda: True
+
+    def get_rng_state(self, number):
+        return torch.tensor([7, self.drawn[number]]).view(torch.uint8)
+
+    def set_rng_state(self, state, number):
+        self.drawn[number] = state.view(torch.int64)[1].item()
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "restored", "lost"),
+    [
+        # The number of the process's own device, and what was drawn on each.
+        ((0, [5, 3]), (0, [0, 0]), [5, 3], []),
+        ((1, [0, 5]), (1, [0, 0]), [0, 5], []),
+        ((1, [0, 5]), (0, [9]), [5], []),  # each rank sees its own device only
+        ((0, [5, 0, 0, 0]), (0, [9]), [5], []),
+        ((0, [5]), (1, [9, 9]), [9, 5], []),
+        ((1, [3, 5]), (0, [9]), [5], ["xpu:0"]),
+        ((0, [5, 3, 0, 4]), (0, [9, 9]), [5, 3], ["xpu:3"]),
+        ((0, [5, 3]), (1, [9, 9]), [9, 5], ["xpu:1"]),
+        ((1, [0, 5]), (0, []), [], ["xpu:1"]),
+    ],
+)
+def test_a_device_gets_the_state_that_it_gave_or_the_loss_is_named(
+    monkeypatch, saved, present, restored, lost
+):
+    """Whichever devices are visible: the own one is known, and the others have their numbers."""
+    monkeypatch.setattr(torch, "xpu", Devices(*saved))
+    state = through_a_file(encode_rng(capture_rng()))
+    monkeypatch.setattr(torch, "xpu", Devices(*present))
+    restore_rng(decode_rng(state))
+    assert torch.xpu.drawn == restored
+    reasons = find_lost_devices(state)
+    assert [reason.split()[6].rstrip(",") for reason in reasons] == lost
+    assert all(f"this process has {len(restored)} devices" in reason for reason in reasons)
 
 
 class Owner:

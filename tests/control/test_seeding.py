@@ -149,14 +149,10 @@ class Accelerator:
 
     def __init__(self, *, single=False, started=True):
         self.states = [torch.tensor([1, 2], dtype=torch.uint8)] * (1 if single else 2)
-        if single:
-            self.get_rng_state = lambda: self.states[0]
-            self.set_rng_state = lambda state: self.states.__setitem__(0, state)
-            self.is_available = lambda: started
-        else:
-            self.get_rng_state = self.get_rng_state_all = lambda: list(self.states)
-            self.set_rng_state_all = lambda states: self.states.__setitem__(slice(None), states)
-            self.is_initialized = lambda: started
+        self.device_count = lambda: len(self.states)
+        self.get_rng_state = self.states.__getitem__
+        self.set_rng_state = lambda state, number: self.states.__setitem__(number, state)
+        setattr(self, "is_available" if single else "is_initialized", lambda: started)
 
 
 @pytest.mark.parametrize("single", [False, True])

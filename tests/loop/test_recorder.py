@@ -10,7 +10,12 @@ from torch import nn
 from trainings import NoisyDigits, make_loader
 
 from lightning_d9m import DriftError, Recorder, SettingError, compare, deterministic, read_ledger
-from lightning_d9m.errors import CheckpointError, LedgerError, ReferenceRefusedError
+from lightning_d9m.errors import (
+    CheckpointError,
+    InexactResumeError,
+    LedgerError,
+    ReferenceRefusedError,
+)
 from lightning_d9m.probes.dumps import find_states, read_index
 
 EPOCHS = 2
@@ -130,6 +135,16 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, wrap, stop):
     comparison = compare(straight.ledger, resumed.ledger)
     assert comparison.verdict == "equal"
     assert [entry.step for entry in comparison.ranks[0].actual_breaks] == [stop]
+
+
+def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path):
+    state = torch.load(io.BytesIO(train(tmp_path, stop=5)), weights_only=True)
+    drawn = torch.ones(16, dtype=torch.uint8)
+    state["run"]["rng"] |= {"devices": {"cuda": [drawn]}, "own": {"cuda": 0}}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with pytest.raises(InexactResumeError, match="the device cuda:0, and its generator cannot be"):
+        train(tmp_path, state=buffer.getvalue())
 
 
 def test_a_resume_that_forgets_the_optimizer_is_seen(tmp_path):

@@ -371,7 +371,8 @@ class ResumableFit:
         trainer = self._trainer
         problems = exactness.describe_unmatched_state(run_state.find_unmatched_state(trainer, rank))
         reloaded = run_state.find_reloaded_generators(trainer, rank, self._position.epoch)
-        return problems + exactness.describe_reloaded_generators(reloaded)
+        problems += exactness.describe_reloaded_generators(reloaded)
+        return problems + run_state.find_lost_generators(rank)
 
     def _raise_or_warn_on_all_ranks(self, problems: list[str]) -> None:
         """Raise or warn on all ranks of the problems that any of them has found."""

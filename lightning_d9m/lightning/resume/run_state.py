@@ -12,6 +12,7 @@ from lightning_d9m.control.generators import (
     decode_rng,
     encode_rng,
     find_generators,
+    find_lost_devices,
     restore_generators,
 )
 from lightning_d9m.control.seeding import restore_rng
@@ -134,6 +135,11 @@ def find_unmatched_state(trainer: "Trainer", rank: SavedRank) -> list[str]:
         generators = {path for path in generators if not path.startswith(VALIDATION)}
     metrics = set(find_metrics(trainer)) ^ set(rank.metrics.paths)
     return sorted(generators | metrics)
+
+
+def find_lost_generators(rank: SavedRank) -> list[str]:
+    """Return why generators of devices cannot be restored."""
+    return [] if rank.rng is None else find_lost_devices(rank.rng)
 
 
 def find_reloaded_generators(trainer: "Trainer", rank: SavedRank, epoch: int) -> list[str]:

@@ -65,11 +65,14 @@ class Device:
     def __init__(self):
         self.generator = torch.Generator()
 
-    def get_rng_state_all(self):
-        return [self.generator.get_state()]
+    def device_count(self):
+        return 1
 
-    def set_rng_state_all(self, states):
-        self.generator.set_state(states[0])
+    def get_rng_state(self, number):
+        return self.generator.get_state()
+
+    def set_rng_state(self, state, number):
+        self.generator.set_state(state)
 
 
 DEVICE = Device()
@@ -251,6 +254,11 @@ REFUSED = {
         ["callbacks", KEY, "ranks", 0, "generators", "model.own"],
         None,
         "only in this run: model.own",
+    ),
+    "a device that is not visible": (
+        ["callbacks", KEY, "ranks", 0, "rng", "own", "simulated"],
+        lambda own: own + 1,
+        "Numbers were drawn on the device simulated:0, and its generator cannot be restored",
     ),
     "a metric": (
         ["callbacks", KEY, "ranks", 0, "metrics", "paths", 0],
@@ -455,6 +463,7 @@ ELSEWHERE = {
     ("pending", "loss"): test_the_last_loss_matters_at_the_end_of_an_epoch,
     ("metrics", "reset"): test_which_metrics_are_reset_matters_between_epochs,
     ("metrics", "paths"): TestPieces.test_says_what_cannot_be_exact,
+    ("rng", "own"): TestPieces.test_says_what_cannot_be_exact,
     ("inexact",): TestPieces.test_says_what_cannot_be_exact,
 }
 
