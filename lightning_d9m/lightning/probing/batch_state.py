@@ -68,7 +68,7 @@ def _take_rng(listener: Listener) -> None:
     listener.add("rng", "numpy", f"{own['key'].tobytes().hex()} {rest}")
     listener.add("rng", "torch", state.torch_cpu)
     for device, states in state.devices.items():
-        listener.add_tensors("rng", {f"{device}:{n}": own for n, own in enumerate(states)})
+        listener.add_tensors("rng", {f"{device}:{n}": own for n, own in states.items()})
 
 
 def _take_optimizers(
