@@ -8,7 +8,7 @@ stream, after the kernel that computed the value and before one that overwrites 
 waits for devices, once for each stream.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import add
 from typing import Any
@@ -17,7 +17,14 @@ import torch
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from lightning_d9m.hashing.address_cache import TensorAddresses
-from lightning_d9m.hashing.digest import _follow, _load_kernel, _plan, _Recipe
+from lightning_d9m.hashing.digest import (
+    _VALUE,
+    _follow,
+    _load_kernel,
+    _plan,
+    _plan_pieces,
+    _Recipe,
+)
 from lightning_d9m.hashing.stream_digests import StreamDigests
 from lightning_d9m.hashing.tensor_bytes import (
     DenseTensor,
@@ -25,6 +32,7 @@ from lightning_d9m.hashing.tensor_bytes import (
     locate,
     locate_quickly,
 )
+from lightning_d9m.hashing.value_bytes import encode
 from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 
 _Copy = tuple[bytes, bytes]  # the header of a value's digest, and the padded value
@@ -115,10 +123,22 @@ class DigestQueue:
         Raises:
             DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
         """
+        self._add(lambda plain: [_plan(tensor, plain) for tensor in tensors])
+
+    def add_value(self, value: object) -> None:
+        """Read the tensors of a nested value and append its digest, that of ``digest_value``.
+
+        Raises:
+            DigestError: As ``digest_value``; then nothing is appended.
+        """
+        pieces = [_VALUE, *encode(value)]
+        self._add(lambda plain: [_plan_pieces(pieces, plain)])
+
+    def _add(self, plan: Callable[[list[DenseTensor]], Iterable[_Recipe]]) -> None:
         start = len(self._digests)
         plain: list[DenseTensor] = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
-            recipes = [_plan(tensor, plain) for tensor in tensors]
+            recipes = plan(plain)
             memory = [locate(part.data) for part in plain]
             self._headers += [part.header for part in plain]
             self._digests += [b""] * len(plain)

@@ -21,7 +21,7 @@ from lightning_d9m.logical_ranks.accumulation import (
 )
 from lightning_d9m.logical_ranks.bucket_layout import check_options, refuse_second_gradient
 from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.root_buckets import RootBucket, lay_out_roots
+from lightning_d9m.logical_ranks.root_buckets import RootBucket, discard_missing, lay_out_roots
 from lightning_d9m.logical_ranks.scalars import gather_bytes
 from lightning_d9m.logical_ranks.tree import Blocks
 from lightning_d9m.logical_ranks.whole_gradients import MissingGradients, WholeGradient
@@ -163,6 +163,8 @@ class LogicalGradients:
             self.launch(bucket)
         for bucket in self._buckets:
             bucket.finish()
+        packed = [bucket for bucket in self._buckets if isinstance(bucket, RootBucket)]
+        discard_missing(packed, self._exchange.blocks.processes)
         self._missing.settle()
         self._end_step()
 

@@ -1,6 +1,6 @@
 """Buckets of gradients on their way: the roots of a process, packed, exchanged and returned."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -139,14 +139,14 @@ class RootBucket:
             self._wait = None
         for slot in self.slots:
             slot.parameter.grad = slot.view
-        if self._lacking:  # here; another process may have them
-            flags = (self._bucket.flags.real > 0).tolist()
-            for position in self._lacking:
-                if not flags[position]:
-                    self.slots[position].parameter.grad = None
-        self._lacking = None
         self.fired.clear()
         self.packed.clear()
+
+    def take_lacking(self) -> dict[Parameter, Tensor]:
+        """Return the flag of each parameter whose gradient all logical ranks of here lack."""
+        lacking, self._lacking = self._lacking or (), None
+        flags = self._bucket.flags.real
+        return {self.slots[position].parameter: flags[position] for position in lacking}
 
 
 def lay_out_roots(
@@ -183,6 +183,23 @@ def lay_out_roots(
         else WholeGradient(*found, exchange, divisor, first)
         for number, (first, found) in enumerate(laid_out)
     ]
+
+
+def discard_missing(buckets: Iterable[RootBucket], processes: int) -> None:
+    """Remove the gradients that no logical rank has, when all sums have ended.
+
+    One process knows them. Several wait for the flags of the sums, once for all buckets.
+    """
+    lacking = {key: flag for each in buckets for key, flag in each.take_lacking().items()}
+    flags = list(lacking.values())
+    if processes > 1 and flags:
+        device = flags[0].device
+        here = torch.stack([flag.to(device, torch.float32) for flag in flags]).tolist()
+    else:
+        here = [0.0] * len(flags)
+    for parameter, ranks in zip(lacking, here, strict=True):
+        if not ranks:
+            parameter.grad = None
 
 
 def _view_large_slots(root: Tensor, bucket: Bucket) -> Iterator[Tensor]:

@@ -74,9 +74,14 @@ class SmallGradients:
         for place, gradient in zip(self._places, gradients, strict=True):
             parts[place] = gradient
         if missing:
-            parts[-1] = self._parts[-1].clone()
-            parts[-1][list(missing)] = 0.0
+            parts[-1] = self._clear_flags(missing)
         return _flatten_dense_tensors(parts), missing
+
+    def _clear_flags(self, missing: Collection[int]) -> Tensor:
+        flags = self._parts[-1].clone()
+        for position in missing:  # the copy of a list to the device would wait
+            flags[position].zero_()
+        return flags
 
     def _zero(self, place: int) -> Tensor:
         if place not in self._zeros:

@@ -1,136 +1,20 @@
 """Digests of a device's streams, on a simulated device that runs each stream only when it must."""
 
-from contextlib import contextmanager
-from itertools import pairwise
-from types import SimpleNamespace
-
 import pytest
 import torch
+from simulated_device import Stream, device, put, simulate
 
-from lightning_d9m.hashing import address_cache, digest_queue
 from lightning_d9m.hashing.address_cache import digest_located
 from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import NamedTensors
-from lightning_d9m.hashing.xxh3 import cpu as xxh3_cpu
 from lightning_d9m.probes.trace import Trace
-
-CUDA = torch.device("cuda", 0)
-
-
-class LikeCuda(torch.Tensor):
-    """A CPU tensor that says that it is on a CUDA device."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    is_cpu = property(lambda _: False)
-    device = property(lambda _: CUDA)
-    streams = ()
-
-    def record_stream(self, stream):
-        self.streams = (*self.streams, stream)
-        stream.kept.append(self)  # the allocator does not reuse the memory now
-
-
-def put(tensor):
-    return tensor.clone().as_subclass(LikeCuda)
-
-
-class Stream:
-    """A stream; its work waits until the host waits for this stream."""
-
-    def __init__(self):
-        self.work = []
-        self.kept = []
-
-    def run(self):
-        while self.work:
-            self.work.pop(0)()
-
-    def record_event(self):
-        return SimpleNamespace(synchronize=self.run)
-
-
-class Leaves(torch.Tensor):
-    """Chunk digests on the simulated device; copying them runs the current stream alone."""
-
-    def cpu(self):
-        device.current.run()
-        return torch.Tensor(self)
-
-
-class Device:
-    """The simulated device, and the functions of ``xxh3.cuda`` for it."""
-
-    def __init__(self):
-        self.current = Stream()
-        self.launches = []
-        device = self
-
-        class AddressTable:
-            def __init__(self, memory, _):
-                self.memory = list(memory)
-                self.chunks = device.count_chunks(memory)
-                self.bounds = xxh3_bounds(memory)
-                device.uploads += 1
-
-            def start(self, leaves, first):
-                device.hash_into(leaves, first, self.memory, CUDA)
-
-        self.AddressTable = AddressTable
-        self.uploads = 0
-
-    @staticmethod
-    def count_chunks(memory):
-        return sum(-(-size // xxh3_cpu.CHUNK_BYTES) for _, size in memory)
-
-    @staticmethod
-    def allocate(elements, _):
-        return torch.full((elements,), -1).as_subclass(Leaves)
-
-    def hash_into(self, leaves, first, memory, _):
-        self.launches.append((self.current, len(memory)))
-
-        def hash_all():
-            data = bytearray(b"".join(xxh3_cpu.hash_chunks(memory)))
-            if data:
-                found = torch.frombuffer(data, dtype=torch.int64)
-                leaves.as_subclass(torch.Tensor)[first : first + len(found)] = found
-
-        self.current.work.append(hash_all)
-
-    def start_copy(self, leaves):
-        here = torch.zeros(len(leaves), dtype=torch.int64)
-        self.current.work.append(lambda: here.copy_(leaves.as_subclass(torch.Tensor)))
-        return here
-
-    @contextmanager
-    def on(self, stream):
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-
-def xxh3_bounds(memory):
-    ends = [0]
-    for _, size in memory:
-        ends.append(ends[-1] - 8 * (-size // xxh3_cpu.CHUNK_BYTES))
-    return list(pairwise(ends))
-
-
-device = Device()
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     """Let the queue launch on the simulated device."""
-    device.__init__()
-    for module in (digest_queue, address_cache):
-        monkeypatch.setattr(module, "_load_kernel", lambda _: device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
-    monkeypatch.setattr(torch.cuda, "stream", device.on)
-    return device
+    return simulate(monkeypatch)
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gloo_threads import run_processes
 from logical_sums import add_in_tree_order, average_leaves, bits, make_leaf
+from simulated_device import Waits
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
@@ -110,6 +111,15 @@ def test_a_gradient_is_none_only_if_all_logical_ranks_lack_it():
     for processes in (1, 2, 4):
         for (found,) in sum_on(processes, [rows]):
             assert [number for number, each in enumerate(found) if each is None] == [1]
+
+
+@pytest.mark.parametrize(("processes", "waits"), [(1, 0), (2, 2), (4, 4)])
+def test_missing_gradients_are_read_once_for_all_buckets(processes, waits):
+    """On each process, and never on a single one, which knows them."""
+    with Waits() as counted:
+        sum_on(processes, [make_gradients(4, missing=True)], bucket_bytes=0)
+    found = {place: n for place, n in counted.found.items() if "/root_buckets.py" in place}
+    assert sum(found.values()) == waits
 
 
 def test_a_missing_gradient_turns_a_negative_zero_positive_on_every_number_of_processes():

@@ -1,0 +1,119 @@
+"""Nothing in a batch waits for a device: more batches do not mean more waits."""
+
+from types import FunctionType
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from simulated_device import Waits, put, simulate
+from trainings import QUIET, make_loader, make_model
+from xxhash import xxh3_128_hexdigest
+
+from lightning_d9m import DeterminismCallback, Recorder, deterministic
+from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.hashing.output_digest import OutputDigest
+from lightning_d9m.lightning.recording.trainer_recorder import TrainerRecorder
+
+pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
+BATCHES = (4, 8)
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    return simulate(monkeypatch)
+
+
+def evaluating_step(self, batch, batch_idx):
+    """Return outputs on the device."""
+    return {"outputs": put(self.layers(batch[0]).detach()), "number": batch_idx}
+
+
+def run_trainer(verb, batches, folder):
+    model = make_model(validation_step=evaluating_step, predict_step=evaluating_step)
+    model.test_step = model.validation_step
+    callback = DeterminismCallback(seed=3, ledger_dir=folder)
+    settings = QUIET | {"max_epochs": 1, "num_sanity_val_steps": 0}
+    trainer = lightning.Trainer(callbacks=[callback], **settings)
+    loaders = [make_loader(shuffle=False, size=16 * batches)]
+    if verb == "fit":
+        loaders *= 2
+    getattr(trainer, verb)(model, *loaders)
+
+
+def run_loop(_, batches, folder):
+    with deterministic(seed=3, threads=1):
+        model = torch.nn.Linear(64, 10)
+        optimizer = torch.optim.Adam(model.parameters())
+        with Recorder(folder, model, optimizer) as run:
+            for images, classes in run.batches(make_loader(size=16 * batches)):
+                loss = torch.nn.functional.cross_entropy(model(images), classes)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.step(loss=put(loss.detach()))
+            run.epoch()
+
+
+def count(run, verb, folder):
+    """Return the waits that more batches add."""
+    found = []
+    for batches in BATCHES:
+        with Waits() as waits:
+            run(verb, batches, folder)
+        found.append(waits.found)
+    return found[1] - found[0]
+
+
+RUNS = [(run_trainer, verb) for verb in ("fit", "validate", "test", "predict")] + [
+    (run_loop, "loop")
+]
+
+
+@pytest.mark.parametrize(("run", "verb"), RUNS, ids=[verb for _, verb in RUNS])
+def test_a_batch_waits_for_no_device(run, verb, tmp_path):
+    assert not count(run, verb, tmp_path)
+
+
+PLANTED = {
+    "item": lambda there: there.sum().item(),
+    "bool": lambda there: bool(there.any()),
+    "float": lambda there: float(there.max()),
+    "list": lambda there: there.tolist(),
+    "copy": lambda there: there.cpu(),
+    "to": lambda there: there.to("cpu"),
+    "to a device": lambda there: there.to(torch.device("cpu")),
+    "size": lambda there: there.nonzero(),
+    "mask": lambda there: there[there > 0],
+    "equal": lambda there: torch.equal(there, there),
+    "digest": digest_value,
+    "event": lambda _: torch.cuda.current_stream(0).record_event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("wait", PLANTED.values(), ids=PLANTED)
+def test_a_wait_that_is_planted_in_a_batch_is_counted(wait, tmp_path, monkeypatch):
+    """In a function of the package that runs in each batch of a validation."""
+    keep = TrainerRecorder.keep_outputs
+    code = wait.__code__.replace(co_filename=keep.__code__.co_filename)
+    planted = FunctionType(code, wait.__globals__)
+
+    def keep_and_wait(self, outputs, *words):
+        planted(outputs["outputs"])
+        keep(self, outputs, *words)
+
+    monkeypatch.setattr(TrainerRecorder, "keep_outputs", keep_and_wait)
+    added = count(run_trainer, "validate", tmp_path)
+    assert max(added.values(), default=0) == BATCHES[1] - BATCHES[0]
+
+
+def test_many_batches_are_rolled_up_as_one_after_the_other():
+    """Whatever is fetched together, with outputs without a digest between."""
+    values = [torch.randn(number % 7) for number in range(200)]
+    digests, text = OutputDigest(), ""
+    for number, value in enumerate(values):
+        digests.add(put(value) if number % 50 else object(), loader=1, batch=number)
+        text += f"1 {number} {digest_value(value) if number % 50 else 'none'}\n"
+    fields = digests.as_fields()
+    assert fields == digests.as_fields()
+    assert fields["outputs"] == xxh3_128_hexdigest(text.encode())
+    assert (fields["batches"], fields["undigested"]) == (200, 4)
