@@ -11,11 +11,11 @@ pass instead of one for each bucket. Projections that keep distances: Johnson an
 Nothing here draws from a generator of the process: the signs come from SHAKE-256.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from hashlib import shake_256
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -32,11 +32,14 @@ _ROWS = 16
 # Elements with signs of their own. Further blocks have the signs of the first, times one for each
 # place of a row.
 _BLOCK = _WIDTH * _ROWS
+# Bytes of other devices that are copied to the host at once.
+_PIECE_BYTES = 2**24
 # Most weights of a model that is sketched: 10 million take about 10 ms on one core.
 MOST_ELEMENTS = 2**28
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
+_Key = TypeVar("_Key")
 _Floats: TypeAlias = NDArray[np.float64]
 
 
@@ -100,8 +103,34 @@ def _sketch_short(tensors: Sequence[Tensor]) -> list[str]:
 def _join(tensors: list[Tensor]) -> Tensor:
     """Return the elements of flat tensors as float64 on the CPU."""
     if len(set(map(attrgetter("device", "dtype"), tensors))) > 1:
-        tensors = [tensor.to("cpu", torch.float64) for tensor in tensors]
-    return torch.cat(tensors).to("cpu", torch.float64)
+        return torch.cat([tensor.double() for _, tensor in _fetch(enumerate(tensors))])
+    # A cast in the same call as the copy would be done on the device.
+    return torch.cat(tensors).cpu().double()
+
+
+def _fetch(parts: Iterable[tuple[_Key, Tensor]]) -> Iterator[tuple[_Key, Tensor]]:
+    """Yield flat tensors on the CPU, in their dtypes and order.
+
+    Those of other devices are copied together, up to ``_PIECE_BYTES``; each copy waits.
+    """
+    keys: list[_Key] = []
+    held: list[Tensor] = []
+    size = 0
+    for key, part in parts:
+        is_like = held and (part.device, part.dtype) == (held[0].device, held[0].dtype)
+        if not is_like or part.is_cpu or size + part.nbytes > _PIECE_BYTES:
+            yield from zip(keys, _copy_together(held), strict=True)
+            keys, held, size = [], [], 0
+        keys.append(key)
+        held.append(part)
+        size += part.nbytes
+    yield from zip(keys, _copy_together(held), strict=True)
+
+
+def _copy_together(parts: list[Tensor]) -> Sequence[Tensor]:
+    if len(parts) < 2:  # noqa: PLR2004 - no copy on the device
+        return [part.cpu() for part in parts]
+    return torch.split(torch.cat(parts).cpu(), list(map(Tensor.numel, parts)))
 
 
 @lru_cache(maxsize=4)
@@ -119,22 +148,31 @@ def _sketch_long(tensors: Sequence[Tensor]) -> list[str]:
         return []
     sums = np.zeros((len(tensors), _WIDTH))  # of each place of a row, over all rows
     buffer = torch.from_numpy(np.empty(_BLOCK))
-    for own, tensor in zip(sums, tensors, strict=True):
-        _add_rows(tensor.reshape(-1), buffer, own)
+    for (number, block), part in _fetch(_split(tensors)):
+        _add_rows(part, buffer, sums[number], block)
     buckets = _draw_buckets() + SKETCH_BUCKETS * np.arange(len(tensors))[:, None]
     return _write(np.bincount(buckets.reshape(-1), sums.reshape(-1)))
 
 
-def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats) -> None:
-    """Add the elements of a tensor with their signs.
+def _split(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Yield pieces of whole blocks, each with the numbers of its tensor and its first block."""
+    for number, tensor in enumerate(tensors):
+        blocks = max(1, _PIECE_BYTES // (tensor.itemsize * _BLOCK))
+        for place, piece in enumerate(tensor.reshape(-1).split(blocks * _BLOCK)):
+            yield (number, place * blocks), piece
+
+
+def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats, first: int) -> None:
+    """Add elements of a tensor with their signs.
 
     Args:
-        flat: A dense tensor of one dimension.
+        flat: A dense tensor of one dimension on the CPU.
         buffer: ``_BLOCK`` elements on the CPU, which are overwritten.
         sums: Those of each place of a row.
+        first: The number of the block in the tensor with which the elements begin.
     """
     signs, values = _draw_block(), buffer.numpy()
-    for block, start in enumerate(range(0, flat.numel(), _BLOCK)):
+    for block, start in enumerate(range(0, flat.numel(), _BLOCK), start=first):
         part = flat[start : start + _BLOCK]
         size = part.numel()
         buffer[:size].copy_(part)

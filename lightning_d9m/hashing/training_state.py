@@ -113,7 +113,8 @@ def take_partial_snapshot(
         optimizers: As above.
         schedulers: As above.
         layouts: What ``find_flat_layouts`` returns.
-        sketches: Whether to sketch the weights that this rank holds whole.
+        sketches: Whether to sketch the weights that this rank holds whole. Those of an
+            accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
 
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
