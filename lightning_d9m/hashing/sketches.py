@@ -118,9 +118,12 @@ def _fetch(parts: Iterable[tuple[_Key, Tensor]]) -> Iterator[tuple[_Key, Tensor]
     size = 0
     for key, part in parts:
         is_like = held and (part.device, part.dtype) == (held[0].device, held[0].dtype)
-        if not is_like or part.is_cpu or size + part.nbytes > _PIECE_BYTES:
+        if held and (not is_like or size + part.nbytes > _PIECE_BYTES):
             yield from zip(keys, _copy_together(held), strict=True)
             keys, held, size = [], [], 0
+        if part.is_cpu:
+            yield key, part
+            continue
         keys.append(key)
         held.append(part)
         size += part.nbytes
@@ -157,9 +160,10 @@ def _sketch_long(tensors: Sequence[Tensor]) -> list[str]:
 def _split(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Yield pieces of whole blocks, each with the numbers of its tensor and its first block."""
     for number, tensor in enumerate(tensors):
-        blocks = max(1, _PIECE_BYTES // (tensor.itemsize * _BLOCK))
-        for place, piece in enumerate(tensor.reshape(-1).split(blocks * _BLOCK)):
-            yield (number, place * blocks), piece
+        flat = tensor.reshape(-1)
+        blocks = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK))
+        for start in range(0, flat.numel(), blocks * _BLOCK):
+            yield (number, start // _BLOCK), flat[start : start + blocks * _BLOCK]
 
 
 def _add_rows(flat: Tensor, buffer: Tensor, sums: _Floats, first: int) -> None:
