@@ -195,10 +195,12 @@ def _load_kernel(device: torch.device) -> ModuleType | None:
         reason = "its digests differ from the CPU's"
     except Exception as error:  # noqa: BLE001 - TritonError is a plain Exception; any failure falls back
         # Without Triton, a compiler or Python's headers, or on a device that Triton does not know.
-        reason = f"{type(error).__name__}: {error}"
+        from lightning_d9m.patches.triton.launch import explain_failure
+
+        reason = explain_failure(error, device)
     warnings.warn(
         f"The digest kernel cannot be used on {device} ({reason}). Digests are the same without "
-        "it, but every tensor is copied to the host. It needs Triton, gcc and Python's headers.",
+        "it, but every tensor is copied to the host.",
         stacklevel=2,
     )
     return None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pkgutil import resolve_name
+from subprocess import SubprocessError
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
         **kwargs: More arguments.
 
     Raises:
+        RuntimeError: The device failed before, as by an assertion.
         D9mError: The kernel failed while a CUDA graph is captured: it is compiled at its first use,
             which cannot be part of a graph.
     """
@@ -62,7 +64,7 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
                 f"({type(error).__name__}: {error}). It is compiled and loaded at its first use. "
                 "Run the same step once before the capture."
             ) from error
-        withdraw(path, f"{type(error).__name__}: {error}")
+        withdraw(path, explain_failure(error, first.device))
         return reference(*args, **kwargs)
     used = getattr(_thread, "used", None)
     if used is not None:
@@ -75,12 +77,27 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def explain_failure(error: Exception, device: torch.device) -> str:
+    """Return why a Triton kernel failed, and the remedy if the compiler is missing.
+
+    Raises:
+        RuntimeError: The device's own error, such as a failed assertion of an earlier kernel: it
+            fails everything that follows, and this kernel is not its cause.
+    """
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ImportError | OSError | SubprocessError) or "C compiler" in str(error):
+        return f"{reason}; Triton needs gcc and Python's headers"
+    return reason
+
+
 def withdraw(path: str, reason: str) -> None:
     """Use torch ops in place of a kernel from now on, with a warning."""
     _withdrawn.add(path)
     warnings.warn(
         f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same on this "
-        "device, deterministically but more slowly. Triton needs gcc and Python's headers.",
+        "device, deterministically but more slowly.",
         stacklevel=3,
     )
 

@@ -1,14 +1,18 @@
 """Use of Triton kernels: when torch ops take over."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
 import torch
+from simulated_device import put
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
+from lightning_d9m.hashing.digest import _load_kernel
 from lightning_d9m.patches.registration import Kernel
 from lightning_d9m.patches.triton import launch
 
@@ -70,24 +74,54 @@ def test_a_first_use_while_a_graph_is_captured_is_refused(monkeypatch, withdrawn
     assert not withdrawn
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, TritonError, ModuleNotFoundError])
-def test_torch_ops_replace_a_kernel_that_fails(monkeypatch, withdrawn, kind) -> None:
-    """One warning, then nothing more is tried; the other kernels are."""
+@pytest.mark.parametrize(
+    ("error", "advises"),
+    [
+        (RuntimeError("Failed to find C compiler."), True),
+        (ModuleNotFoundError("No module named 'triton'"), True),
+        (CalledProcessError(1, ["gcc"]), True),
+        (TritonError("out of resource: shared memory"), False),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
+    ],
+)
+def test_torch_ops_replace_a_kernel_that_fails(monkeypatch, withdrawn, error, advises) -> None:
+    """One warning, then nothing more is tried; it advises to install what is missing."""
 
     def fail(*_args: object) -> None:
         calls.append(1)
-        raise kind("Failed to find C compiler.")
+        raise error
 
     calls: list[int] = []
     install(monkeypatch, fail)
-    with pytest.warns(
-        UserWarning, match=rf"pool:forward cannot be used \({kind.__name__}: Failed .*Torch ops"
-    ):
+    reason = re.escape(f"pool:forward cannot be used ({type(error).__name__}: {error}")
+    with pytest.warns(UserWarning, match=f"{reason}.*Torch ops") as caught:
         assert launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3).item() == 3
+    assert ("gcc and Python's headers" in str(caught[0].message)) == advises
     with warnings.catch_warnings(action="error"):
         assert launch.run_kernel("pool:forward", torch.mul, torch.ones(1), 3).item() == 3
     assert len(calls) == 1
     assert withdrawn == {"pool:forward"}
+
+
+def test_an_assertion_on_the_device_is_reported_as_one(monkeypatch, withdrawn) -> None:
+    """It is the error of an earlier kernel: no advice, no fallback, no kernel withdrawn."""
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: device-side assert triggered")
+
+    def synchronize(_device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    install(monkeypatch, fail)
+    monkeypatch.setattr(launch, "_device_types", {"cuda"})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(torch.AcceleratorError, match="CUDA error: device-side assert"):
+        launch.run_kernel("pool:forward", torch.mul, put(torch.ones(1)), 3)
+    _load_kernel.cache_clear()
+    with pytest.raises(torch.AcceleratorError, match="CUDA error: device-side assert"):
+        _load_kernel(torch.device("cuda", 0))
+    assert not withdrawn
 
 
 def test_a_lack_of_memory_is_raised(monkeypatch, withdrawn) -> None:
