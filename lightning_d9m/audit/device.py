@@ -1,8 +1,16 @@
-"""The device of an audit."""
+"""The device of an audit or a training: whether it is there, and whether it works."""
+
+import time
+import warnings
 
 import torch
 
+from lightning_d9m.control.doctor import CheckResult
+from lightning_d9m.control.session import deterministic
 from lightning_d9m.errors import SettingError
+from lightning_d9m.hashing.digest import digest_many
+
+_SIZES = (0, 1, 3, 1021, 40_000, 300_007)  # elements: several chunks, and ends of each kind
 
 
 def check_device(device: str) -> None:
@@ -19,3 +27,34 @@ def check_device(device: str) -> None:
             f"--device is {device!r}, on which torch {torch.__version__} cannot create a tensor: "
             f"{first}. Give an available device, such as cpu, cuda or cuda:1."
         ) from error
+
+
+def try_device(device: torch.device) -> CheckResult:
+    """Open a session, and compare the digests of a device with those of the CPU.
+
+    Any error or warning is a problem; a Triton kernel that cannot be used is a warning.
+    """
+    begin = time.monotonic()
+    problems = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with deterministic(seed=0):
+                tensors = [torch.arange(size, dtype=torch.float32).sin() for size in _SIZES]
+                there = [tensor.to(device) for tensor in tensors]
+                if digest_many(there) != digest_many(tensors):
+                    problems.append("digests on the device differ from those of the CPU")
+        except Exception as error:  # noqa: BLE001 - the check reports every failure
+            problems.append(f"{type(error).__name__}: {error}")
+    problems += [str(one.message) for one in caught]
+    seconds = f"{time.monotonic() - begin:.1f} s"
+    if not problems:
+        found = f"a session opens, and digests are those of the CPU (checked in {seconds})"
+        return CheckResult(f"device {device}", "ok", found)
+    return CheckResult(
+        f"device {device}",
+        "problem",
+        f"{'; '.join(problems)} (checked in {seconds})",
+        "Trainings on this device may fail, or run without the kernels of lightning_d9m.",
+        "Remove the first cause, and run d9m doctor again.",
+    )

@@ -35,11 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 if there is no problem, else 1."""
     # These load torch, which `d9m --help` must not.
+    import torch
+
+    from lightning_d9m.audit.device import try_device
     from lightning_d9m.control.doctor import find_problems, sort_results
     from lightning_d9m.horovod.doctor import check_installation
     from lightning_d9m.ledger.stack import capture_stack
 
-    findings = sort_results([*find_problems(), *check_installation()])
+    findings = [*find_problems(), *check_installation()]
+    findings += [try_device(torch.device("cuda"))] if torch.cuda.is_available() else []
+    findings = sort_results(findings)
     if arguments.json:
         report = {"findings": [asdict(f) for f in findings], "stack": capture_stack()}
         print(json.dumps(report, indent=2))

@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
 from lightning_d9m import SettingError
+from lightning_d9m.audit import device
+from lightning_d9m.audit.device import try_device
 from lightning_d9m.cli.doctor import format_findings
 from lightning_d9m.cli.main import main
 from lightning_d9m.control import doctor
@@ -272,6 +275,32 @@ def test_a_problem_that_no_variable_fixes_is_a_comment(healthy, monkeypatch, cap
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert main(["doctor", "--fix"]) == 1
     assert "# cuDNN benchmark: Remove torch.backends.cudnn.benchmark" in capsys.readouterr().out
+
+
+def test_a_device_is_tried_in_a_session(healthy, report, monkeypatch):
+    """If torch finds one; any warning is a problem, and what a session sets is restored."""
+    assert not [name for name in report()[1] if name.startswith("device")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "try_device", lambda _: try_device(torch.device("cpu")))
+    status, findings = report()
+    assert (status, findings["device cpu"]["status"]) == (0, "ok")
+    assert "digests are those of the CPU (checked in" in findings["device cpu"]["found"]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        (lambda tensors: [len(tensors), object()], "digests on the device differ from those of"),
+        (lambda _: warnings.warn("The kernel x:y cannot be used", stacklevel=1), "The kernel x:y"),
+        (lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_tried_device_does_wrong_is_a_problem(planted, found, monkeypatch):
+    monkeypatch.setattr(device, "digest_many", planted)
+    result = try_device(torch.device("cpu"))
+    assert result.status == "problem"
+    assert result.found.startswith(found)
 
 
 def test_problems_come_first_and_notes_second(healthy, report, monkeypatch):
