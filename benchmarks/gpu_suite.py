@@ -30,7 +30,19 @@ from suite_report import render
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-ROW_PARTS = ("facts", "smoke", "determinism", "speed", "models", "digest", "graphs")
+# The first four settle in minutes what is most likely to fail.
+ROW_PARTS = (
+    "start",
+    "smoke",
+    "scans",
+    "steps",
+    "facts",
+    "determinism",
+    "speed",
+    "models",
+    "digest",
+    "graphs",
+)
 CUDA_TESTS = (
     "tests/patches/test_cuda.py",
     "tests/hashing/xxh3/test_cuda.py",
@@ -224,7 +236,12 @@ class Suite:
             self._append({"part": part, "task": task, **row, "seconds": _round(begin)})
         rows = [row for row in self.journal.of_part(part) if row["task"] != "part"]
         failed = sum("error" in row for row in rows)
-        self._end(part, f"{failed} of {len(rows)} rows failed" if failed else "complete")
+        state = f"{failed} of {len(rows)} rows failed" if failed else "complete"
+        sizes = {
+            name: max((row[name] for row in rows if row.get(name)), default=None)
+            for name in ("host_mb", "device_mb")
+        }
+        self._end(part, state, seconds=round(sum(row["seconds"] for row in rows), 2), **sizes)
 
     def _run_command(self, part: str, command: Command, *, is_first: bool) -> None:
         limit = self.left() - NO_TIME

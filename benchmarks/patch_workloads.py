@@ -33,12 +33,12 @@ class Workload:
 
 
 def _normal(device: str, *shape: int) -> Tensor:
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
+    # Drawn on the CPU, so that each device has the same inputs.
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _integers(device: str, high: int, *shape: int) -> Tensor:
-    draws = torch.Generator(device).manual_seed(1)
-    return torch.randint(high, shape, device=device, generator=draws)
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def _gradient(forward: Callable[[Tensor], Tensor], *shape: int) -> Callable[[str], Call]:
@@ -98,6 +98,29 @@ def _align(device: str) -> Call:
     with torch.backends.cudnn.flags(enabled=False):
         loss = nnf.ctc_loss(scores, targets, lengths, label_lengths, reduction="sum")
     return lambda: torch.autograd.grad(loss, scores, retain_graph=True)[0]
+
+
+def _align_peaked(device: str) -> Call:
+    scores = _normal(device, 3000, 4, 64).mul(20).log_softmax(2).requires_grad_()
+    targets = _integers(device, 63, 4, 200) + 1
+    with torch.backends.cudnn.flags(enabled=False):
+        loss = nnf.ctc_loss(scores, targets, [3000] * 4, [200] * 4, reduction="sum")
+    return lambda: torch.autograd.grad(loss, scores, retain_graph=True)[0]
+
+
+def _warp(device: str) -> Call:
+    image = _normal(device, 1, 1, 128, 128, 128).requires_grad_()
+    identity = torch.eye(3, 4, device=device)[None]
+    grid = nnf.affine_grid(identity, list(image.shape), align_corners=False)
+    grid = (grid + 0.02 * _normal(device, *grid.shape)).requires_grad_()
+    output = nnf.grid_sample(image, grid, align_corners=False)
+    gradient = _normal(device, *output.shape)
+    return lambda: torch.autograd.grad(output, (image, grid), gradient, retain_graph=True)
+
+
+def _histogram_of_integers(device: str) -> Call:
+    values = _integers(device, 1001, 1 << 22).float()
+    return lambda: torch.histc(values, 1000, 0, 1000)
 
 
 def _bag(device: str) -> Call:
@@ -339,4 +362,11 @@ WORKLOADS = [
     Workload("convolution", "transposed, 64 x 64, 56 to 113", _transpose(2, 56)),
     Workload("convolution", "transposed, 64 x 64, 16^3 to 33^3", _transpose(3, 16)),
     Workload("embedding_dense_backward", "2^15 rows of 256", _embed, _embed),
+]
+
+# Sizes of trainings that the smoke test adds.
+REALISTIC = [
+    Workload("ctc_loss_backward", "3000 steps, peaked logits", _align_peaked),
+    Workload("grid_sampler_3d_backward", "128 to 128, one channel", _warp),
+    Workload("histc", "2^22 integers, bins as wide as 1", _histogram_of_integers),
 ]

@@ -1,5 +1,6 @@
 """Code that the rows of the suite share: settings, times, and outputs that are compared."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,12 +129,19 @@ def collect_outputs(call: Callable[[], object], settings: Settings) -> set[tuple
 
 
 def differ(patched: Sequence[Tensor], original: Sequence[Tensor]) -> float:
-    """Return the greatest difference of floating-point outputs, over the greatest magnitude."""
+    """Return the greatest difference of outputs, over the greatest finite magnitude.
+
+    It is infinite if NaN or an infinity is on one side only.
+    """
     worst = 0.0
     for left, right in zip(patched, original, strict=True):
-        if right.is_floating_point() and right.numel():
-            scale = right.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-            worst = max(worst, float((left.double() - right.double()).abs().max() / scale))
+        if not right.numel():
+            continue
+        mine, other = left.double(), right.to(left.device).double()
+        scale = other.nan_to_num(0, 0, 0).abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+        is_equal = (mine == other) | (mine.isnan() & other.isnan())
+        gap = torch.where(is_equal, 0.0, (mine - other).abs() / scale)
+        worst = max(worst, float(gap.nan_to_num(math.inf).max()))
     return worst
 
 

@@ -22,13 +22,16 @@ def render(journal: Journal, parts: Sequence[str]) -> str:
             f"{greeting.get('rounds')} timed and {greeting.get('calls')} compared calls."
         ),
         "",
-        "| part | state | rows | failed |",
-        "| - | - | -: | -: |",
+        "| part | state | rows | failed | seconds | host MB | device MB |",
+        "| - | - | -: | -: | -: | -: | -: |",
     ]
     for part in parts:
         rows = [row for row in journal.of_part(part) if row["task"] != "part"]
         failed = sum("error" in row for row in rows)
-        lines.append(f"| {part} | {find_state(journal, part)} | {len(rows)} | {failed} |")
+        ended = next((row for row in journal.of_part(part) if row["task"] == "part"), {})
+        sizes = [ended.get(name) for name in ("seconds", "host_mb", "device_mb")]
+        cells = " | ".join("" if size is None else f"{size:.0f}" for size in sizes)
+        lines.append(f"| {part} | {find_state(journal, part)} | {len(rows)} | {failed} | {cells} |")
     lines += ["", *(f"- {finding}" for finding in list_findings(journal)), ""]
     lines += _render_times(journal.of_part("speed"), COLUMNS, "op")
     lines += _render_times(journal.of_part("models"), MODEL_COLUMNS, "model")

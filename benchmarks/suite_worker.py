@@ -6,14 +6,16 @@
 import json
 import os
 import platform
+import resource
 import sys
 import warnings
 
 import suite_graphs
 import torch
 from patch_models import MODELS
-from patch_workloads import WORKLOADS
+from patch_workloads import REALISTIC, WORKLOADS
 from suite_client import Row
+from suite_first import SCANS, list_withdrawn, run_scan, run_start, run_steps
 from suite_measures import Settings, default_dtype, list_outputs
 from suite_rows import (
     SIZES,
@@ -34,19 +36,27 @@ def list_tasks(part: str, settings: Settings) -> list[str]:
     """Return the tasks of a part, in their order."""
     ops = [f"{one.op}, {one.shape}" for one in WORKLOADS if settings.only in one.op]
     models = [name for name in MODELS if settings.only in name] or [*MODELS][:1]
-    if part == "facts":
-        return ["stack", "nvidia-smi", "copy", "matmul"]
-    if part == "smoke":
-        return ["patches", "digest", "forward", *ops]
-    if part == "digest":
-        return [*SIZES[settings.device], "1,000 tensors"]
-    if part == "graphs":
-        return [*ops, suite_graphs.COMPILED]
+    large = [f"{one.op}, {one.shape}" for one in REALISTIC if settings.only in one.op]
+    fixed = {
+        "start": ["session and digests"],
+        "smoke": ["patches", "digest", "forward", *ops, *large],
+        "scans": [*SCANS],
+        "steps": ["ResNet50", "Transformer"] if settings.device == "cuda" else ["Digits"],
+        "facts": ["stack", "nvidia-smi", "copy", "matmul"],
+        "digest": [*SIZES[settings.device], "1,000 tensors"],
+        "graphs": [*ops, suite_graphs.COMPILED],
+    }
+    if part in fixed:
+        return fixed[part]
     names = models if part == "models" else ops
     return [f"{name} | {dtype}" for dtype in DTYPES for name in names]
 
 
+STRICT = ("start", "smoke")  # parts in which a warning is a failure
 RUN = {
+    "start": run_start,
+    "scans": run_scan,
+    "steps": run_steps,
     "facts": run_facts,
     "smoke": run_smoke,
     "determinism": run_determinism,
@@ -63,7 +73,10 @@ def answer(line: str, settings: Settings) -> Row:
     if part == "list":
         return {"tasks": list_tasks(task, settings)}
     name, _, dtype = task.partition(" | ")
+    cuda = settings.device == "cuda"
     try:
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
         with (
             warnings.catch_warnings(record=True) as caught,
             default_dtype(DTYPES[dtype or "float32"]),
@@ -71,10 +84,21 @@ def answer(line: str, settings: Settings) -> Row:
             warnings.simplefilter("always")
             unsupported = find_refusal(part, name, dtype, settings)
             row = unsupported or RUN[part](name, settings)
+        row |= {"device_mb": torch.cuda.max_memory_allocated() / 2**20} if cuda else {}
     except Exception as error:  # noqa: BLE001 - any error is the row's result
-        return {"error": summarize(error), "fatal": not still_works(settings.device)}
+        row = {"error": summarize(error), "fatal": not still_works(settings.device)}
+        caught = []
     said = sorted({str(one.message).splitlines()[0] for one in caught})
-    return {**row, **({"warnings": said} if said else {})}
+    if said and part in STRICT:
+        row.setdefault("error", f"warning: {said[0]}")
+    verdict = "failed" if "error" in row else "unsupported" if "unsupported" in row else "ok"
+    return {
+        "verdict": verdict,
+        **row,
+        "host_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+        **({"warnings": said} if said else {}),
+        **({"withdrawn": withdrawn} if (withdrawn := list_withdrawn()) else {}),
+    }
 
 
 def find_refusal(part: str, name: str, dtype: str, settings: Settings) -> Row | None:

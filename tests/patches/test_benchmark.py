@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tarfile
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from lightning_d9m.audit import device
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MARK = "pytest.mark." + "cuda"
@@ -291,7 +294,8 @@ def test_the_suite_needs_a_device(tmp_path, forking_python):
 
 def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     """One op through the real worker, with graphs built under the flag."""
-    parts = ["facts", "smoke", "determinism", "speed", "digest", "graphs"]
+    parts = ["start", "smoke", "scans", "steps", "facts", "determinism", "speed"]
+    parts += ["digest", "graphs"]
     words = (*parts, "--dry-run", "--only", "adaptive_max_pool3d")
     done = run_suite(tmp_path / "out", *words, python=forking_python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -299,6 +303,10 @@ def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     rows = {(row["part"], row["task"]): row for row in map(json.loads, journal)}
     name = "adaptive_max_pool3d_backward, 9 to 29"
     assert rows["smoke", name]["difference"] < 1e-5
+    assert {row["verdict"] for row in rows.values() if "verdict" in row} == {"ok", "unsupported"}
+    assert rows["scans", "cumprod"]["patched_outputs"] == 1
+    assert rows["steps", "Digits"]["callback"]["waits"] == [0, 0]
+    assert all(rows[part, "part"]["host_mb"] > 0 < rows[part, "part"]["seconds"] for part in parts)
     assert rows["smoke", "forward"]["nodes"]["bilinear"] == "UpsampleBilinear2DBackward0"
     for dtype in ("float32", "bfloat16"):
         assert rows["determinism", f"{name} | {dtype}"]["patched_outputs"] == 1
@@ -306,7 +314,73 @@ def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     assert rows["graphs", name]["unsupported"] == "a CPU has no CUDA graphs"
     assert rows["graphs", "torch.compile, reduce-overhead"]["outputs"] == 1
     assert rows["facts", "stack"]["stack"]["device.kind"] == "cpu"
-    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 6
+    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 9
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """Return the modules of the worker: they run here, so that a failure can be planted."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("suite_worker", "suite_rows", "suite_first", "suite_measures")
+    yield [importlib.import_module(name) for name in names]
+    for name in names:
+        del sys.modules[name]
+
+
+def plant(change):
+    """Return a workload whose result is changed under the settings of a session."""
+    from patch_workloads import Workload
+
+    values = torch.linspace(-1, 1, 50)
+
+    def call():
+        return change(values) if torch.are_deterministic_algorithms_enabled() else values
+
+    return Workload("index_add", "planted", lambda _: call)
+
+
+def warn(values):
+    warnings.warn("The Triton kernel a:b cannot be used", stacklevel=1)
+    return values
+
+
+PLANTED = {
+    "nothing": (lambda values: values * (1 + 1e-6), None),
+    "a gradient 1.5 times too large": (lambda values: values * 1.5, "by more than the bound"),
+    "one wrong value": (lambda values: values.index_fill(0, torch.tensor(3), 0.5), "bound"),
+    "NaN": (lambda values: values.index_fill(0, torch.tensor(3), torch.nan), "bound"),
+    "a layout": (lambda values: values.repeat_interleave(2)[::2], "(50,) (2,)'] in place of"),
+    "two outputs": (lambda values: values + 1e-7 * torch.rand(()), "two calls gave two outputs"),
+    "a warning": (warn, "warning: The Triton kernel a:b cannot be used"),
+    "an error": (lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize(("change", "error"), PLANTED.values(), ids=PLANTED)
+def test_a_smoke_row_is_judged(worker, monkeypatch, change, error):
+    answering, rows, _, measures = worker
+    monkeypatch.setattr(rows, "find_workload", lambda _: plant(change))
+    row = answering.answer("smoke index_add, planted", measures.Settings("cpu", "1", "2", ""))
+    assert row["verdict"] == ("ok" if error is None else "failed")
+    assert (error or "") in row.get("error", "")
+    assert row["host_mb"] > 0
+
+
+def test_a_device_scans_and_waits_are_judged(worker, monkeypatch):
+    """The other parts of the suite's begin, each with a failure that is planted."""
+    answering, _, first, measures = worker
+    settings = measures.Settings("cpu", "1", "2", "")
+    monkeypatch.setattr(device, "digest_many", lambda tensors: [object()])
+    monkeypatch.setitem(first.SCANS, "cumprod", torch.rand_like)
+    waits = {False: 3, True: 1}  # without and with the callback, each plus some in every batch
+    monkeypatch.setattr(
+        first, "fit", lambda *words, callback: ({"step_ms": 1.0}, waits[callback] * words[1])
+    )
+    assert "digests on the device differ" in answering.answer("start -", settings)["error"]
+    assert answering.answer("scans cumprod", settings)["error"] == "20 outputs for one input"
+    assert answering.answer("steps Digits", settings)["verdict"] == "ok"
+    waits[True] = 4
+    assert "the callback waits in batches" in answering.answer("steps Digits", settings)["error"]
 
 
 def test_sums_over_two_processes_are_rows(tmp_path, forking_python):
@@ -324,7 +398,7 @@ def test_sums_over_two_processes_are_rows(tmp_path, forking_python):
 def test_an_unknown_part_is_refused(tmp_path, forking_python):
     done = run_suite(tmp_path / "out", "pathces", "--dry-run", python=forking_python)
     assert done.returncode == 2
-    assert "no such part: pathces; the parts are facts, smoke, " in done.stderr
+    assert "no such part: pathces; the parts are start, smoke, scans, steps, facts, " in done.stderr
 
 
 def test_every_file_that_the_suite_runs_is_there(modules):
@@ -363,5 +437,5 @@ def test_every_part_of_a_dry_run_is_reported(tmp_path):
             break
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert page.count("| complete |") == 14
+    assert page.count("| complete |") == 17
     assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "tests.jsonl", "report.md"}
