@@ -4,6 +4,7 @@ import tempfile
 import time
 import warnings
 from functools import partial
+from itertools import pairwise
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.audit.device import try_device
 from lightning_d9m.hashing.digest import _load_kernel
-from lightning_d9m.patches.triton.launch import _withdrawn
 
 SCANS = {
     "cumprod": lambda row: row.mul(1e-3).add(1).cumprod(1),
@@ -36,34 +36,23 @@ def run_start(_: str, settings: Settings) -> Row:
     return row
 
 
-def list_withdrawn() -> list[str]:
-    """Return the Triton kernels that torch ops have replaced in this process."""
-    return sorted(_withdrawn)
-
-
 def run_scan(name: str, settings: Settings) -> Row:
     """Count the outputs of ten times as many calls on one row, beside other work."""
     size = 2**22 if settings.device == "cuda" else 2**12
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, size, generator=generator).to(settings.device)
     many = Settings(settings.device, "1", str(10 * settings.calls), "")
-    found: Row = {
-        "calls": many.calls,
-        "original_outputs": count_outputs(partial(SCANS[name], row), many),
-    }
+    call = partial(SCANS[name], row)
+    found: Row = {"calls": many.calls, "original_outputs": count_outputs(call, many)}
     with patched(settings):
-        found["patched_outputs"] = count_outputs(partial(SCANS[name], row), many)
+        found["patched_outputs"] = count_outputs(call, many)
     if found["patched_outputs"] != 1:
         found["error"] = f"{found['patched_outputs']} outputs for one input"
     return found
 
 
 class Clock(pl.Callback):
-    """Takes the time of the batches, of the validation, and of what follows in a fit.
-
-    Attributes:
-        moments: The first batch, the validation's begin and end, and the end of the fit, seconds.
-    """
+    """Takes the times at which batches, the validation and what follows begin and end."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -94,21 +83,13 @@ def fit(name: str, batches: int, device: str, *, callback: bool) -> tuple[Row, i
             accelerator="gpu" if device == "cuda" else "cpu", devices=1, max_epochs=1,
             callbacks=[clock, *own], num_sanity_val_steps=0, enable_model_summary=False, **settings,
         )  # fmt: skip
-        if device == "cuda":
+        if device == "cuda":  # this process ends with the part
             torch.cuda.set_sync_debug_mode("warn")
-        try:
-            trainer.fit(kind(), loader, loader)
-        finally:
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
+        trainer.fit(kind(), loader, loader)
         clock.note()
-    begin, trained, validated, end = clock.moments
-    times = {
-        "step_ms": (trained - begin) * 1e3 / batches,
-        "validation_batch_ms": (validated - trained) * 1e3 / batches,
-        "epoch_end_ms": (end - validated) * 1e3,
-    }
-    return times, sum(WAIT in str(one.message) for one in caught)
+    step, validation, end = (1e3 * (b - a) for a, b in pairwise(clock.moments))
+    times = {"step_ms": step / batches, "validation_batch_ms": validation / batches}
+    return times | {"epoch_end_ms": end}, sum(WAIT in str(one.message) for one in caught)
 
 
 def run_steps(name: str, settings: Settings) -> Row:

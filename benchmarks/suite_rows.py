@@ -65,8 +65,6 @@ def run_smoke(name: str, settings: Settings) -> Row:
     if name == "patches":
         with patches_applied(settings.device.upper(), include=OFFERED) as applied:
             return {"patches": len(applied.names)}
-    if name == "digest":
-        return check_digest(settings.device)
     if name == "forward":
         return check_forward(settings)
     return check_values(find_workload(name), settings)
@@ -92,18 +90,6 @@ def check_values(workload: Workload, settings: Settings) -> Row:
         row["error"] = f"{describe(first)} in place of {describe(original)}"
     if digest_many(first) != digest_many(second):
         row["error"] = "two calls gave two outputs"
-    return row
-
-
-def check_digest(device: str) -> Row:
-    """Compare digests on the device with those of the CPU."""
-    tensors = [torch.randn(number * number * 131 + number) for number in range(20)]
-    kernel = _load_kernel(torch.device(device, 0)) if device == "cuda" else None
-    row: Row = {"kernel": kernel is not None}
-    if digest_many([tensor.to(device) for tensor in tensors]) != digest_many(tensors):
-        row["error"] = "the digests differ from the CPU's"
-    elif device == "cuda" and kernel is None:
-        row["error"] = "the digest kernel is not used"
     return row
 
 

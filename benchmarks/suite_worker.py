@@ -15,7 +15,7 @@ import torch
 from patch_models import MODELS
 from patch_workloads import REALISTIC, WORKLOADS
 from suite_client import Row
-from suite_first import SCANS, list_withdrawn, run_scan, run_start, run_steps
+from suite_first import SCANS, run_scan, run_start, run_steps
 from suite_measures import Settings, default_dtype, list_outputs
 from suite_rows import (
     SIZES,
@@ -29,17 +29,21 @@ from suite_rows import (
     run_speed,
 )
 
+from lightning_d9m.patches.triton.launch import _withdrawn
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def list_tasks(part: str, settings: Settings) -> list[str]:
     """Return the tasks of a part, in their order."""
-    ops = [f"{one.op}, {one.shape}" for one in WORKLOADS if settings.only in one.op]
+    ops, large = (
+        [f"{one.op}, {one.shape}" for one in ones if settings.only in one.op]
+        for ones in (WORKLOADS, REALISTIC)
+    )
     models = [name for name in MODELS if settings.only in name] or [*MODELS][:1]
-    large = [f"{one.op}, {one.shape}" for one in REALISTIC if settings.only in one.op]
     fixed = {
         "start": ["session and digests"],
-        "smoke": ["patches", "digest", "forward", *ops, *large],
+        "smoke": ["patches", "forward", *ops, *large],
         "scans": [*SCANS],
         "steps": ["ResNet50", "Transformer"] if settings.device == "cuda" else ["Digits"],
         "facts": ["stack", "nvidia-smi", "copy", "matmul"],
@@ -97,7 +101,7 @@ def answer(line: str, settings: Settings) -> Row:
         **row,
         "host_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         **({"warnings": said} if said else {}),
-        **({"withdrawn": withdrawn} if (withdrawn := list_withdrawn()) else {}),
+        **({"withdrawn": sorted(_withdrawn)} if _withdrawn else {}),  # kernels, so far
     }
 
 
