@@ -138,11 +138,23 @@ def compute_metric(model, batch):
 
 
 def make_counting_model():
-    """Return a model whose validation changes a buffer."""
+    """Return a model whose validation adds up what each logical rank has."""
     model = BoringModel()
-    model.register_buffer("count", torch.zeros(()))
-    model.validation_step = lambda batch, batch_idx: model.count.add_(1)
+    model.total = 0.0
+
+    def add(batch, batch_idx):
+        model.total += float(batch.sum())
+
+    model.validation_step = add
     return model
+
+
+def step_in_backward(parameters):
+    """Return an optimizer that steps in hooks of the gradients."""
+    optimizer = torch.optim.SGD(list(parameters), lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    return optimizer
 
 
 def call_in_step(call):
@@ -240,7 +252,10 @@ REFUSALS = {
         "loader": DataLoader(DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False))
     },
     "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
-    "changes the buffer 'count'": lambda: {"model": make_counting_model()},
+    "The evaluation changes 'total', and not alike": lambda: {"model": make_counting_model()},
+    "The backward pass changes the parameter 'layer.weight'": lambda: {
+        "model": make_model(optimizer=step_in_backward)
+    },
     "and gradients are summed as dense tensors": lambda: {
         "model": make_model(
             lambda model, batch: model.table(torch.tensor([1, 1, 2])).sum(),

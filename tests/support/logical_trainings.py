@@ -18,7 +18,7 @@ from trainings import QUIET, NoisyDigits, read_digits
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
 from lightning_d9m.control import session
 from lightning_d9m.control.data import micro_batches
-from lightning_d9m.lightning.logical_ranks import buffers, random_draws
+from lightning_d9m.lightning.logical_ranks import random_draws, sandbox
 from lightning_d9m.logical_ranks import accumulation
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
@@ -197,7 +197,7 @@ def fit_controls(folder):
     fit(folder / "ddp", "plain", PROCESSES, noisy=False, loader=large, size=48, strategy="ddp")
     with mock.patch.object(random_draws.MicroBatchSeeds, "start"):
         fit(folder / "process rng", "mlp", 4, noisy=False)
-    with mock.patch.object(buffers.StepBuffers, "put_back"):
+    with mock.patch.object(sandbox._Change, "put_back"):
         fit(folder / "buffers", "cnn", 4)
     with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
         fit(folder / "sampler", "plain", 4, noisy=False, size=48)

@@ -34,8 +34,8 @@ from lightning_d9m.horovod.communication.transports import (
     TorchTransport,
     Transport,
 )
-from lightning_d9m.recording.plain_data import decode_plain, encode_plain
 from lightning_d9m.recording.rank_liveness import RankLiveness, summarize_error
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 T = TypeVar("T")
 # After each slice of a wait, Python handles signals and the rank polls its peers.

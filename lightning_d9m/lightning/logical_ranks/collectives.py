@@ -50,7 +50,7 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _LOCAL_OPS = {"check_for_nan", "wait_tensor"}  # which wait for no process that has not begun
 
 
-def _refuse_collective(name: str, logical_rank: int) -> NoReturn:
+def refuse_collective(name: str, logical_rank: int) -> NoReturn:
     """Raise a ``SettingError`` about a collective in the step of a logical rank."""
     raise SettingError(
         f"{name} is called in the step of logical rank {logical_rank}: the logical ranks of a "
@@ -75,7 +75,7 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
             caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - no other is as fast
             rank = current()
             if rank is not None and caller in _COLLECTIVES:
-                _refuse_collective(f"torch.distributed.{caller}", rank)
+                refuse_collective(f"torch.distributed.{caller}", rank)
             return first(*args, **kwargs)
 
         patches.replace(module, _FIRST_CALL, check_group)
@@ -118,5 +118,5 @@ def _call(
 ) -> Any:
     rank = current()
     if rank is not None:
-        _refuse_collective(title, rank)
+        refuse_collective(title, rank)
     return function(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.exact_sums import ExactMean
 
@@ -32,19 +33,19 @@ class LoggedValue:
         self._step: list[float] = []
         self._sum = ExactMean()
         self._extreme: float | None = None
-        self._unread: list[tuple[Tensor, int]] = []
+        self._unread: list[tuple[Tensor, int, bool]] = []
 
     def clear(self) -> None:
         """Forget the values of the last epoch."""
         self._sum, self._extreme = ExactMean(), None
         self._step, self._unread = [], []
 
-    def add(self, value: Tensor, weight: int) -> None:
-        """Add a value that a logical rank has logged for a batch of a size."""
+    def add(self, value: Tensor, weight: int, *, with_step: bool) -> None:
+        """Add a value for a batch of a size, to that of the step only if ``with_step``."""
         if value.device.type == "cpu":
-            self._add(value.item(), weight)
+            self._add(value.item(), weight, with_step=with_step)
             return
-        self._unread.append((value.detach().clone(), weight))
+        self._unread.append((value.detach().clone(), weight, with_step))
         if len(self._unread) > _MOST_UNREAD:
             self._read()
 
@@ -52,13 +53,13 @@ class LoggedValue:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        numbers = torch.stack([value.double().reshape(()) for value, _ in unread]).tolist()
-        for (_, weight), number in zip(unread, numbers, strict=True):
-            self._add(number, weight)
+        numbers = torch.stack([value.double().reshape(()) for value, *_ in unread]).tolist()
+        for (_, weight, with_step), number in zip(unread, numbers, strict=True):
+            self._add(number, weight, with_step=with_step)
 
-    def _add(self, number: float, weight: int) -> None:
+    def _add(self, number: float, weight: int, *, with_step: bool) -> None:
         meta = self.result.meta
-        if meta.on_step and meta.sync.should and not meta.sync.rank_zero_only:
+        if meta.on_step and with_step:
             self._step.append(number)
         if not meta.on_epoch:
             return
@@ -70,7 +71,7 @@ class LoggedValue:
             self._merge_extreme(number)
 
     def take_step(self) -> list[float]:
-        """Return the values of this step that are to be reduced."""
+        """Return the values of this step."""
         self._read()
         step, self._step = self._step, []
         return step
@@ -116,7 +117,7 @@ class LoggedValues:
 
     A value that is logged for an epoch is reduced over all logical ranks, with or without
     ``sync_dist``. One that is logged for a step is reduced with ``sync_dist=True``; otherwise it is
-    that of the first logical rank of each process.
+    that of logical rank 0. A value that is logged between steps is that of process 0.
 
     ``current`` returns the logical rank whose micro-batch is computed now, or None, and
     ``gather`` the plain values of every process.
@@ -134,6 +135,7 @@ class LoggedValues:
         self._current = current
         self._gather = gather
         self._values: dict[int, dict[str, LoggedValue]] = {}
+        self._is_epoch_over = False
 
     def attach(self, patches: AttributePatches) -> None:
         """Let the Trainer's results take their values from here."""
@@ -141,47 +143,65 @@ class LoggedValues:
             update = partial(self._update, results, results.update_metrics)
             patches.replace(results, "update_metrics", update)
         connector = lightning_private.get_logger_connector(self._trainer)
-        finish_batch, finish_epoch = connector.on_batch_end, connector.epoch_end_reached
-
-        def on_batch_end() -> None:
-            self.finish_step()
-            finish_batch()
+        finish_epoch = connector.epoch_end_reached
 
         def epoch_end_reached() -> None:
             finish_epoch()
             # All names at once, before a hook of one process alone reads the metrics.
             self.finish_epoch()
 
-        patches.replace(connector, "on_batch_end", on_batch_end)
         patches.replace(connector, "epoch_end_reached", epoch_end_reached)
 
     def _update(
         self, results: Any, update: Callable[..., None], key: str, value: Any, batch_size: int
     ) -> None:
+        """Take a value that is logged, for the logical rank whose step runs."""
         result, rank = results[key], self._current()
-        if rank is None:
-            update(key, value, batch_size)
-            return
-        first = rank == self._block.start
         if not result.is_tensor:  # a metric, whose states metric_states keeps by logical rank
-            if first:
+            if rank is None or rank == self._block.start:
                 update(key, value, batch_size)
             return
-        known = self._values.setdefault(id(results), {})
+        if rank is None:
+            self._check_hook(result)
+            update(key, value, batch_size)
+            if not result.meta.on_epoch or self._is_epoch_over:
+                return
+        kept = self._keep(results, key)
+        if not torch.is_floating_point(value):
+            value = value.to(torch.get_default_dtype())
+        value = _widen(value)
+        sync = result.meta.sync
+        first = (self._block.start if rank is None else rank) == 0
+        if rank is None:
+            if first:
+                kept.add(value, batch_size, with_step=False)
+        elif first or not sync.rank_zero_only:
+            if rank == self._block.start and result.meta.on_step:
+                lightning_private.set_step_value(result, value.clone())
+            result.value = result.value.to(value.dtype)
+            synced = sync.should and not sync.rank_zero_only
+            kept.add(value, batch_size, with_step=synced or first)
+
+    def _keep(self, results: Any, key: str) -> LoggedValue:
+        """Return what is kept of a name, empty at the start of an epoch."""
+        known, result = self._values.setdefault(id(results), {}), results[key]
         if key not in known or known[key].result is not result:
             known[key] = LoggedValue(result)
         elif result.has_reset:
             known[key].clear()
         result.has_reset = False
         lightning_private.set_epoch_value(result, None)
-        if result.meta.sync.rank_zero_only and rank != 0:
-            return
-        if not torch.is_floating_point(value):
-            value = value.to(torch.get_default_dtype())
-        if first and result.meta.on_step:
-            lightning_private.set_step_value(result, _widen(value).clone())
-        result.value = result.value.to(_widen(value).dtype)
-        known[key].add(value, batch_size)
+        return known[key]
+
+    def _check_hook(self, result: Any) -> None:
+        """Refuse a mean over processes of what a hook sees of its own process alone."""
+        meta = result.meta
+        if meta.sync.should and "_batch_" in meta.fx and not meta.sync.rank_zero_only:
+            raise SettingError(
+                f"self.log({meta.name!r}, ..., sync_dist=True) is called in {meta.fx}, which runs "
+                "once for all micro-batches of a process: log the value in the step itself, where "
+                "every logical rank has one, or leave out sync_dist."
+            )
 
     def capture(self) -> dict[str, Any]:
         """Return the sums of the training epoch so far, as plain values."""
@@ -207,23 +227,28 @@ class LoggedValues:
                     if here:
                         value.merge(*sums)
 
-    def finish_step(self) -> None:
-        """Reduce what was logged in a step with ``sync_dist=True``."""
+    def take_step(self) -> dict[str, list[float]]:
+        """Return what the logical ranks of this process have logged for a step, by name."""
         known = self._values.get(id(lightning_private.get_current_results(self._trainer)), {})
-        taken = {key: step for key, value in known.items() if (step := value.take_step())}
-        if not taken:
-            return
+        self._is_epoch_over = False
+        return {key: step for key, value in known.items() if (step := value.take_step())}
+
+    def set_step(self, parts: list[dict[str, list[float]]]) -> None:
+        """Set the values of a step, given what each process has taken."""
+        known = self._values.get(id(lightning_private.get_current_results(self._trainer)), {})
         by_key: dict[str, list[float]] = {}
-        for part in self._gather(taken):
+        for part in parts:
             for key, step in part.items():
                 by_key.setdefault(key, []).extend(step)
-        for key in taken:
-            result = known[key].result
-            number = known[key].reduce_step(by_key[key])
-            lightning_private.set_step_value(result, _like(result, number))
+        for key, step in by_key.items():
+            if key in known:
+                result = known[key].result
+                number = known[key].reduce_step(step)
+                lightning_private.set_step_value(result, _like(result, number))
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
+        self._is_epoch_over = True
         results = lightning_private.get_current_results(self._trainer)
         found = dict(self._valid(results))
         parts = self._gather({key: value.capture() for key, value in found.items()})

@@ -1,6 +1,7 @@
 """States of torchmetrics metrics by logical rank."""
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ from torchmetrics import MetricCollection
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lightning.resume.metric_state import find_metrics, move, to_plain
-from lightning_d9m.recording.plain_data import decode_plain, encode_plain
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _COUNT = "_update_count"
+# The attribute of a metric that has its states by logical rank between two runs of a Trainer.
+_KEPT = "_d9m_states"
 
 
 class MetricStates:
@@ -45,13 +48,14 @@ class MetricStates:
         self._current = current
         self._gather = gather
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
+        self._patches = AttributePatches()
+        self._updated: int | None = None
 
     def attach(self, patches: AttributePatches) -> None:
         """Let the metrics reset and synchronize the states of all logical ranks."""
+        self._patches = patches
         for metric in self._metrics:
-            patches.replace(metric, "reset", partial(self._reset, metric, metric.reset))
-            patches.replace(metric, "_sync_dist", partial(self._synchronize, metric))
-            patches.replace(metric, "distributed_available_fn", _always)
+            self._attach(metric)
         for collection in self._found.values():
             if isinstance(collection, MetricCollection):
                 # Metrics of a group share the state of the first, and here each has several.
@@ -62,20 +66,78 @@ class MetricStates:
                 ):
                     patches.replace(collection, name, value)
 
+    def close(self) -> None:
+        """Keep the states with the metrics, for the next run."""
+        for metric in self._metrics:
+            states = {rank: self._get(metric, rank) for rank in self._block}
+            vars(metric)[_KEPT] = (_read(metric), states)
+
+    def _start(self, metric: Any) -> None:
+        """Continue from the states of the last run, or from that which the metric has now."""
+        live = _read(metric)
+        before, states = vars(metric).pop(_KEPT, ({}, {}))
+        if any(live[name] is not before.get(name) for name in live):
+            states = {}
+        for rank in self._block if live[_COUNT] else ():
+            state = states.get(rank) or {name: _copy(value) for name, value in live.items()}
+            self._states[id(metric), rank] = state
+
+    def _get(self, metric: Any, rank: int) -> dict[str, Any]:
+        return self._states.get((id(metric), rank)) or _make_default(metric)
+
+    def _attach(self, metric: Any) -> None:
+        self._start(metric)
+        replace = self._patches.replace
+        replace(metric, "reset", partial(self._reset, metric, metric.reset))
+        replace(metric, "_sync_dist", partial(self._synchronize, metric))
+        replace(metric, "distributed_available_fn", _always)
+        for name in ("update", "forward"):
+            replace(metric, name, partial(self._update, metric, getattr(metric, name)))
+
+    def add(self, path: str, metric: Any) -> None:
+        """Add a metric that is in a container of the module, or was made later."""
+        if all(metric is not known for known in self._metrics):  # == makes a metric of two
+            self._found[f"model.{path}"] = metric
+            self._metrics.append(metric)
+            self._attach(metric)
+
+    def _update(self, metric: Any, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Update a metric; between steps that of each logical rank, as each process of DDP does."""
+        if self._active() is not None:
+            return update(*args, **kwargs)
+        found = None
+        for rank in self._block:
+            self._updated = rank
+            try:
+                self._enter(metric, rank)
+                found = update(*args, **kwargs)
+                self._leave(metric, rank)
+            finally:
+                self._updated = None
+        return found
+
+    def _active(self) -> int | None:
+        """Return the logical rank of the step that runs now, or whose metric is updated."""
+        rank = self._current()
+        return self._updated if rank is None else rank
+
     def enter(self, logical_rank: int) -> None:
         """Set the metrics to the states of a logical rank."""
         for metric in self._metrics:
-            state = self._states.get((id(metric), logical_rank)) or _make_default(metric)
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._computed = None  # noqa: SLF001 - of torchmetrics, which has no setter
+            self._enter(metric, logical_rank)
+
+    def _enter(self, metric: Any, logical_rank: int) -> None:
+        for name, value in self._get(metric, logical_rank).items():
+            setattr(metric, name, value)
+        metric._computed = None  # noqa: SLF001 - of torchmetrics, which has no setter
 
     def leave(self, logical_rank: int) -> None:
         """Keep the states of a logical rank."""
         for metric in self._metrics:
-            names = [*metric._defaults, _COUNT]  # noqa: SLF001 - of torchmetrics
-            state = {name: getattr(metric, name) for name in names}
-            self._states[id(metric), logical_rank] = state
+            self._leave(metric, logical_rank)
+
+    def _leave(self, metric: Any, logical_rank: int) -> None:
+        self._states[id(metric), logical_rank] = _read(metric)
 
     def capture(self) -> dict[str, dict[int, Any]]:
         """Return copies of the states by path and logical rank."""
@@ -97,7 +159,7 @@ class MetricStates:
                     self._states[id(metric), rank] = move(by_rank[rank], metric.device)
 
     def _reset(self, metric: Any, reset: Callable[[], None]) -> None:
-        if self._current() is None:
+        if self._active() is None:
             for rank in self._block:
                 self._states.pop((id(metric), rank), None)
             for name, value in _make_default(metric).items():
@@ -113,16 +175,22 @@ class MetricStates:
                 f"logical rank {rank}, and the logical ranks of a process run one after the other: "
                 "log the metric object itself, or compute it in a hook at the end of the epoch."
             )
-        own = {
-            rank: to_plain(self._states.get((id(metric), rank)) or _make_default(metric))
-            for rank in self._block
-        }
+        own = {rank: to_plain(self._get(metric, rank)) for rank in self._block}
         by_rank: dict[int, dict[str, Any]] = {}
         for part in self._gather(encode_plain(own)):
             by_rank |= decode_plain(part)
         states = [move(by_rank[rank], metric.device) for rank in sorted(by_rank)]
         for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
             setattr(metric, name, _reduce([state[name] for state in states], reduction))
+
+
+def _read(metric: Any) -> dict[str, Any]:
+    names = [*metric._defaults, _COUNT]  # noqa: SLF001 - of torchmetrics
+    return {name: getattr(metric, name) for name in names}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy(value)
 
 
 def _make_default(metric: Any) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from lightning_d9m.lightning.lightning_private import (
     set_logged_batch,
     skips_backward,
 )
-from lightning_d9m.lightning.logical_ranks.attributes import ModuleAttributes
-from lightning_d9m.lightning.logical_ranks.buffers import StepBuffers
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
 from lightning_d9m.lightning.logical_ranks.metric_states import MetricStates
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
+from lightning_d9m.lightning.logical_ranks.sandbox import Sandbox
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.kept_gradients import KeptGradients
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -32,6 +32,7 @@ Step = Callable[..., Any]
 class LogicalSteps:
     """Runs the steps of one process in a Trainer's run.
 
+    ``ranks`` is the number of all logical ranks.
     ``to_device`` moves a batch to the device; it is the strategy's, not that of its logical
     ranks. ``broadcast`` sends tensors of process 0 to all. Outside a fit there are no
     gradients.
@@ -51,26 +52,35 @@ class LogicalSteps:
         block: range,
         seeds: MicroBatchSeeds,
         *,
+        ranks: int,
         to_device: Callable[..., Any],
         broadcast: Callable[[list[Tensor]], None],
-        gather_values: Callable[[Any], list[Any]],
         gather_bytes: Callable[[bytes], list[bytes]],
         gradients: LogicalGradients | None,
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
         self.block = block
+
+        def gather(value: Any) -> list[Any]:
+            return [decode_plain(part) for part in gather_bytes(encode_plain(value))]
+
         self.metrics = MetricStates(trainer, block, lambda: self.logical_rank, gather_bytes)
-        self.logged = LoggedValues(trainer, block, lambda: self.logical_rank, gather_values)
+        self.logged = LoggedValues(trainer, block, lambda: self.logical_rank, gather)
         self._trainer = trainer
         self._seeds = seeds
         self._to_device = to_device
-        self._broadcast = broadcast
         self._gradients = gradients
         self._module: Any = trainer.lightning_module
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
-        self._buffers = StepBuffers(self._module, block)
-        self._attributes = ModuleAttributes(self._module)
+        self._sandbox = Sandbox(
+            self._module,
+            block,
+            ranks,
+            gather=gather,
+            broadcast=broadcast,
+            add_metric=self.metrics.add,
+        )
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False
         self._ran = False
@@ -111,9 +121,8 @@ class LogicalSteps:
             )
         self._ran = True
         self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        self._buffers.begin()
+        self._clear_gradients()
+        self._sandbox.begin()
         self._output = None
         self._losses = []
         if skips_backward(trainer):
@@ -121,20 +130,33 @@ class LogicalSteps:
         self._accumulates = accumulates_gradients(trainer)
         *earlier, last = self._pair(batches)
         for rank, batch in earlier:
-            output = self._run(step, rank, batch, args)
+            output = self._run_training(step, rank, batch, args)
             loss = _find_loss(output)
-            self._losses.append(loss.detach())
             if rank == self.block.start:
                 self._output = _detach(output)
+            if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+                self._clear_gradients()  # of a backward pass in the step, as Lightning does
             backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
+            self._sandbox.check_backward()
             if self._accumulates:
                 self.kept.keep(rank)
             else:
                 self.sums.set_aside(rank)
-            self._buffers.put_back()
-        output = self._run(step, *last, args)
+            self._sandbox.end(rank)
+        return self._run_training(step, *last, args)
+
+    def _run_training(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
+        """Run the training step of a logical rank, with the gradients of its earlier batches."""
+        self._clear_gradients()
+        self.kept.put_back(rank)
+        output = self._run(step, rank, batch, args)
         self._losses.append(_find_loss(output).detach())
+        self._sandbox.start_backward()
         return output
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._module.parameters():
+            parameter.grad = None
 
     def _run_forward(self, step: Step, batches: Any, args: tuple[Any, ...]) -> Any:
         """Run the micro-batches of a step without gradients; return the output of the first one.
@@ -144,18 +166,15 @@ class LogicalSteps:
         """
         outputs: list[Any] = []
         for rank, batch in self._pair(batches):
-            if outputs:
-                self._buffers.put_back()
             outputs.append(self._run(step, rank, batch, args))
             self._losses.append(_find_loss(outputs[-1]).detach())
-        self._end_micro_batches()
+            self._sandbox.end(rank, last=rank == self.block[-1])
+        self._end("train")
         return outputs[0]
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run the backward pass of a logical rank, which overlaps the sums before a step."""
-        assert self.logical_rank is not None, "its training step has run"
-        self.kept.put_back(self.logical_rank)
         with nullcontext() if self._accumulates else self.sums.backward():
             yield
 
@@ -168,7 +187,9 @@ class LogicalSteps:
             self.kept.keep(self.block[-1])
         else:
             self.sums.finish(self.block[-1])
-        self._end_micro_batches()
+        self._sandbox.check_backward()
+        self._sandbox.end(self.block[-1], last=True)
+        self._end("train")
 
     def run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run Lightning's optimization of a batch, and return what ``on_train_batch_end`` gets.
@@ -196,29 +217,30 @@ class LogicalSteps:
         like for one micro-batch.
 
         Raises:
-            SettingError: If the evaluation changes a buffer.
+            SettingError: If the evaluation changes what depends on the micro-batch.
         """
         # Draws of each loader are separate, as of predictions some processes have fewer batches.
         part = f"{stage} {self._loader}" if self._loader else stage
         self._place = (part, epoch, self._count_batches(stage))
-        versions = self._read_versions()
-        outputs = MicroBatches(
-            self._run(step, rank, batch, args) for rank, batch in self._pair(batches)
-        )
-        if versions != self._read_versions():
-            self._refuse_changed_buffer(versions)
-        self._end()
+        self._sandbox.begin()
+        outputs = MicroBatches()
+        for rank, batch in self._pair(batches):
+            outputs.append(self._run(step, rank, batch, args))
+            self._sandbox.end(rank)
+        self._end(stage)
         return outputs
 
     def discard(self) -> None:
         """Forget the step after an exception."""
         self.logical_rank = None
         self.kept.clear()
+        self._sandbox.discard()
         if self._gradients is not None:
             self._gradients.discard()
 
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
+        self.metrics.close()
         if self._gradients is not None:
             self._gradients.close()
 
@@ -245,27 +267,18 @@ class LogicalSteps:
             batch = self._before_transfer(batch, dataloader_idx=self._loader)
             batch = self._to_device(batch, dataloader_idx=self._loader)
             set_logged_batch(self._trainer, batch)
-            if self._place[0] != "train":
-                return step(batch, *args)
-            with self._attributes.watch():
-                return step(batch, *args)
+            return step(batch, *args)
         finally:
             self.step_rank = None
-
-    def _end_micro_batches(self) -> None:
-        self._attributes.end_step()
-        tensors = self._buffers.finish()
-        if tensors and self._trainer.world_size > 1:
-            self._broadcast(tensors)
-        self._end()
 
     def _leave(self) -> None:
         if self.logical_rank is not None:
             self.metrics.leave(self.logical_rank)
         self.logical_rank = None
 
-    def _end(self) -> None:
+    def _end(self, stage: str) -> None:
         self._leave()
+        self.logged.set_step(self._sandbox.finish(stage, self.logged.take_step()))
         self._seeds.end(*self._place)
 
     def _count_batches(self, stage: str) -> int:
@@ -280,21 +293,6 @@ class LogicalSteps:
         loop = trainer.fit_loop.epoch_loop.val_loop if fitting else loops[stage]
         earlier = sum(loop.max_batches[: self._loader])
         return int(loop.batch_progress.current.ready) - int(earlier)
-
-    def _read_versions(self) -> list[tuple[str, int, int]]:
-        return [
-            (name, id(buffer), buffer._version)  # noqa: SLF001 - torch has no public counter
-            for name, buffer in self._module.named_buffers()
-            if not buffer.is_inference()
-        ]
-
-    def _refuse_changed_buffer(self, versions: list[tuple[str, int, int]]) -> None:
-        changed = sorted({entry[0] for entry in {*versions} ^ {*self._read_versions()}})
-        raise SettingError(
-            f"The evaluation changes the buffer {changed[0]!r}, so it would depend on which "
-            "logical ranks a process has. Change buffers in training only, where logical ranks "
-            "start each step from the same ones, or keep the value in a metric."
-        )
 
 
 def holds_micro_batches(batch: Any) -> bool:

@@ -15,15 +15,17 @@ from lightning_d9m.control.env_settings import read_variable, variable_of
 from lightning_d9m.control.threads import read_threads
 from lightning_d9m.errors import DriftError
 from lightning_d9m.lightning.lightning_private import BEFORE_BATCH_TRANSFER
-from lightning_d9m.lightning.logical_ranks.collectives import watch_collectives, watch_functions
+from lightning_d9m.lightning.logical_ranks.collectives import refuse_collective, watch_collectives
 from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.random_draws import MicroBatchSeeds
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices, check_trainer
+from lightning_d9m.lightning.logical_ranks.sandbox import send_tensors
 from lightning_d9m.lightning.logical_ranks.steps import LogicalSteps, holds_micro_batches
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.malloc import disable_malloc_trim
 from lightning_d9m.logical_ranks.scalars import gather_bytes, sum_exactly
 from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -35,7 +37,6 @@ else:
 
 # Our names of Lightning's stages.
 _STAGES = {"sanity_check": "validate"}
-_COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce")
 
 
 class LogicalRanksMixin(_Base):
@@ -82,11 +83,13 @@ class LogicalRanksMixin(_Base):
     ) -> None:
         """Refuse collectives while a step of a logical rank runs, until the patches are undone."""
         watch_collectives(patches, current)
-        watch_functions(patches, current, self, _COLLECTIVES)
 
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes: numbers, strings, lists and dicts."""
         return [json.loads(part) for part in self.gather_bytes(json.dumps(values).encode())]
+
+    def _gather_plain(self, value: Any) -> list[Any]:
+        return [decode_plain(part) for part in self.gather_bytes(encode_plain(value))]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""
@@ -139,14 +142,18 @@ class LogicalRanksMixin(_Base):
             if self.root_device.type == "cpu":
                 disable_malloc_trim()
             with torch.no_grad():
-                self.broadcast_tensors([*module.parameters(), *module.buffers()])
+                send_tensors(
+                    [*module.parameters(), *module.buffers()],
+                    self.broadcast_tensors,
+                    self._gather_plain,
+                )
         steps = self.logical_steps = LogicalSteps(
             trainer,
             self.block,
             seeds,
+            ranks=self.logical_ranks,
             to_device=super().batch_to_device,
             broadcast=self.broadcast_tensors,
-            gather_values=self.gather_values,
             gather_bytes=self.gather_bytes,
             gradients=self.make_logical_gradients(blocks) if fitting else None,
         )
@@ -162,6 +169,42 @@ class LogicalRanksMixin(_Base):
         if self.logical_steps is not None:
             self.logical_steps.close()
         self.logical_steps = None
+
+    # Collectives. These are methods, because Lightning compares `reduce` of one fit and the next.
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather from all processes; not in a step."""
+        self._check_collective("all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes; not in a step."""
+        self._check_collective("barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Send an object of one process to all; not in a step."""
+        self._check_collective("broadcast")
+        return super().broadcast(*args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a value over all processes; not in a step.
+
+        What a hook logs with ``sync_dist=True`` is that of process 0. It counts once for each
+        logical rank, as it does in DDP.
+        """
+        self._check_collective("reduce")
+        if self.logical_steps is None or not isinstance(reduce_op, str):
+            return super().reduce(tensor, group, reduce_op)
+        if self.world_size > 1:
+            first = self._gather_plain(tensor)[0]
+            tensor = first.to(tensor.device) if isinstance(tensor, Tensor) else first
+        return tensor * self.logical_ranks if reduce_op.lower() == "sum" else tensor
+
+    def _check_collective(self, name: str) -> None:
+        rank = None if self.logical_steps is None else self.logical_steps.step_rank
+        if rank is not None:
+            refuse_collective(name, rank)
 
     # Loaders
 
@@ -229,9 +272,7 @@ class LogicalRanksMixin(_Base):
 
     def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         assert self.logical_steps is not None, "it replaces a method during a run"
-        outputs = self.logical_steps.run_batch(run, *args)
-        self.logical_steps.logged.finish_step()
-        return outputs
+        return self.logical_steps.run_batch(run, *args)
 
     # Evaluation
 
@@ -251,9 +292,7 @@ class LogicalRanksMixin(_Base):
         if self.logical_steps is None:
             return step(*args, **kwargs)
         number = self._session.evaluation
-        outputs = self.logical_steps.evaluate(self._stage, number, step, *args, **kwargs)
-        self.logical_steps.logged.finish_step()
-        return outputs
+        return self.logical_steps.evaluate(self._stage, number, step, *args, **kwargs)
 
     # Records
 

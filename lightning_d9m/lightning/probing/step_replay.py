@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from lightning_d9m.control.method_wrapping import replace_method
 from lightning_d9m.control.seeding import RngState, capture_rng, restore_rng
@@ -22,12 +23,12 @@ from lightning_d9m.ledger.format.fields import Json
 from lightning_d9m.ledger.format.records import ReplayDrift
 from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.lightning.probing.module_hooks import hook_model
-from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbePoint, Trace
 from lightning_d9m.probes.trace_difference import TraceDifference, find_difference
+from lightning_d9m.state.state import State
 from lightning_d9m.text import describe_pair
 
 if TYPE_CHECKING:
@@ -39,11 +40,21 @@ _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 Silence = Callable[[], AbstractContextManager[None]]
 
 
+def capture_state(model: Module, values: object) -> State:
+    """Return what a step may change besides weights and gradients.
+
+    That is the state of the model, without its weights, and of further values: the batch, say.
+    """
+    # Buffers of TorchScript are in none of its attributes.
+    owners = {"model": model, "values": [values, *model.buffers()]}
+    return State(owners, leave_out=lambda _, value: isinstance(value, Parameter))
+
+
 class _Step(NamedTuple):
     """The first run of a step, from its beginning."""
 
     call: tuple[tuple[Any, ...], dict[str, Any]]
-    state: StateSnapshot
+    state: State
     rng: RngState
     weights: Trace
     trace: Trace
@@ -144,7 +155,7 @@ class Replay:
                 "replay_every=0."
             )
         self._trace = Trace()
-        state = StateSnapshot(self._module, (args, kwargs))
+        state = capture_state(self._module, (args, kwargs))
         weights = self._trace_weights()
         self._step = _Step((args, kwargs), state, capture_rng(), weights, self._trace)
 
@@ -182,7 +193,7 @@ class Replay:
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
         args, kwargs = first.call
-        left, left_rng = StateSnapshot(self._module, first.call), capture_rng()
+        left, left_rng = capture_state(self._module, first.call), capture_rng()
         parameters = list(self._module.parameters())
         left_gradients = [parameter.grad for parameter in parameters]
         self._trace = trace = Trace()

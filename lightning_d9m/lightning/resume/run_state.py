@@ -44,7 +44,7 @@ from lightning_d9m.lightning.trainer_attributes import (
     get_reload_interval,
     list_callbacks,
 )
-from lightning_d9m.recording.plain_data import decode_plain, encode_plain
+from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.text import pluralize
 
 if TYPE_CHECKING:

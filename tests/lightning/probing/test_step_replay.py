@@ -13,7 +13,7 @@ from trainings import make_model
 
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.ledger.format.probe_frames import Frames
-from lightning_d9m.lightning.probing.state_snapshot import StateSnapshot
+from lightning_d9m.lightning.probing.step_replay import capture_state
 
 
 def final(ledger):
@@ -303,7 +303,7 @@ def test_every_kind_of_state_is_put_back_in_place():
     model.kept = {"list": shared, "again": shared, "set": {1}, "array": np.zeros(2), "n": 1}
     model.parts = (torch.ones(1), [1, 2])
     values = [torch.arange(3)]
-    state = StateSnapshot(model, values)
+    state = capture_state(model, values)
     model.kept["list"][0].add_(1)
     model.kept["list"].append(3)
     model.kept["set"].add(2)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ _SIZE_BYTES = 8
 
 
 def encode_plain(value: object) -> bytes:
-    """Encode None, numbers, strings, bytes, paths, tensors, and lists, tuples and dicts of these.
+    """Encode None, numbers, strings, bytes, paths, tensors, arrays, and containers of these.
 
     A subclass (``np.float64``, a named tuple) arrives as its base class; a tensor arrives on the
     CPU and without its graph.
@@ -63,8 +64,9 @@ def _to_json(value: object, contents: list[bytes]) -> object:
             return {kind: to_json(value, contents)}
     raise SettingError(
         f"An object of type {type(value).__qualname__} cannot be sent to another rank: ranks "
-        "exchange None, numbers, strings, bytes, paths, dense tensors, and lists, tuples and dicts "
-        "of these, because unpickling runs code. Send the fields of the object, and build it again."
+        "exchange None, numbers, strings, bytes, paths, tensors, arrays, and lists, tuples, sets "
+        "and dicts of these, because unpickling runs code. Send the fields of the object, and "
+        "build it again."
     )
 
 
@@ -98,17 +100,49 @@ def _bytes_to_json(value: bytes, contents: list[bytes]) -> object:
 
 
 def _tensor_to_json(tensor: Tensor, contents: list[bytes]) -> object:
+    if tensor.is_sparse:
+        parts = [tensor._indices(), tensor._values(), list(tensor.shape), tensor.is_coalesced()]  # noqa: SLF001 - the public ones need a coalesced tensor
+        return _to_json(parts, contents)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise SettingError(
             f"Tensors with layout {tensor.layout} and dtype {tensor.dtype} cannot be sent to "
-            "another rank: ranks exchange dense tensors. Send its dense parts."
+            "another rank: ranks exchange dense and sparse COO tensors. Send its dense parts."
         )
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     size = _bytes_to_json(plain.numpy().tobytes(), contents)
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size]
 
 
+def _array_to_json(array: np.ndarray | np.generic, contents: list[bytes]) -> object:
+    if array.dtype.hasobject:
+        raise SettingError(
+            f"An array of dtype {array.dtype} cannot be sent to another rank, as it holds objects: "
+            "use numbers or text."
+        )
+    return [array.dtype.str, list(array.shape), _bytes_to_json(array.tobytes(), contents)]
+
+
+def _array_from_json(content: Any, contents: io.BytesIO) -> Any:
+    kind, shape, size = content
+    raw = bytearray(_read_exactly(contents, size))
+    return np.frombuffer(raw, dtype=np.dtype(kind)).reshape(shape)
+
+
+def _set_to_json(value: Any, contents: list[bytes]) -> object:
+    # In an order that does not depend on hashes.
+    return [_bytes_to_json(item, contents) for item in sorted(map(encode_plain, value))]
+
+
+def _set_from_json(content: Any, contents: io.BytesIO) -> set[Any]:
+    return {decode_plain(_read_exactly(contents, size)) for size in content}
+
+
 def _tensor_from_json(content: Any, contents: io.BytesIO) -> Tensor:
+    if len(content) == 4:  # noqa: PLR2004 - the parts of a sparse tensor
+        indices, values, shape, coalesced = _from_json(content, contents)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=True, is_coalesced=coalesced
+        )
     name, shape, size = content
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
@@ -121,7 +155,7 @@ def _tensor_from_json(content: Any, contents: io.BytesIO) -> Tensor:
 # The types that JSON lacks: the type, the function to JSON, and the function back.
 _Encode = Callable[[Any, list[bytes]], object]
 _Decode = Callable[[Any, io.BytesIO], Any]
-_FORMATS: dict[str, tuple[type, _Encode, _Decode]] = {
+_FORMATS: dict[str, tuple[Any, _Encode, _Decode]] = {
     "tuple": (
         tuple,
         lambda value, contents: [_to_json(item, contents) for item in value],
@@ -130,5 +164,17 @@ _FORMATS: dict[str, tuple[type, _Encode, _Decode]] = {
     "dict": (dict, _dict_to_json, _dict_from_json),
     "bytes": (bytes, _bytes_to_json, lambda size, contents: _read_exactly(contents, size)),
     "path": (PurePath, lambda path, _: str(path), lambda text, _: Path(text)),
+    "set": (set | frozenset, _set_to_json, _set_from_json),
+    "complex": (
+        complex,
+        lambda value, _: [value.real, value.imag],
+        lambda content, _: complex(*content),
+    ),
+    "number": (
+        np.generic,
+        _array_to_json,
+        lambda content, contents: _array_from_json(content, contents)[()],
+    ),
+    "array": (np.ndarray, _array_to_json, _array_from_json),
     "tensor": (Tensor, _tensor_to_json, _tensor_from_json),
 }

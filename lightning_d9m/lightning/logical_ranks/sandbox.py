@@ -1,0 +1,534 @@
+"""What the step of a logical rank changes: put back before the next one, and merged at the end."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.state.parts import (
+    DICT,
+    ITEMS,
+    MISSING,
+    OPAQUE,
+    SET,
+    TABLE,
+    TENSOR,
+    Content,
+    Dict,
+    Kind,
+    are_equal,
+    find_kind,
+)
+from lightning_d9m.state.plain_data import encode_plain
+from lightning_d9m.state.state import Node, name_part
+from lightning_d9m.state.watch import VERSIONED, Watch, digest_value
+
+# The steps in which trained weights are compared by value; later a version tells.
+_COMPARED_STEPS = 2
+# A larger tensor is digested only if processes must agree on it.
+_SMALL = 1024
+_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """A value that a step has replaced: a part of a holder, or all that an object holds."""
+
+    path: str
+    node: Node
+    key: Any
+    value: Any
+    token: str
+
+    def put_back(self) -> None:
+        """Restore the value at the start of the step."""
+        if self.key is None:
+            self.node.kind.write(self.node.owner, self.node.content)
+        else:
+            content = self.node.content
+            known = dict(zip(content.keys, content.parts, strict=True))
+            self._set(known.get(self.key[0], MISSING))
+
+    def apply(self) -> None:
+        """Set the changed value."""
+        if self.key is None:
+            self.node.kind.write(self.node.owner, self.value)
+        else:
+            self._set(self.value)
+
+    def _set(self, value: Any) -> None:
+        kind: Any = self.node.kind
+        present = self.key[0] in (kind.read(self.node.owner).keys or ())
+        if present or value is not MISSING:
+            kind.set_part(self.node.owner, self.key[0], value)
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """What one logical rank changed.
+
+    Attributes:
+        changes: The replaced values by path.
+        added: What was appended to a list or set, or the new entries of a dict, by path.
+        extended: Those lists, sets and dicts.
+    """
+
+    changes: dict[str, _Change] = field(default_factory=dict)
+    added: dict[str, list[Any]] = field(default_factory=dict)
+    extended: list[Node] = field(default_factory=list)
+
+    def put_back(self) -> None:
+        """Restore the state at the start of the step."""
+        for node in self.extended:
+            node.kind.write(node.owner, node.content)
+        for change in self.changes.values():
+            change.put_back()
+
+    def sign(self) -> str:
+        """Return a text that is equal if the changes are."""
+        return "\n".join(f"{path}\t{change.token}" for path, change in sorted(self.changes.items()))
+
+
+class Sandbox:
+    """Lets each logical rank of a step start from the same state, and merges what they change.
+
+    The rules do not depend on the number of processes:
+
+    - What all logical ranks change alike (a momentum encoder, a counter) is kept.
+    - What they append to lists and sets and add to dicts is gathered, in the order of ranks.
+    - Of anything else the value of logical rank 0 is kept, as DDP keeps the buffers of process 0.
+      A warning names it, unless it is a buffer.
+
+    Args:
+        module: The user's module.
+        block: The logical ranks of this process.
+        ranks: The number of logical ranks.
+        gather: Returns the plain values of every process.
+        broadcast: Overwrites tensors with those of process 0.
+        add_metric: Called with the path of each metric, which keeps its states itself.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        block: range,
+        ranks: int,
+        *,
+        gather: Callable[[Any], list[Any]],
+        broadcast: Callable[[list[Tensor]], None],
+        add_metric: Callable[[str, Any], None],
+    ) -> None:
+        self._module = module
+        self._block = block
+        self._ranks = ranks
+        self._gather = gather
+        self._broadcast = broadcast
+        self._add_metric = add_metric
+        self._hidden = _list_own_attributes(module)
+        self._records: dict[int, _Record] = {}
+        self._buffers: set[int] = set()
+        self._watch: Watch | None = None
+        self._versions: list[Any] = []
+        self._changing: set[int] = set()
+        self._steps = 0
+        self._warned: set[str] = set()
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes have logical ranks, too."""
+        return len(self._block) < self._ranks
+
+    def begin(self) -> None:
+        """Take the state at the start of a step."""
+        self._records, self._buffers = {}, set()
+        if self._ranks == 1:
+            return
+        if self._watch is None:
+            self._watch = Watch(
+                {"": self._module}, leave_out=self._leave_out, choose=self._choose_kind
+            )
+            return
+        if self._steps == _COMPARED_STEPS:
+            self._stop_comparing(self._watch)
+        self._watch.refresh()
+
+    def start_backward(self) -> None:
+        """Take the versions of the weights, which no backward pass may change."""
+        self._versions = self._read_versions()
+
+    def check_backward(self) -> None:
+        """Refuse weights that the backward pass has changed.
+
+        Raises:
+            SettingError: If there are any.
+        """
+        now = self._read_versions()
+        for (name, *before), (_, *after) in zip(self._versions, now, strict=True):
+            if before != after:
+                raise SettingError(
+                    f"The backward pass changes the parameter {name!r}, as an optimizer in a hook "
+                    "of a gradient does, before the gradients of all logical ranks are summed: "
+                    "return the optimizer from configure_optimizers, or train without "
+                    "logical_ranks."
+                )
+
+    def end(self, rank: int, *, last: bool = False) -> None:
+        """Note what a logical rank has changed, and put it back unless it is the last one here.
+
+        Raises:
+            SettingError: If it cannot be put back.
+        """
+        if self._watch is None:
+            return
+        record = self._records[rank] = _Record()
+        for node in self._watch.find_changed():
+            self._note(node, record)
+        if not last:
+            record.put_back()
+
+    def discard(self) -> None:
+        """Forget a step after an exception."""
+        self._records = {}
+
+    # The state
+
+    def _leave_out(self, path: str, value: object) -> bool:
+        if isinstance(value, Metric):
+            self._add_metric(path, value)
+            return True
+        return False
+
+    def _choose_kind(self, _path: str, value: Any, kind: Kind) -> Kind:
+        trained = isinstance(value, nn.Parameter) and value.requires_grad
+        compared = len(self._block) > 1 and self._steps < _COMPARED_STEPS
+        if kind is TENSOR and trained and not compared and id(value) not in self._changing:
+            return VERSIONED
+        return kind
+
+    def _stop_comparing(self, watch: Watch) -> None:
+        for node in watch.nodes.values():
+            node.kind = self._choose_kind(node.path, node.owner, node.kind)
+            if node.kind is VERSIONED:
+                node.content = None
+
+    def _read_versions(self) -> list[Any]:
+        return [
+            (name, parameter._version, parameter.data_ptr())  # noqa: SLF001 - torch has no public counter
+            for name, parameter in self._module.named_parameters()
+        ]
+
+    # Changes
+
+    def _note(self, node: Node, record: _Record) -> None:
+        owner, kind = node.owner, node.kind
+        if kind is OPAQUE:
+            self._note_opaque(node)
+            return
+        if kind is VERSIONED and len(self._block) > 1:
+            raise SettingError(
+                f"training_step changes the trained parameter {node.path!r} for the first time "
+                f"after step {_COMPARED_STEPS}, and its value is not known any more: change it in "
+                "a hook such as on_train_batch_end, or in the first step already."
+            )
+        if kind in (TENSOR, VERSIONED):
+            self._changing.add(id(owner))
+            content = TENSOR.read(owner)
+            record.changes[node.path] = self._make_change(node.path, node, None, content)
+        elif isinstance(kind, Dict):
+            self._note_parts(node, kind, record)
+        elif (added := _find_added(node)) is not None:
+            record.added[node.path] = added
+            record.extended.append(node)
+        else:
+            content = kind.read(owner)
+            record.changes[node.path] = self._make_change(node.path, node, None, content)
+
+    def _note_parts(self, node: Node, kind: Dict, record: _Record) -> None:
+        before, now = node.content, kind.read(node.owner)
+        old = dict(zip(before.keys, before.parts, strict=True))
+        new = dict(zip(now.keys or (), now.parts, strict=True))
+        for content, parts in ((before, old), (now, new)):
+            for place, key in enumerate(content.keys or ()):
+                part = new.get(key, MISSING)
+                if part is old.get(key, MISSING) or (parts is new and key in old):
+                    continue
+                if node.owner is self._module and key in self._hidden:
+                    continue
+                if key not in old and kind is DICT:
+                    if node.path not in record.added:
+                        record.extended.append(node)
+                    record.added.setdefault(node.path, []).append((key, part))
+                    continue
+                path = name_part(node.path, kind, content, place)
+                if key in old and find_kind(part) is None and are_equal(part, old[key]):
+                    continue
+                change = self._make_change(path, node, (key,), part)
+                record.changes[change.path] = change
+
+    def _note_opaque(self, node: Node) -> None:
+        package = type(node.owner).__module__.partition(".")[0]
+        known = package in _LIBRARIES or isinstance(node.owner, Metric)
+        if not known and node.path not in self._warned:
+            self._warned.add(node.path)
+            warnings.warn(
+                f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
+                "whose state is not known: the micro-batches of a process share it, so it may "
+                "depend on the number of processes. Change it in a hook between steps.",
+                stacklevel=2,
+            )
+
+    def _make_change(self, path: str, node: Node, key: Any, value: Any) -> _Change:
+        if value is MISSING:
+            return _Change(path, node, key, value, "removed")
+        if self._is_buffer(node, value):
+            token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
+        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self.shared:
+            token = str(value.dtype)
+        else:
+            token = digest_value(value)
+        return _Change(path, node, key, value, token)
+
+    def _is_buffer(self, node: Node, value: Any) -> bool:
+        if node.kind is TABLE:
+            return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        if not self._buffers:
+            self._buffers = {id(buffer) for buffer in self._module.buffers()}
+        return id(node.owner) in self._buffers
+
+    # The merge
+
+    def finish(self, stage: str, extra: Any = None) -> list[Any]:
+        """Merge what the logical ranks of a step have changed.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            extra: A plain value that is sent along.
+
+        Returns:
+            The extra values of all processes; of predictions, whose numbers may differ by process,
+            only that of this one.
+
+        Raises:
+            SettingError: If a value cannot be merged.
+        """
+        records, self._records = self._records, {}
+        self._steps += stage == "train"
+        if stage == "predict":
+            self._refuse_predicted(records)
+            return [extra]
+        merged = any(record.changes or record.added for record in records.values())
+        signs = {record.sign() for record in records.values()}
+        alike = len(signs) == 1 and not any(record.added for record in records.values())
+        if not self.shared:
+            if merged:
+                self._merge(records, [_describe(records)], stage)
+            return [extra]
+        summary = [digest_value(signs.pop()) if alike else "", merged, extra]
+        summaries = self._gather(summary)
+        if any(one[1] for one in summaries):
+            if alike and all(one[0] == summary[0] for one in summaries):
+                _settle(records, self._block.start)
+                self._send_buffers(records[self._block.start].changes.values())
+            else:
+                self._merge(records, self._gather(_describe(records)), stage)
+        return [one[2] for one in summaries]
+
+    def _merge(self, records: dict[int, _Record], parts: list[Any], stage: str) -> None:
+        tokens: dict[str, dict[int, str]] = {}
+        added: dict[str, dict[int, list[Any]]] = {}
+        for changes, grown in parts:
+            for rank, paths in changes.items():
+                for path, token in paths.items():
+                    tokens.setdefault(path, {})[rank] = token
+            for rank, paths in grown.items():
+                for path, items in paths.items():
+                    added.setdefault(path, {})[rank] = items
+        _settle(records, self._block.start)
+        differing = [
+            path
+            for path, found in sorted(tokens.items())
+            if len(found) < self._ranks or len(set(found.values())) > 1
+        ]
+        self._keep_first(records, differing, stage)
+        alike = [
+            change
+            for path, change in records[self._block.start].changes.items()
+            if path not in differing
+        ]
+        if self.shared:
+            self._send_buffers(alike)
+        for path, by_rank in added.items():
+            self._add_all(path, by_rank)
+
+    def _keep_first(self, records: dict[int, _Record], paths: list[str], stage: str) -> None:
+        """Set values that differ to those of logical rank 0, or to those before the step."""
+        own = {
+            path: change for record in records.values() for path, change in record.changes.items()
+        }
+        for path in paths:
+            change = own.get(path)
+            if change is None or not change.token.startswith("buffer"):
+                self._report(path, change, stage)
+        if not self.shared:
+            return
+        first = records[0].changes if self._block.start == 0 else {}
+        received = self._gather({
+            path: [change.key, change.node.path, *_make_plain(change)]
+            for path in paths
+            if (change := first.get(path)) is not None
+        })[0]  # fmt: skip
+        for path in paths if self._block.start else ():
+            if path in received:
+                self._receive(path, *received[path])
+            elif path in own:
+                own[path].put_back()
+
+    def _receive(self, path: str, key: Any, place: str, removed: bool, value: Any) -> None:
+        assert self._watch is not None, "a step has begun"
+        node = self._watch.paths[place]
+        found = MISSING if removed else self._move(value)
+        content = Content(None, tuple(self._move(value))) if node.kind is ITEMS else found
+        _Change(path, node, key, content, "").apply()
+
+    def _report(self, path: str, change: _Change | None, stage: str) -> None:
+        value = None if change is None else change.value
+        single = isinstance(value, int | float | complex | Tensor) and (
+            not isinstance(value, Tensor) or value.numel() == 1
+        )
+        if stage != "train" and single:
+            raise SettingError(
+                f"The evaluation changes {path!r}, and not alike on all logical ranks, so it would "
+                "count only some of them: keep the value in a torchmetrics metric, or append the "
+                "value of each batch to a list, which then has those of all logical ranks."
+            )
+        if path not in self._warned:
+            self._warned.add(path)
+            warnings.warn(
+                f"A step changes {path!r} of {type(self._module).__name__}, and not alike on all "
+                "logical ranks: the value of logical rank 0 is kept, as of process 0 in DDP. To "
+                "count all of them, use a torchmetrics metric, or append to a list.",
+                stacklevel=2,
+            )
+
+    def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
+        assert self._watch is not None, "a step has begun"
+        node = self._watch.paths[path]
+        items = [item for rank in sorted(by_rank) for item in self._move(by_rank[rank])]
+        if node.kind is SET:
+            node.owner.update(items)
+        elif node.kind is ITEMS:
+            node.owner.extend(items)
+        else:
+            for key, value in items:
+                if isinstance(value, list) and isinstance(node.owner.get(key), list):
+                    node.owner[key].extend(value)
+                else:
+                    node.owner.setdefault(key, value)
+
+    def _move(self, value: Any) -> Any:
+        device = getattr(self._module, "device", torch.device("cpu"))
+        if device.type == "cpu":
+            return value
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+    def _send_buffers(self, changes: Any) -> None:
+        tensors = []
+        for change in sorted(changes, key=lambda change: change.path):
+            if change.token.startswith("buffer"):
+                owner = change.node.owner
+                tensors.append(owner if change.key is None else owner[change.key[0]])
+        if tensors:
+            send_tensors(tensors, self._broadcast, self._gather)
+
+    def _refuse_predicted(self, records: dict[int, _Record]) -> None:
+        for record in records.values():
+            for path in record.added:
+                raise SettingError(
+                    f"predict_step adds to {path!r}, and processes may predict different numbers "
+                    "of batches: return the value from predict_step, or write it in a callback."
+                )
+            record.put_back()
+
+
+def send_tensors(
+    tensors: list[Tensor],
+    broadcast: Callable[[list[Tensor]], None],
+    gather: Callable[[Any], list[Any]],
+) -> None:
+    """Overwrite tensors with those of process 0, also sparse and expanded ones."""
+    dense = [one for one in tensors if one.layout is torch.strided and not _is_expanded(one)]
+    if dense:
+        broadcast(dense)
+    others = [one for one in tensors if one.layout is not torch.strided or _is_expanded(one)]
+    if others:
+        for own, first in zip(others, gather(others)[0], strict=True):
+            if not TENSOR.matches(own.cpu(), first):
+                TENSOR.write(own, first.to(own.device))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and 0 in tensor.stride()
+
+
+def _make_plain(change: _Change) -> tuple[bool, Any]:
+    """Return whether a value was removed, and what another process makes it of."""
+    value = change.value
+    if value is MISSING:
+        return True, None
+    if isinstance(value, Content):
+        value = list(value.parts)
+    try:
+        encode_plain(value)
+    except SettingError as error:
+        raise SettingError(
+            f"A step changes {change.path!r}, and not alike on all logical ranks, so its value is "
+            f"sent to the other processes. {error}"
+        ) from error
+    return False, value
+
+
+def _settle(records: dict[int, _Record], first: int) -> None:
+    """Leave what the first logical rank of the process has changed, and no other."""
+    for record in records.values():
+        record.put_back()
+    for change in records[first].changes.values():
+        change.apply()
+
+
+def _describe(records: dict[int, _Record]) -> list[Any]:
+    return [
+        {
+            rank: {path: change.token for path, change in record.changes.items()}
+            for rank, record in records.items()
+        },
+        {rank: record.added for rank, record in records.items() if record.added},
+    ]
+
+
+def _find_added(node: Node) -> list[Any] | None:
+    """Return what was appended to a list or set; None if it was changed otherwise."""
+    owner = node.owner
+    if node.kind is SET:
+        return sorted(owner - node.content, key=repr) if node.content <= owner else None
+    if node.kind is not ITEMS or getattr(owner, "maxlen", None) is not None:
+        return None
+    before = node.content.parts
+    now = tuple(owner)
+    same = len(now) > len(before) and all(map(_is, now, before))
+    return list(now[len(before) :]) if same else None
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other or (find_kind(one) is None and are_equal(one, other))
+
+
+def _list_own_attributes(module: nn.Module) -> Iterable[str]:
+    """Return the attributes in which Lightning keeps what it knows about a module."""
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    return list(vars(base()))

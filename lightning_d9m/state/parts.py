@@ -1,0 +1,417 @@
+"""The parts of an object: how they are read, named and put back.
+
+Every object is of one kind: a value that is only replaced as a whole (a number, a string, a
+function), a holder of other objects (attributes, a dict, a list), data (a tensor, an array, a
+random generator), or opaque: an object of a library that does not say what its state is.
+"""
+
+import enum
+import random
+import re
+import struct
+import sys
+import sysconfig
+import types
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_VALUES = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), enum.Enum),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, PurePath),
+    *(np.generic, np.dtype, weakref.ref, re.Pattern, frozenset),
+)
+# What a module holds besides its attributes. The other tables of torch hold hooks, which are code.
+TABLES = ("_parameters", "_buffers", "_modules")
+_HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
+# A longer container holds data: it is opaque, and only its length is known.
+_MOST_ITEMS = 100_000
+# Wherever they are installed: what their objects keep is theirs, except where it is known.
+_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
+_PATHS = sysconfig.get_paths()
+_LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
+
+
+MISSING = object()
+"""Stands for a part that is not there."""
+
+
+class Content(NamedTuple):
+    """What a holder holds: the names or keys (None for a sequence), and the objects."""
+
+    keys: tuple[Any, ...] | None
+    parts: tuple[Any, ...]
+
+
+class Kind(ABC):
+    """How objects of some types are read and put back."""
+
+    @abstractmethod
+    def read(self, owner: Any) -> Any:
+        """Return the content, which stays as it is when the owner changes."""
+
+    @abstractmethod
+    def write(self, owner: Any, content: Any) -> None:
+        """Put a content back into the owner, which stays the same object."""
+
+    @abstractmethod
+    def matches(self, owner: Any, content: Any) -> bool:
+        """Return whether the owner has this content."""
+
+    def sign(self, _owner: Any) -> object:
+        """Return what is equal as long as nothing changed; None if only ``matches`` can tell."""
+        return None
+
+    def describe(self, content: Any) -> object:
+        """Return what two equal objects have in common besides their parts."""
+        return content
+
+
+class Holder(Kind):
+    """Objects that hold other objects. The content has these objects themselves."""
+
+    def read(self, owner: Any) -> Content:
+        """See `Kind`."""
+        return Content(None, tuple(owner))
+
+    def write(self, owner: Any, content: Content) -> None:
+        """See `Kind`."""
+        if not isinstance(owner, tuple):
+            owner.clear()
+            owner.extend(content.parts)
+
+    def matches(self, owner: Any, content: Content) -> bool:
+        """See `Kind`."""
+        found = self.read(owner)
+        return _are_same(found.parts, content.parts) and _are_same(found.keys, content.keys)
+
+    def sign(self, owner: Any) -> object:
+        """Return the identities of the parts, which are known as the content keeps them alive."""
+        return tuple(map(id, owner))
+
+    def describe(self, content: Content) -> object:
+        """Return the number of items of a sequence."""
+        return None if content.keys is not None else len(content.parts)
+
+    def name(self, _content: Content, place: int) -> str:
+        """Return the name of a part in a path."""
+        return f"[{place}]"
+
+
+class Dict(Holder):
+    """A dict, whose parts have keys."""
+
+    def read(self, owner: Any) -> Content:
+        """See `Kind`."""
+        return Content(tuple(owner), tuple(owner.values()))
+
+    def write(self, owner: Any, content: Content) -> None:
+        """See `Kind`."""
+        owner.clear()
+        for key, part in zip(content.keys or (), content.parts, strict=True):
+            owner[key] = part  # not update(), by which a Counter counts
+
+    def sign(self, owner: Any) -> object:
+        """See `Kind`."""
+        return tuple(owner), tuple(map(id, owner.values()))
+
+    def set_part(self, owner: Any, key: Any, value: Any) -> None:
+        """Set one part of a dict, a table or attributes; ``MISSING`` removes it."""
+        if value is MISSING:
+            del owner[key]
+        else:
+            owner[key] = value
+
+    def name(self, content: Content, place: int) -> str:
+        """See `Holder`."""
+        key = (content.keys or ())[place]
+        plain = isinstance(key, str | int | float | bytes | enum.Enum | None)
+        return f"[{key!r}]" if plain else f"[{type(key).__name__} {place}]"
+
+
+class Table(Dict):
+    """The parameters, buffers or modules of a module, which are named as attributes."""
+
+    def name(self, content: Content, place: int) -> str:
+        """See `Holder`."""
+        return f".{(content.keys or ())[place]}"
+
+
+class Attributes(Table):
+    """The attributes of an object, in its dict or in slots."""
+
+    def read(self, owner: Any) -> Content:
+        """See `Kind`."""
+        own = getattr(owner, "__dict__", {})
+        slots = {name: getattr(owner, name) for name in _list_slots(owner.__class__)
+                 if hasattr(owner, name)}  # fmt: skip
+        found = {**own, **slots} if slots else own
+        if isinstance(owner, nn.Module):
+            found = {name: part for name, part in own.items() if name not in _HIDDEN}
+        return Content(tuple(found), tuple(found.values()))
+
+    def write(self, owner: Any, content: Content) -> None:
+        """See `Kind`."""
+        kept = dict(zip(content.keys or (), content.parts, strict=True))
+        for name in self.read(owner).keys or ():
+            if name not in kept:
+                self.set_part(owner, name, MISSING)
+        for name, part in kept.items():
+            self.set_part(owner, name, part)
+
+    def set_part(self, owner: Any, key: Any, value: Any) -> None:
+        """See `Dict`."""
+        own = getattr(owner, "__dict__", {})
+        if value is MISSING:
+            object.__delattr__(owner, key)
+        elif key in own:
+            own[key] = value
+        else:
+            object.__setattr__(owner, key, value)
+
+    def sign(self, owner: Any) -> object:
+        """See `Kind`."""
+        if _list_slots(owner.__class__):
+            return None
+        own = vars(owner)
+        return tuple(own), tuple(map(id, own.values()))
+
+
+class _Set(Kind):
+    """A set, whose items are values."""
+
+    def read(self, owner: Any) -> frozenset[Any]:
+        """See `Kind`."""
+        return frozenset(owner)
+
+    def write(self, owner: Any, content: Any) -> None:
+        """See `Kind`."""
+        owner.clear()
+        owner.update(content)
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return bool(owner == content)
+
+
+class _Tensor(Kind):
+    """A tensor; a change is found by its bits, as ``.data`` is changed without a version."""
+
+    def read(self, owner: Tensor) -> Tensor:
+        """See `Kind`."""
+        with torch.no_grad():
+            return owner.detach().clone()
+
+    @torch.no_grad()
+    def write(self, owner: Tensor, content: Tensor) -> None:
+        """See `Kind`."""
+        # Through .data, so that autograd does not take it for a change of its own saved tensors.
+        plain = owner.layout is torch.strided and owner.shape == content.shape
+        if plain and owner.dtype == content.dtype and not _overlaps(owner):
+            owner.data.copy_(content)
+        else:
+            owner.data = content.clone()
+
+    def matches(self, owner: Tensor, content: Tensor) -> bool:
+        """See `Kind`."""
+        return equal_bits(owner, content)
+
+
+class _Array(Kind):
+    def read(self, owner: np.ndarray) -> np.ndarray:
+        """See `Kind`."""
+        return np.array(owner)
+
+    def write(self, owner: np.ndarray, content: np.ndarray) -> None:
+        """See `Kind`."""
+        if owner.shape != content.shape:
+            owner.resize(content.shape, refcheck=False)
+        owner[...] = content
+
+    def matches(self, owner: np.ndarray, content: np.ndarray) -> bool:
+        """See `Kind`."""
+        if (owner.shape, owner.dtype) != (content.shape, content.dtype):
+            return False
+        if owner.dtype.hasobject:
+            return _are_same(tuple(owner.flat), tuple(content.flat))
+        return owner.tobytes() == content.tobytes()
+
+
+class _Generator(Kind):
+    """A random generator of torch, NumPy or Python."""
+
+    def read(self, owner: Any) -> Any:
+        """See `Kind`."""
+        if isinstance(owner, torch.Generator):
+            return owner.get_state()
+        if isinstance(owner, np.random.Generator):
+            return owner.bit_generator.state
+        if isinstance(owner, np.random.RandomState):
+            return owner.get_state(legacy=False)
+        try:
+            return owner.getstate()
+        except NotImplementedError:  # SystemRandom does not have a state
+            return None
+
+    def write(self, owner: Any, content: Any) -> None:
+        """See `Kind`."""
+        if isinstance(owner, np.random.Generator):
+            owner.bit_generator.state = content
+        elif isinstance(owner, torch.Generator | np.random.RandomState):
+            owner.set_state(content)
+        elif content is not None:
+            owner.setstate(content)
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return are_equal(self.read(owner), content)
+
+
+class _Opaque(Kind):
+    """An object that is not entered, of which only the attributes themselves are compared."""
+
+    def read(self, owner: Any) -> tuple[Any, ...]:
+        """See `Kind`."""
+        own = getattr(owner, "__dict__", None)
+        size = len(owner) if isinstance(owner, list | dict | set | deque | tuple) else None
+        return (size, *own.values()) if isinstance(own, dict) else (size,)
+
+    def write(self, owner: Any, content: Any) -> None:
+        """Leave the object as it is."""
+
+    def matches(self, owner: Any, content: Any) -> bool:
+        """See `Kind`."""
+        return _are_same(self.read(owner), content)
+
+    def describe(self, content: Any) -> object:
+        """See `Kind`."""
+        return content[0]
+
+
+ATTRIBUTES, ITEMS, DICT, TABLE, SET = Attributes(), Holder(), Dict(), Table(), _Set()
+TENSOR, ARRAY, GENERATOR, OPAQUE = _Tensor(), _Array(), _Generator(), _Opaque()
+
+
+def find_kind(value: Any) -> Kind | None:
+    """Return the kind of an object; None for a value that is only replaced as a whole."""
+    kind = _find_kind_of_type(value.__class__)
+    if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ITEMS:
+        return OPAQUE
+    if kind is SET and any(find_kind(item) is not None for item in value):
+        return OPAQUE
+    if kind is ARRAY and not value.flags.writeable:
+        return None  # a mapped file may be larger than the memory
+    return kind
+
+
+@cache
+def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case for each kind
+    if issubclass(kind, Tensor):
+        return TENSOR
+    if issubclass(kind, np.ndarray):
+        return ARRAY
+    if issubclass(kind, torch.Generator | np.random.Generator | np.random.RandomState):
+        return GENERATOR
+    if issubclass(kind, random.Random):
+        return GENERATOR
+    if issubclass(kind, _VALUES):
+        return None
+    if issubclass(kind, dict):
+        return DICT
+    if issubclass(kind, list | deque | tuple):
+        return ITEMS
+    if issubclass(kind, set):
+        return SET
+    entered = issubclass(kind, (nn.Module, *_STATEFUL)) or is_dataclass(kind)
+    return ATTRIBUTES if entered or _is_of_program(kind) else OPAQUE
+
+
+@cache
+def _is_of_program(kind: Any) -> bool:
+    """Return whether the program defines a class and all its bases."""
+    for base in kind.__mro__[:-1]:
+        name = base.__module__
+        file = getattr(sys.modules.get(name), "__file__", None)
+        outside = file is not None and not file.startswith(_LIBRARY_FOLDERS)
+        if name.partition(".")[0] in _LIBRARIES or not (name == "__main__" or outside):
+            return False
+    return True
+
+
+@cache
+def _list_slots(kind: Any) -> tuple[str, ...]:
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    every = [name for names in named for name in ((names,) if isinstance(names, str) else names)]
+    return tuple(name for name in every if name not in ("__dict__", "__weakref__"))
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same type, shape and bits."""
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if one.device != other.device:
+        return False
+    one, other = one.detach(), other.detach()
+    if one.layout is not torch.strided or one.is_quantized or one.device.type == "meta":
+        if one.layout is torch.sparse_coo:
+            return all(map(equal_bits, _sparse_parts(one), _sparse_parts(other)))
+        return one.device.type == "meta" or bool(torch.equal(one.to_dense(), other.to_dense()))
+    if torch.equal(one, other) and not one.is_floating_point():
+        return True
+    size = one.element_size()
+    if one.is_complex():
+        one, other, size = torch.view_as_real(one), torch.view_as_real(other), size // 2
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return bool(torch.equal(one.view(integers[size]), other.view(integers[size])))
+
+
+def _sparse_parts(tensor: Tensor) -> list[Tensor]:
+    return [tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones need a coalesced one
+
+
+def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type
+    """Return whether two contents or values are equal to the bit."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return equal_bits(one, other)
+    if isinstance(one, np.ndarray):
+        return ARRAY.matches(one, other)
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return bool(one == other)
+
+
+def _are_same(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+    """Return whether two contents hold the same objects, or equal values."""
+    if one is None or other is None:
+        return one is other
+    return len(one) == len(other) and all(
+        left is right
+        or (type(left) is type(right) and find_kind(left) is None and are_equal(left, right))
+        for left, right in zip(one, other, strict=True)
+    )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as of an expanded one."""
+    return 0 in tensor.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )

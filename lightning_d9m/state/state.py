@@ -1,0 +1,187 @@
+"""A state: what can be reached from objects, captured at one moment."""
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from xxhash import xxh3_128
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.state.parts import (
+    OPAQUE,
+    TABLE,
+    TABLES,
+    Content,
+    Holder,
+    Kind,
+    are_equal,
+    find_kind,
+)
+from lightning_d9m.state.plain_data import encode_plain
+
+_MISSING = "<missing>"
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An object that can change, where it was found first, and what it held.
+
+    Attributes:
+        path: The names on the way to it, as a program writes them.
+        owner: The object.
+        kind: How it is read and put back.
+        content: What it held; a copy for data.
+    """
+
+    path: str
+    owner: Any
+    kind: Kind
+    content: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """What is found at one path: a type, and what two equal ones have in common."""
+
+    type_: type
+    content: Any
+
+    def equals(self, other: "Leaf") -> bool:
+        """Return whether both have the same type and bits."""
+        return self.type_ is other.type_ and are_equal(self.content, other.content)
+
+
+def walk(
+    owners: Mapping[str, object],
+    *,
+    leave_out: Callable[[str, object], bool] | None = None,
+    gradients: bool = False,
+    known: Container[int] = (),
+) -> Iterator[tuple[str, object, Kind | None]]:
+    """Yield every object that can be reached from the owners: its path, itself and its kind.
+
+    An object that is reached by several paths is entered at the first. The kind is None for a
+    value that is only replaced as a whole, and for an object that was yielded before. Objects of
+    libraries are yielded as opaque and not entered, as is what ``leave_out`` returns True for.
+
+    Args:
+        owners: Objects by name.
+        leave_out: Called with the path and each object that can change.
+        gradients: Enter the gradients of tensors, too.
+        known: The identities of objects that are not entered again.
+    """
+    seen: set[int] = set()
+    kept = []  # the id of a freed object may become that of another
+    stack: list[tuple[str, Any, Kind | None]] = [
+        (name, owner, None) for name, owner in reversed(list(owners.items()))
+    ]
+    while stack:
+        path, value, kind = stack.pop()
+        kind = kind or find_kind(value)
+        if kind is None or id(value) in seen or id(value) in known:
+            yield path, value, None
+            continue
+        seen.add(id(value))
+        kept.append(value)
+        if leave_out is not None and leave_out(path, value):
+            yield path, value, OPAQUE
+            continue
+        yield path, value, kind
+        if isinstance(kind, Holder):
+            content = kind.read(value)
+            for place in reversed(range(len(content.parts))):
+                part = content.parts[place]
+                name = content.keys[place] if content.keys else None
+                is_table = name in TABLES and isinstance(value, nn.Module)
+                table = TABLE if is_table and isinstance(part, dict) else None
+                stack.append((name_part(path, kind, content, place), part, table))
+        elif gradients and isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
+            stack.append((f"{path}.grad", value.grad, None))
+
+
+def name_part(path: str, kind: Holder, content: Content, place: int) -> str:
+    """Return the path of a part of a holder; a module's parameters are named as its attributes."""
+    if kind is TABLE:
+        path = path.rpartition(".")[0]
+    return (path + kind.name(content, place)).removeprefix(".")
+
+
+class State:
+    """What the owners hold at the moment at which this is made.
+
+    Args:
+        owners: Objects by name; the name begins the paths of what the object holds.
+        leave_out: See ``walk``.
+        gradients: See ``walk``.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, object],
+        *,
+        leave_out: Callable[[str, object], bool] | None = None,
+        gradients: bool = False,
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.leaves: dict[str, Leaf] = {}
+        first: dict[int, str] = {}
+        for path, value, kind in walk(owners, leave_out=leave_out, gradients=gradients):
+            if kind is not None:
+                first[id(value)] = path
+                node = Node(path, value, kind, kind.read(value))
+                self.nodes.append(node)
+                leaf = Leaf(type(value), kind.describe(node.content))
+            elif id(value) in first and find_kind(value) is not None:
+                leaf = Leaf(type(value), f"the same as {first[id(value)]}")
+            else:
+                leaf = Leaf(type(value), value)
+            if kind is not TABLE:
+                self.leaves[path] = leaf
+
+    @property
+    def opaque(self) -> list[str]:
+        """The paths of objects that were not entered, whose changes are not in the state."""
+        return [node.path for node in self.nodes if node.kind is OPAQUE]
+
+    def restore(self) -> None:
+        """Put everything back; the objects stay the same ones, as others may hold them too."""
+        for node in self.nodes:
+            node.kind.write(node.owner, node.content)
+
+    def difference(self, other: "State") -> list[tuple[str, str]]:
+        """Return the paths at which another state differs, each with how: added, removed, changed.
+
+        A part of what was replaced is listed, too, if it is at another path or not equal.
+        """
+        found: list[tuple[str, str]] = []
+        for path, leaf in self.leaves.items():
+            theirs = other.leaves.get(path)
+            if theirs is None:
+                found.append((path, "removed"))
+            elif not leaf.equals(theirs):
+                found.append((path, "changed"))
+        found += [(path, "added") for path in other.leaves.keys() - self.leaves.keys()]
+        return sorted(found)
+
+    def find_changed(self) -> list[Node]:
+        """Return the nodes whose objects hold something else now."""
+        return [node for node in self.nodes if not node.kind.matches(node.owner, node.content)]
+
+    def digest(self) -> str:
+        """Return 32 hex digits that are equal for equal states.
+
+        An opaque object counts with its type and place.
+        """
+        hasher = xxh3_128()
+        for path, leaf in sorted(self.leaves.items()):
+            hasher.update(f"{path}\0{leaf.type_.__qualname__}\0".encode())
+            hasher.update(_encode(leaf.content))
+        return hasher.hexdigest()
+
+
+def _encode(content: object) -> bytes:
+    try:
+        return encode_plain(content)
+    except SettingError:  # a function, a class
+        return getattr(content, "__qualname__", type(content).__qualname__).encode()

@@ -1,0 +1,48 @@
+"""Steps that change state train alike on any number of processes, and as plain DDP does."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rank_processes import run_ranks
+
+SCRIPT = Path(__file__).parents[2] / "support" / "logical_state.py"
+PROGRAMS = ["Adversarial", "BestMetric", "Momentum", "Lists", "Steered", "Graph"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return what each rank found, by number of processes and rank."""
+    folder = tmp_path_factory.mktemp("state")
+    for count in (1, 2, 3, 4):
+        run_ranks(SCRIPT, count, folder)
+    return {
+        (count, rank): json.loads((folder / f"state-{count}-{rank}.json").read_text())
+        for count in (1, 2, 3, 4)
+        for rank in range(count)
+    }
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_number_of_processes_has_the_same_bits(found, program):
+    for key, programs in found.items():
+        assert programs[program] == found[1, 0][program], key
+
+
+@pytest.mark.parametrize("program", ["Adversarial", "BestMetric", "Momentum", "Lists"])
+def test_the_values_are_those_of_plain_ddp_but_for_rounding(found, program):
+    state, logged, *rest = found[1, 0][program]
+    plain_state, plain_logged, *plain_rest = found[4, 0][f"plain {program}"]
+    assert rest == plain_rest
+    assert logged == pytest.approx(plain_logged, rel=1e-4)
+    assert state.keys() == plain_state.keys()
+    for name, values in state.items():
+        for one, other in zip(flatten(values), flatten(plain_state[name]), strict=True):
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-5), name
+
+
+def flatten(values):
+    """Return the numbers of nested lists."""
+    if not isinstance(values, list):
+        return [values]
+    return [number for part in values for number in flatten(part)]

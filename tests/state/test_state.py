@@ -1,0 +1,187 @@
+"""A state of arbitrary objects is put back to the bit, and its differences are named."""
+
+import random
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_d9m.state.state import State
+
+
+class Thing:
+    """An object of the program."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("own",)
+
+    def __init__(self, own):
+        self.own = own
+
+
+@dataclass
+class Record:
+    """Fields."""
+
+    first: Any
+    items: list[Any] = field(default_factory=list)
+
+
+def make_module(parts):
+    """Return a module with a parameter, a buffer, and attributes, private ones too."""
+    module = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    module.register_buffer("count", torch.zeros(1))
+    module.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    for number, part in enumerate(parts):
+        setattr(module, f"_part{number}", part)
+    return module
+
+
+NUMBERS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+NAMES = st.text("abc", min_size=1, max_size=2)
+DATA = st.sampled_from([
+    lambda: torch.tensor([1.0, float("nan"), -0.0]),
+    lambda: torch.ones(2, 3).t(),
+    lambda: torch.ones(1).expand(3),
+    lambda: torch.eye(3).to_sparse(),
+    lambda: torch.ones((), requires_grad=True),
+    lambda: torch.zeros(0, dtype=torch.bfloat16),
+    lambda: np.arange(4.0),
+    lambda: np.array(["a", None], dtype=object),
+    lambda: torch.Generator().manual_seed(3),
+    lambda: np.random.default_rng(3),
+    lambda: np.random.RandomState(3),
+    lambda: random.Random(3),
+    lambda: {1, "a"},
+    lambda: open,
+]).map(lambda make: make())  # fmt: skip
+
+
+def hold(parts):
+    """Return a strategy of holders of parts."""
+    lists = st.lists(parts, max_size=4)
+    return (
+        lists
+        | lists.map(deque)
+        | lists.map(tuple)
+        | lists.map(make_module)
+        | st.dictionaries(NAMES | st.integers(0, 3), parts, max_size=4)
+        | st.dictionaries(NAMES, parts, max_size=3).map(lambda found: Thing(**found))
+        | st.dictionaries(NAMES, parts, max_size=3).map(OrderedDict)
+        | st.dictionaries(NAMES, st.integers(), max_size=3).map(Counter)
+        | st.builds(Record, parts, lists)
+        | parts.map(Slotted)
+    )
+
+
+GRAPHS = st.recursive(NUMBERS | DATA, hold, max_leaves=12)
+
+
+def disturb(value, draw):
+    """Change one object in place; return whether it can be changed."""
+    if isinstance(value, torch.Tensor):
+        shape = torch.full((2,), 7.0).to(value.dtype)
+        ways = [lambda: setattr(value, "data", shape.to_sparse() if value.is_sparse else shape)]
+        if not value.is_sparse and 0 not in value.stride():
+            ways = [lambda: value.data.add_(1), lambda: value.detach().mul_(2)]
+        draw(ways)()
+        return True
+    match value:
+        case np.ndarray():
+            value[0] = 17
+        case torch.Generator():
+            torch.rand(1, generator=value)
+        case np.random.Generator() | random.Random() | np.random.RandomState():
+            value.shuffle([1, 2, 3, 4])
+        case list() | deque():
+            draw([lambda: value.append(5), value.clear, value.reverse])()
+        case dict() | set():
+            value.update({"new": 1})
+        case Slotted() | Thing() | nn.Module() | Record():
+            value.own = {"new": 1}
+        case _:
+            return False
+    return True
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph=GRAPHS, data=st.data())
+def test_what_was_disturbed_is_found_and_put_back_to_the_bit(graph, data):
+    owner = Thing(graph=graph, again=graph)
+    owner.itself = owner
+    before = State({"owner": owner})
+    places = data.draw(st.lists(st.sampled_from(before.nodes), min_size=1, max_size=4))
+    changed = {
+        id(node.owner)
+        for node in places
+        if disturb(node.owner, lambda ways: data.draw(st.sampled_from(ways)))
+    }
+    found = before.find_changed()
+    assert {id(node.owner) for node in found} <= changed
+    after = State({"owner": owner})
+    assert bool(before.difference(after)) == bool(found) == (before.digest() != after.digest())
+    before.restore()
+    assert before.find_changed() == []
+    assert before.difference(State({"owner": owner})) == []
+    assert owner.itself is owner
+    assert owner.graph is owner.again
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=GRAPHS, value=NUMBERS, name=NAMES)
+def test_a_difference_has_exactly_the_disturbed_path(graph, value, name):
+    owner = {"graph": graph, "table": {"x": [Thing(**{name: value, "z": 1})]}}
+    before = State({"owner": owner})
+    assert before.difference(State({"owner": owner})) == []
+    setattr(owner["table"]["x"][0], name, [value])
+    path = f"owner['table']['x'][0].{name}"
+    assert before.difference(State({"owner": owner})) == [
+        (path, "changed"),
+        (f"{path}[0]", "added"),
+    ]
+    owner["table"]["x"][0].z = 1.0
+    del vars(owner["table"]["x"][0])[name]
+    expected = [(path, "removed"), ("owner['table']['x'][0].z", "changed")]
+    assert before.difference(State({"owner": owner})) == sorted(expected)
+
+
+def test_paths_are_those_of_the_program_and_nothing_is_skipped_silently(tmp_path):
+    module = make_module([{"rate": 0.1}])
+    module[0].weight.grad = torch.ones(1, 2)
+    with (tmp_path / "file").open("w") as file:
+        module.log = file
+        state = State({"model": module}, gradients=True)
+    assert {
+        "model._part0['rate']", "model.0.weight", "model.0.weight.grad", "model.0.in_features",
+        "model.1.running_mean", "model.count", "model.frozen", "model.1.momentum",
+    } <= state.leaves.keys()  # fmt: skip
+    assert state.opaque == ["model.log"]
+    assert State({"": [Thing()]}, leave_out=lambda _, part: isinstance(part, Thing)).opaque == [
+        "[0]"
+    ]
+
+
+def test_gradients_and_the_mode_of_a_module_count():
+    module = make_module([])
+    module[0].weight.grad = torch.ones(1, 2)
+    before = State({"model": module}, gradients=True)
+    module[0].weight.grad.zero_()
+    module[1].eval()
+    assert before.difference(State({"model": module}, gradients=True)) == [
+        ("model.0.weight.grad", "changed"),
+        ("model.1.training", "changed"),
+    ]
+    before.restore()
+    assert module[1].training
+    assert module[0].weight.grad.sum() == 2

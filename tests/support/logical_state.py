@@ -1,0 +1,220 @@
+"""Programs whose steps change state, on one of several processes; see test_state.py.
+
+Usage: logical_state.py FOLDER, which trains with four logical ranks, and on four processes with
+plain DDP too.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MaxMetric, MeanMetric
+from trainings import QUIET
+
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
+from lightning_d9m.control import session
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+GENERATOR = torch.Generator().manual_seed(0)
+TRAIN = torch.randn(48, 6, generator=GENERATOR)
+VALIDATION = torch.randn(16, 6, generator=GENERATOR)
+
+
+class Base(L.LightningModule):
+    """A regression, of which others change parts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def loss(self, rows):
+        return (self.net(rows) - rows.square().sum(1, keepdim=True)).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+class Adversarial(Base):
+    """Leaves gradients behind within a step, of which plain Lightning trains none."""
+
+    def training_step(self, batch, batch_idx):
+        rows = batch[0].clone().requires_grad_()
+        self.loss(rows).backward()
+        return self.loss((rows + 0.1 * rows.grad.sign()).detach())
+
+
+class BestMetric(Base):
+    """Updates a metric in a hook, as a template with Hydra does."""
+
+    def __init__(self):
+        super().__init__()
+        self.val_loss, self.best = MeanMetric(), MaxMetric()
+        self.parts = {"double": MeanMetric()}
+
+    def validation_step(self, batch, batch_idx):
+        self.val_loss(self.loss(batch[0]))
+        self.parts["double"].update(2 * self.loss(batch[0]))
+        self.log("val", self.val_loss, on_epoch=True)
+
+    def on_validation_epoch_end(self):
+        self.best(self.val_loss.compute())
+        self.log("best", self.best.compute(), sync_dist=True)
+        self.log("double", self.parts["double"].compute())
+        self.parts["double"].reset()
+
+
+class Momentum(Base):
+    """A self-supervised method: a momentum encoder, a target that is copied, and counters."""
+
+    def __init__(self):
+        super().__init__()
+        self.momentum, self.target = nn.Linear(6, 5), nn.Linear(6, 5)
+        for parameter in [*self.momentum.parameters(), *self.target.parameters()]:
+            parameter.requires_grad = False
+        self._calls, self.note = 0, None
+        self.register_buffer("queue", torch.zeros(2, 5))
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for slow, fast in zip(
+                self.momentum.parameters(), self.net[0].parameters(), strict=True
+            ):
+                slow.data.mul_(0.8).add_(0.2 * fast.data)  # without a version
+            if self.global_step >= 3:
+                self.target.load_state_dict(self.momentum.state_dict())
+                self._late = getattr(self, "_late", 0.0) + 0.5
+            key = self.momentum(batch[0])
+            self.queue = torch.cat([self.queue[1:], key[:1]])
+        self._calls += 1
+        self.note = {"calls": self._calls, "weights": [self.net[0].weight.detach().clone()]}
+        wanted = key + self.target(batch[0]) + self.queue.mean() * self._calls
+        wanted = wanted * self.note["weights"][0].abs().sum() + getattr(self, "_late", 0.0)
+        return (self.net[0](batch[0]) - wanted).square().mean() * 0.1 + self.loss(batch[0])
+
+
+class Lists(Base):
+    """Keeps outputs of validation in lists, and steers by what is logged from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs, self.by_name = [], {}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.log("train", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.outputs.append(loss)
+        self.by_name.setdefault("rows", []).append(batch[0].sum(0))
+
+    def on_validation_epoch_end(self):
+        self.log("val", torch.stack(self.outputs).mean(), sync_dist=True)
+        self.log("rows", torch.stack(self.by_name["rows"]).mean(), sync_dist=True)
+        self.outputs.clear()
+        self.by_name = {}
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+        return [optimizer], [{"scheduler": plan, "monitor": "val"}]
+
+
+class Steered(Base):
+    """Is steered by a value of each step, which no rank of plain DDP has in common."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.log("train", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+        words = {"interval": "step", "monitor": "train_step", "strict": False}
+        return [optimizer], [{"scheduler": plan, **words}]
+
+
+class Graph(Base):
+    """A sparse and an expanded buffer, and one whose shape depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(6).to_sparse())
+        self.register_buffer("scale", torch.ones(1).expand(6))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def training_step(self, batch, batch_idx):
+        rows = torch.sparse.mm(self.adjacency, batch[0].t()).t() * self.scale
+        self.seen = batch[0][0][batch[0][0] > 0].clone()
+        with torch.no_grad():
+            self.adjacency = (self.adjacency * 0.99).coalesce()
+        return self.loss(rows) + 0.0 * self.seen.sum()
+
+
+PROGRAMS = {
+    kind.__name__: kind for kind in (Adversarial, BestMetric, Momentum, Lists, Steered, Graph)
+}
+
+
+def fit(model, strategy, folder):
+    """Train, validate and train again; return the weights, buffers and logged values."""
+    session._fits = 0
+    stop = [EarlyStopping("train_step", patience=2, mode="max")] if type(model) is Steered else []
+    trainer = L.Trainer(
+        default_root_dir=folder,
+        max_epochs=3,
+        devices=PROCESSES,
+        strategy=strategy,
+        num_sanity_val_steps=0,
+        callbacks=[*([] if strategy == "ddp" else [DeterminismCallback(seed=3)]), *stop],
+        **QUIET,
+    )
+    place = (PROCESSES, RANK) if strategy == "ddp" else (1, 0)
+    data = TensorDataset(TRAIN)
+    train = DataLoader(data, 3, sampler=DistributedSampler(data, *place, shuffle=False))
+    validation = DataLoader(TensorDataset(VALIDATION), batch_size=2)
+    trainer.fit(model, train, validation)
+    steps = trainer.global_step
+    if hasattr(model, "on_validation_epoch_end") and "validation_step" in vars(type(model)):
+        trainer.validate(model, validation, verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model, train, validation)
+    state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    own = {name: getattr(model, name, None) for name in ("_calls", "_late")}
+    return [state, logged, own, steps, trainer.global_step]
+
+
+def main():
+    """Train all programs."""
+    folder = Path(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found = {}
+    for name, program in PROGRAMS.items():
+        found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
+    if PROCESSES == 4:
+        for name, program in PROGRAMS.items():
+            if name not in {"Steered", "Graph"}:  # DDP cannot send the buffers
+                found[f"plain {name}"] = fit(program(), "ddp", folder)
+    (folder / f"state-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
