@@ -15,6 +15,7 @@ from lightning_d9m.horovod.communication.communicator import Communicator
 from lightning_d9m.horovod.environment import import_horovod
 from lightning_d9m.lightning.logical_ranks.collectives import watch_functions
 from lightning_d9m.lightning.logical_ranks.strategy import LogicalRanksMixin
+from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
@@ -161,3 +162,6 @@ class _WatchedGradients(LogicalGradients):
             raise
         except RuntimeError as error:  # of the transport: no code of the user runs inside
             raise self._communicator.make_lost_error("the sum of gradients", error) from error
+
+
+register_in_loaded_packages()  # a Trainer takes the name after this import

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import has_base
+from lightning_d9m.lightning.packages import loaded_packages
 
 _STRATEGIES = {
     "ddp_d9m": (
@@ -60,6 +61,12 @@ def register_strategies(package: str) -> None:
     for name, (path, description) in _STRATEGIES.items():
         if name not in registry:
             registry.register(name, partial(_make_strategy, path), description=description)
+
+
+def register_in_loaded_packages() -> None:
+    """Add our strategies to the registries of the Lightning packages that are imported."""
+    for package in loaded_packages():
+        register_strategies(package)
 
 
 def _make_strategy(path: str, **options: Any) -> Any:

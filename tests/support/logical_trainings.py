@@ -178,8 +178,9 @@ def add_from_left_to_right(block, leaves):
 
 def split_by_process(self):
     """Give each process its own part of the order, and split that among its logical ranks."""
-    order = list(self.sampler)
     ranks = self._logical_ranks
+    order = list(self.sampler)
+    order = order[: len(order) // ranks * ranks]  # equally many batches for all processes
     process = self.block.start * PROCESSES // ranks
     part = order[process::PROCESSES]
     parts = [iter(self._batch(part[i :: len(self.block)])) for i in range(len(self.block))]
@@ -197,7 +198,7 @@ def fit_controls(folder):
     fit(folder / "ddp", "plain", PROCESSES, noisy=False, loader=large, size=48, strategy="ddp")
     with mock.patch.object(random_draws.MicroBatchSeeds, "start"):
         fit(folder / "process rng", "mlp", 4, noisy=False)
-    with mock.patch.object(sandbox._Change, "put_back"):
+    with mock.patch.object(sandbox._Record, "put_back"), mock.patch.object(sandbox, "_settle"):
         fit(folder / "buffers", "cnn", 4)
     with mock.patch.object(micro_batches.BlockBatchSampler, "__iter__", split_by_process):
         fit(folder / "sampler", "plain", 4, noisy=False, size=48)

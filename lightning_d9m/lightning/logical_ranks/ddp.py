@@ -13,6 +13,7 @@ from lightning_d9m.lightning.ranks.process_group import (
     is_default_group_closed,
     reopen_default_group,
 )
+from lightning_d9m.lightning.strategies import register_in_loaded_packages
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.tree import Blocks
 
@@ -122,3 +123,6 @@ def _check_options(options: dict[str, Any]) -> None:
             f"{name}={options[name]!r} is an option of DDP, and with logical_ranks gradients are "
             f"not reduced by DDP: leave out {name}, or logical_ranks."
         )
+
+
+register_in_loaded_packages()  # a Trainer takes the name after this import
