@@ -334,11 +334,11 @@ def _find_kind_of_type(kind: Any) -> Kind | None:  # noqa: PLR0911 - one case fo
     if issubclass(kind, set):
         return SET
     entered = issubclass(kind, (nn.Module, *_STATEFUL)) or is_dataclass(kind)
-    return ATTRIBUTES if entered or _is_of_program(kind) else OPAQUE
+    return ATTRIBUTES if entered or is_of_program(kind) else OPAQUE
 
 
 @cache
-def _is_of_program(kind: Any) -> bool:
+def is_of_program(kind: Any) -> bool:
     """Return whether the program defines a class and all its bases."""
     for base in kind.__mro__[:-1]:
         name = base.__module__

@@ -26,6 +26,7 @@ from lightning_d9m.control import session
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 GENERATOR = torch.Generator().manual_seed(0)
+NOISE = torch.Generator()
 TRAIN = torch.randn(48, 6, generator=GENERATOR)
 VALIDATION = torch.randn(16, 6, generator=GENERATOR)
 
@@ -150,6 +151,16 @@ class Steered(Base):
         return [optimizer], [{"scheduler": plan, **words}]
 
 
+class Drawing(Base):
+    """Draws from a generator of the file, and from one that it makes in a step."""
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "noise"):
+            self.noise = torch.Generator().manual_seed(4)
+        draws = torch.rand(2, generator=self.noise) + torch.rand(2, generator=NOISE)
+        return self.loss(batch[0] * draws.sum() * float(torch.rand(1)))
+
+
 class Graph(Base):
     """A sparse and an expanded buffer, and one whose shape depends on the batch."""
 
@@ -167,9 +178,8 @@ class Graph(Base):
         return self.loss(rows) + 0.0 * self.seen.sum()
 
 
-PROGRAMS = {
-    kind.__name__: kind for kind in (Adversarial, BestMetric, Momentum, Lists, Steered, Graph)
-}
+KINDS = (Adversarial, BestMetric, Momentum, Lists, Steered, Drawing, Graph)
+PROGRAMS = {kind.__name__: kind for kind in KINDS}
 
 
 def fit(model, strategy, folder):
@@ -211,7 +221,7 @@ def main():
         found[name] = fit(program(), DDPDeterministicStrategy(logical_ranks=4), folder)
     if PROCESSES == 4:
         for name, program in PROGRAMS.items():
-            if name not in {"Steered", "Graph"}:  # DDP cannot send the buffers
+            if name not in {"Steered", "Drawing", "Graph"}:  # DDP cannot send the buffers
                 found[f"plain {name}"] = fit(program(), "ddp", folder)
     (folder / f"state-{PROCESSES}-{RANK}.json").write_text(json.dumps(found))
 

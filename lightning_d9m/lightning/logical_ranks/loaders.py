@@ -31,8 +31,9 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
 
     if not padded and len(sampler) <= (first := blocks.of(blocks.processes - 1).start):
         raise SettingError(
-            f"There are {len(sampler)} samples, and the last of {blocks.processes} processes begins "
-            f"with logical rank {first}, for which none is left: predict with fewer processes."
+            f"There are {len(sampler)} samples, and the last of {blocks.processes} processes "
+            f"begins with logical rank {first}, for which none is left: predict with fewer "
+            "processes."
         )
 
     def group(batch_sampler: Any) -> BlockBatchSampler:

@@ -1,7 +1,7 @@
 """Seeds of the micro-batches of logical ranks, within a Trainer's run."""
 
 import random
-from collections.abc import Mapping
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from lightning_d9m.control.generators import find_generators
 from lightning_d9m.control.seeding import derive_seed, seed_micro_batch
 from lightning_d9m.lightning.resume.metric_state import name_callbacks
 from lightning_d9m.lightning.trainer_attributes import get_datamodule, list_callbacks
+from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_program
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,14 +30,22 @@ class MicroBatchSeeds:
     def __init__(self, seed: int, fit: int) -> None:
         self._seed = seed
         self._fit = fit
-        self._generators: Mapping[str, Any] = {}
+        self._generators: dict[str, Any] = {}
 
     def find_generators(self, trainer: "Trainer") -> None:
         """Find the generators that the user's objects hold, which are seeded too."""
         owners: dict[str, object] = {"datamodule": get_datamodule(trainer)}
         for name, module in trainer.lightning_module.named_modules():
             owners[f"model.{name}"] = module
+            if is_of_program(module.__class__) or module is trainer.lightning_module:
+                source = type(module).__module__
+                owners[source] = _Globals(vars(sys.modules[source]))
         self._generators = find_generators(owners | name_callbacks(list_callbacks(trainer)))
+
+    def add_generator(self, path: str, generator: Any) -> None:
+        """Add a generator of the module, unless it is known."""
+        if all(generator is not known for known in self._generators.values()):
+            self._generators[f"model.{path}"] = generator
 
     def start(self, stage: str, epoch: int, batch: int, logical_rank: int) -> None:
         """Seed for a micro-batch of a stage."""
@@ -56,6 +65,14 @@ class MicroBatchSeeds:
     def end(self, stage: str, epoch: int, batch: int) -> None:
         """Seed for what follows the step, alike on all processes."""
         self.start(stage, epoch, batch, _BETWEEN_STEPS)
+
+
+class _Globals:
+    """The generators among the global variables of a source file."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        found = {name: value for name, value in variables.items() if find_kind(value) is GENERATOR}
+        vars(self).update(found)
 
 
 def _seed_generator(generator: Any, seed: int) -> None:

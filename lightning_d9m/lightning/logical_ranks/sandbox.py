@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import (
     DICT,
+    GENERATOR,
     ITEMS,
     MISSING,
     OPAQUE,
@@ -112,6 +113,7 @@ class Sandbox:
         gather: Returns the plain values of every process.
         broadcast: Overwrites tensors with those of process 0.
         add_metric: Called with the path of each metric, which keeps its states itself.
+        add_generator: Called with the path of each generator, which is seeded for each rank.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Sandbox:
         gather: Callable[[Any], list[Any]],
         broadcast: Callable[[list[Tensor]], None],
         add_metric: Callable[[str, Any], None],
+        add_generator: Callable[[str, Any], None],
     ) -> None:
         self._module = module
         self._block = block
@@ -130,6 +133,7 @@ class Sandbox:
         self._gather = gather
         self._broadcast = broadcast
         self._add_metric = add_metric
+        self._add_generator = add_generator
         self._hidden = _list_own_attributes(module)
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
@@ -201,8 +205,11 @@ class Sandbox:
     def _leave_out(self, path: str, value: object) -> bool:
         if isinstance(value, Metric):
             self._add_metric(path, value)
-            return True
-        return False
+        elif find_kind(value) is GENERATOR:
+            self._add_generator(path, value)
+        else:
+            return False
+        return True
 
     def _choose_kind(self, _path: str, value: Any, kind: Kind) -> Kind:
         trained = isinstance(value, nn.Parameter) and value.requires_grad

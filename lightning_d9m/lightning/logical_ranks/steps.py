@@ -80,6 +80,7 @@ class LogicalSteps:
             gather=gather,
             broadcast=broadcast,
             add_metric=self.metrics.add,
+            add_generator=seeds.add_generator,
         )
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False

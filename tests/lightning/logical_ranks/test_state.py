@@ -7,7 +7,7 @@ import pytest
 from rank_processes import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_state.py"
-PROGRAMS = ["Adversarial", "BestMetric", "Momentum", "Lists", "Steered", "Graph"]
+PROGRAMS = ["Adversarial", "BestMetric", "Momentum", "Lists", "Steered", "Drawing", "Graph"]
 
 
 @pytest.fixture(scope="module")
