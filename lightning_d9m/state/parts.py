@@ -48,14 +48,14 @@ MISSING = object()
 
 
 class Content(NamedTuple):
-    """What a holder holds: the names or keys (None for a sequence), and the objects."""
+    """The parts of a holder: the names or keys (None for a sequence), and the objects."""
 
     keys: tuple[Any, ...] | None
     parts: tuple[Any, ...]
 
 
 class Kind(ABC):
-    """How objects of some types are read and put back."""
+    """A way to read and put back objects of some types."""
 
     @abstractmethod
     def read(self, owner: Any) -> Any:

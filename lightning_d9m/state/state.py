@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """What is found at one path: a type, and what two equal ones have in common."""
+    """The object at one path: its type, and what two equal ones have in common."""
 
     type_: type
     content: Any
@@ -108,7 +108,7 @@ def name_part(path: str, kind: Holder, content: Content, place: int) -> str:
 
 
 class State:
-    """What the owners hold at the moment at which this is made.
+    """Everything that the owners hold at the moment at which this is made.
 
     Args:
         owners: Objects by name; the name begins the paths of what the object holds.

@@ -37,7 +37,7 @@ VERSIONED = Versioned()
 
 
 class Watch:
-    """What the owners hold, brought up to date by ``refresh``.
+    """Everything that the owners hold, brought up to date by ``refresh``.
 
     Holders are compared by the identities of their parts, and data by its bits.
 

@@ -1,4 +1,4 @@
-"""What the step of a logical rank changes: put back before the next one, and merged at the end."""
+"""Changes that the step of a logical rank makes: put back before the next one, and merged at the end."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -72,7 +72,7 @@ class _Change:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """What one logical rank changed.
+    """The changes of one logical rank.
 
     Attributes:
         changes: The replaced values by path.
