@@ -1,4 +1,4 @@
-"""Changes that the step of a logical rank makes: put back before the next one, and merged at the end."""
+"""Changes by the step of a logical rank: put back before the next one, merged at the end."""
 
 import warnings
 from collections.abc import Callable, Iterable
