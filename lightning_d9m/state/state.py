@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
@@ -181,6 +182,8 @@ class State:
 
 
 def _encode(content: object) -> bytes:
+    if isinstance(content, np.ndarray) and content.dtype.hasobject:
+        return b"\0".join(map(_encode, (content.shape, *content.flat)))
     try:
         return encode_plain(content)
     except SettingError:  # a function, a class

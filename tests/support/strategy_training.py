@@ -161,6 +161,11 @@ def change_one_bit(model, name=""):
     weight.view(-1)[:1].view(INTEGERS[weight.element_size()])[0] ^= 64
 
 
+def make_optimizer(parameters):
+    """Return Adam with an epsilon that is not 0 in half precision, in which weights stay finite."""
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
+
+
 class Net(L.LightningModule):
     """A small classifier that is divided as ``layout`` says."""
 
@@ -219,7 +224,7 @@ class Net(L.LightningModule):
             change_one_bit(self.trainer.model, fault.name)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        optimizer = make_optimizer(self.parameters())
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
@@ -412,9 +417,7 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
     torch.manual_seed(7)
     model = kind.compile(Net(kind.layout, fault, kind.apply))
     if cell == FLAT:
-        model.configure_optimizers = lambda: torch.optim.Adam(
-            model.trainer.model.parameters(), lr=0.01
-        )
+        model.configure_optimizers = lambda: make_optimizer(model.trainer.model.parameters())
     trainer = L.Trainer(
         strategy=kind.make_strategy(full=True) if full else kind.make_strategy(),
         devices=kind.devices,
