@@ -179,6 +179,14 @@ def test_what_they_change_alike_or_append_is_accepted(fit, step):
     assert (model.counter, len(model.outputs)) in [(0, 0), (2, 0), (0, 8)]
 
 
+def test_predictions_that_are_appended_to_a_list_are_refused(fit):
+    model = make_model(change_nothing, outputs=[])
+    model.predict_step = lambda batch, batch_idx: model.outputs.append(model(batch))
+    trainer = fit(model)
+    with pytest.raises(SettingError, match="predict_step adds to 'outputs'"):
+        trainer.predict(model, DataLoader(DATA, batch_size=2))
+
+
 def test_more_processes_than_logical_ranks_are_refused(monkeypatch):
     strategy = DDPDeterministicStrategy(logical_ranks=2)
     monkeypatch.setattr(type(strategy), "world_size", 3)
