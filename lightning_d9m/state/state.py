@@ -1,5 +1,6 @@
 """A state: what can be reached from objects, captured at one moment."""
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -186,5 +187,6 @@ def _encode(content: object) -> bytes:
         return b"\0".join(map(_encode, (content.shape, *content.flat)))
     try:
         return encode_plain(content)
-    except SettingError:  # a function, a class
-        return getattr(content, "__qualname__", type(content).__qualname__).encode()
+    except SettingError:  # a function, a class, a dtype
+        name = getattr(content, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(content))
+        return name.encode()

@@ -6,6 +6,7 @@ Usage, for each of several ranks: logical_refusals.py FOLDER, which writes the e
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -149,6 +150,19 @@ def make_counting_model():
     return model
 
 
+def make_logging_model():
+    """Return a model with a hook of batches that logs a mean over processes."""
+    model = BoringModel()
+    model.on_train_batch_end = lambda *_: model.log("seen", 1.0, sync_dist=True)
+    return model
+
+
+def keep_pattern(model, batch):
+    """Keep what ranks do not send each other, another one on each logical rank."""
+    model.last = re.compile(str(batch.sum()))
+    return model(batch).sum()
+
+
 def step_in_backward(parameters):
     """Return an optimizer that steps in hooks of the gradients."""
     optimizer = torch.optim.SGD(list(parameters), lr=0.1)
@@ -253,6 +267,12 @@ REFUSALS = {
     },
     "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
     "The evaluation changes 'total', and not alike": lambda: {"model": make_counting_model()},
+    "'last', and not alike on all logical ranks, so its value is sent": lambda: {
+        "model": make_model(keep_pattern, last=None)
+    },
+    r"self.log\('seen', ..., sync_dist=True\) is called in on_train_batch_end": lambda: {
+        "model": make_logging_model()
+    },
     "The backward pass changes the parameter 'layer.weight'": lambda: {
         "model": make_model(optimizer=step_in_backward)
     },

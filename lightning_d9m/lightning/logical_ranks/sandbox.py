@@ -378,18 +378,20 @@ class Sandbox:
         own = {
             path: change for record in records.values() for path, change in record.changes.items()
         }
+        first = records[0].changes if self._block.start == 0 else {}
+        unknown, received = _make_plain([first[path] for path in paths if path in first])
+        if self.shared:
+            unknown, received = self._gather((unknown, received))[0]
+        if unknown:
+            raise SettingError(
+                f"A step changes {unknown!r}, and not alike on all logical ranks, so its value is "
+                "sent to the other processes, but it is none of the numbers, strings, tensors, "
+                "arrays and containers of these that can be sent: keep the parts of the object."
+            )
         for path in paths:
             change = own.get(path)
             if change is None or not change.token.startswith("buffer"):
                 self._report(path, change, stage)
-        if not self.shared:
-            return
-        first = records[0].changes if self._block.start == 0 else {}
-        received = self._gather({
-            path: [change.key, change.node.path, *_make_plain(change)]
-            for path in paths
-            if (change := first.get(path)) is not None
-        })[0]  # fmt: skip
         for path in paths if self._block.start else ():
             if path in received:
                 self._receive(path, *received[path])
@@ -483,21 +485,20 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and 0 in tensor.stride()
 
 
-def _make_plain(change: _Change) -> tuple[bool, Any]:
-    """Return whether a value was removed, and what another process makes it of."""
-    value = change.value
-    if value is MISSING:
-        return True, None
-    if isinstance(value, Content):
-        value = list(value.parts)
-    try:
-        encode_plain(value)
-    except SettingError as error:
-        raise SettingError(
-            f"A step changes {change.path!r}, and not alike on all logical ranks, so its value is "
-            f"sent to the other processes. {error}"
-        ) from error
-    return False, value
+def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
+    """Return the path of a value that cannot be sent, or what other processes make of them all."""
+    found = {}
+    for change in changes:
+        value = change.value
+        removed = value is MISSING
+        plain = list(value.parts) if isinstance(value, Content) else None if removed else value
+        try:
+            if not isinstance(plain, Tensor):
+                encode_plain(plain)
+        except SettingError:
+            return change.path, {}
+        found[change.path] = [change.key, change.node.path, removed, plain]
+    return "", found
 
 
 def _settle(records: dict[int, _Record], first: int) -> None:

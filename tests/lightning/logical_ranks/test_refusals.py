@@ -10,6 +10,7 @@ import lightning as L
 import logical_refusals
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import RandomDataset
 from logical_refusals import DATA, REFUSALS, make_model
 from rank_processes import run_ranks
 from torch import nn
@@ -25,7 +26,9 @@ from lightning_d9m import (
     read_ledger,
 )
 from lightning_d9m.control.threads import threads_pinned
+from lightning_d9m.lightning.logical_ranks.loaders import group_loader
 from lightning_d9m.lightning.logical_ranks.refusals import check_devices
+from lightning_d9m.logical_ranks.tree import Blocks
 
 SCRIPT = Path(logical_refusals.__file__)
 
@@ -177,6 +180,24 @@ def test_what_they_change_alike_or_append_is_accepted(fit, step):
         fit(model)
     assert not [one for one in seen if "A step changes" in str(one.message)]
     assert (model.counter, len(model.outputs)) in [(0, 0), (2, 0), (0, 8)]
+
+
+def test_weights_that_are_first_changed_after_the_compared_steps_are_refused(fit):
+    def change_late(model, batch):
+        if model.global_step == 3:
+            model.layer.weight.detach().mul_(2)
+        return model(batch).sum()
+
+    with pytest.raises(SettingError, match=r"the trained parameter 'layer\.weight' for the"):
+        fit(make_model(change_late), max_epochs=2)
+
+
+def test_a_process_without_a_sample_to_predict_is_refused():
+    blocks = Blocks(logical_ranks=4, processes=2)
+    data = RandomDataset(32, 2)
+    loader = DataLoader(data, sampler=DistributedSampler(data, 1, 0))
+    with pytest.raises(SettingError, match="There are 2 samples, and the last of 2 processes beg"):
+        group_loader(loader, blocks, 0, padded=False)
 
 
 def test_predictions_that_are_appended_to_a_list_are_refused(fit):
