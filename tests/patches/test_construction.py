@@ -90,6 +90,11 @@ CALLS: dict[str, Callable[[], object]] = {
             ("nanmedian", 0),
         )
     ],
+    "scans": lambda: [
+        scan(values, dim)
+        for scan in (torch.cumprod, torch.logcumsumexp)
+        for values, dim in ((LONG, 0), (LONG[:, None], -2), (FLOATS, 1))
+    ],
     "scatter_reduce": lambda: (
         [
             ROWS.to(dtype).scatter_reduce(0, WHERE, FLOATS.to(dtype), "prod", include_self=kept)
@@ -147,6 +152,8 @@ VARYING: dict[str, Callable[[], object]] = {
     "put": lambda: torch.zeros(2).put_(DUPLICATES, torch.ones(3)),
     "index_put": lambda: torch.zeros(2).index_put_((DUPLICATES,), torch.arange(3.0)),
     "cumsum": lambda: torch.ones(3).cumsum(0),
+    "cumprod": lambda: torch.ones(3).cumprod(0),
+    "logcumsumexp": lambda: torch.ones(1, 3).logcumsumexp(1),
     "sort": lambda: torch.ones(3).sort(),
     "median": lambda: torch.ones(2, 2).median(0),
     "histc": lambda: torch.ones(3).histc(2),

@@ -1,5 +1,7 @@
 """Patched ops other than the gradients of one input: the answers of the original."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as nnf
@@ -196,6 +198,36 @@ def test_bincount(arguments: tuple[object, ...]) -> None:
     rounded = len(arguments) > 1 and arguments[1].is_floating_point() and len(arguments[1])
     tolerance = 100 if rounded else 0
     assert_alike(lambda: torch.bincount(*arguments), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("scan", [torch.cumprod, torch.logcumsumexp])
+def test_scans_of_a_row(scan: Callable[..., torch.Tensor]) -> None:
+    """The bits of torch's CPU kernel, for every shape of one row, layout and variant."""
+    row = torch.randn(300)
+    holed = row.clone().index_fill_(0, torch.tensor([7]), NAN)
+    for values, dim in [
+        (row, 0),
+        (row[::3], -1),
+        (row.view(1, 300, 1), 1),
+        (row.view(300, 1).t(), 1),
+        (row.view(1, 300), 0),
+        (row.double(), 0),
+        (row.bfloat16(), 0),
+        (row.cfloat(), 0),
+        (holed, 0),
+        (torch.randn(()), 0),
+        (torch.randn(0), 0),
+        (torch.randn(4, 5), 1),
+        (torch.arange(1, 9), 0),
+        (row, 1),
+    ]:
+        assert_alike(lambda v=values, d=dim: scan(v, d))
+        assert_alike(lambda v=values, d=dim: scan(v, d, out=torch.empty(0, dtype=v.dtype)))
+    leaf = row.clone().requires_grad_()
+    assert_alike(lambda: torch.autograd.grad(scan(leaf, 0)[-1], leaf)[0])
+    assert_alike(lambda: row.clone().cumprod_(0))
+    assert_alike(lambda: row.cumprod(0, dtype=torch.float64))
+    assert_alike(lambda: torch.arange(1, 9).cumprod(0, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", ["median", "nanmedian"])

@@ -31,6 +31,8 @@ def _list_other_cases() -> Iterator[Case]:
         shape, quick = {"length": length}, length < 1_000_000  # noqa: PLR2004 - the smaller one
         summed = _on_one(torch.cumsum, length, 0)
         yield Case("cumsum", shape, summed, (("torch.cumsum", ""),), quick=quick)
+        for name, scan in (("cumprod", torch.cumprod), ("logcumsumexp", torch.logcumsumexp)):
+            yield Case(name, shape, _on_one(scan, length, 0), quick=quick)
         yield Case("sum", shape, _on_one(torch.sum, length))
     yield Case("mm", {"side": 256}, _multiply)
     shape, listed = {"side": 128, "entries": 4096}, (("torch.bmm", "sparse"),)

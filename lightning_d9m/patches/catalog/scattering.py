@@ -1,4 +1,4 @@
-"""Catalog entries of losses, indexing, counting and order statistics."""
+"""Catalog entries of losses, indexing, counting, scans and order statistics."""
 
 from lightning_d9m.patches.catalog.op import (
     ATOMICS,
@@ -17,6 +17,7 @@ _INDEX_REDUCE = "lightning_d9m.patches.kernels.index_reduce"
 _NLL_LOSS = "lightning_d9m.patches.kernels.nll_loss"
 _ORDER_STATISTICS = "lightning_d9m.patches.kernels.order_statistics"
 _PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
+_SCAN = "lightning_d9m.patches.kernels.scan"
 _SCATTER = "lightning_d9m.patches.kernels.scatter"
 
 SCATTERING: tuple[Op, ...] = (
@@ -112,6 +113,25 @@ SCATTERING: tuple[Op, ...] = (
             kernels=map_overloads(f"{_ORDER_STATISTICS}:{name}_dim", f"{name}.dim_values"),
         )
         for name in ("median", "nanmedian")
+    ),
+    *(
+        Op(
+            name=name,
+            status="patched",
+            flag_effect=FlagEffect.NONE,
+            torch_does="Runs the same kernel.",
+            cause=(
+                "A tensor of one row is scanned by CUB: each block adds what the blocks before it "
+                "have finished, which depends on timing."
+            ),
+            instead="The row is scanned as the first of two, which one block does in order.",
+            bits="Equal to those of the row in a tensor of several rows.",
+            kernels=map_overloads(f"{_SCAN}:{name}", *overloads),
+        )
+        for name, overloads in (
+            ("cumprod", ("cumprod", "cumprod_", "cumprod.out")),
+            ("logcumsumexp", ("_logcumsumexp", "_logcumsumexp.out")),
+        )
     ),
     Op(
         name="scatter_reduce_prod",

@@ -15,6 +15,8 @@ from lightning_d9m.patches.catalog.op import FlagEffect
 OUT_OF_SIGHT = {
     "apple_devices",  # a kind of device, and not an op
     "ctc_loss_cudnn",  # chosen by shapes
+    "cumprod",  # the source does not say how many rows there are
+    "logcumsumexp",  # the same
     "cumsum",  # deterministic; torch's documentation says otherwise
     "embedding_dense_backward",  # deterministic; patched for its speed
     "kthvalue",  # deterministic since 2.11
