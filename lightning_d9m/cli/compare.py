@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines(format_comparison(comparison, verbose=verbose))
         if timeline.distances.moments and not comparison.equal:
             print("\n".join(format_distances(timeline.distances, terminal_width())))
-        if not comparison.equal:
+        if comparison.verdict == "different":
             command = printable(find_command((expected, actual)) or "COMMAND")
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
             print("\n".join(format_next_steps(list_next_steps(command, ledgers))))

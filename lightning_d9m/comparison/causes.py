@@ -2,7 +2,7 @@
 
 The state that a batch starts from is probed before its computations, so the first place that
 differs is the nearest to the cause, and the kinds that are equal before it rule out other causes.
-This module does not import torch.
+This module imports torch only to look up an operation.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,6 @@ from dataclasses import dataclass
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence
 from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
-
-# Operations that draw random numbers: different outputs for equal inputs are different draws.
-_DRAWING = (
-    *("bernoulli", "dropout", "rand", "normal", "uniform", "multinomial", "poisson"),
-    *("exponential", "geometric", "cauchy", "random", "rrelu"),
-)
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,12 @@ _CAUSES = {
         "Look for code that writes to the weights: another thread, a callback, clipping, or the "
         "optimizer's own step.",
     ),
+    "weight and setting": Cause(
+        "weights",
+        "Weights and the optimizer's settings differ, while the gradients before were equal.",
+        "Both were written in one step. Look for code that sets the learning rate before the "
+        "optimizer steps, and for code that writes to the weights, such as a callback.",
+    ),
     "buffer": Cause(
         "buffers",
         "Buffers differ, while everything recorded before is equal.",
@@ -117,6 +117,12 @@ _CAUSES = {
         "logged value",
         "Only a logged value differs; the training itself is equal.",
         "If it cannot be equal, such as a measured time, exclude it with ignored_metrics.",
+    ),
+    "steering": Cause(
+        "logged value",
+        "A logged value differs first, and the training differs later.",
+        "Look at what computes the value, such as validation_step, and at what reads it: "
+        "EarlyStopping, ReduceLROnPlateau or ModelCheckpoint turn it into other weights.",
     ),
     "monitor": Cause(
         "module",
@@ -236,7 +242,10 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         ]
         longer = any(side.count for side in alone)
         return _CAUSES["length" if longer else "unknown"]
-    return _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+    name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+    if name == "scalar" and not comparison.only_logged_values:
+        name = "steering"
+    return _CAUSES[name]
 
 
 def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
@@ -263,34 +272,51 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
     return Cause("rank drift", text, _RANK_ADVICE)
 
 
-def _cause_of(found: Sequence[Divergence], ranks: int, *, batches_seen: bool) -> Cause:
+def _cause_of(found: Sequence[Divergence], ranks: int, *, batches_seen: bool) -> str:
     first = found[0]
     if first.moment == "initial":
-        return _CAUSES[_INITIAL.get(first.kind, "unknown")]
+        return _INITIAL.get(first.kind, "unknown")
     if first.moment == "final":
-        return _CAUSES["after training"]
+        return "after training"
     if first.moment == "epoch" and batches_seen:
         kind = _KINDS.get(first.kind, "unknown")
-        return _CAUSES["optimizer settings" if _is_setting(kind, first.name) else kind]
+        return "optimizer settings" if _is_setting(kind, first.name) else kind
+    if first.moment == "epoch" and {place.kind for place in first.places} <= {"scalars"}:
+        return "scalar"
     if first.moment != "batch":
-        return _CAUSES["unknown"]
-    return _CAUSES[_rule(first, found, everywhere=len(found) == ranks > 1)]
+        return "unknown"
+    return _rule(first, found, everywhere=len(found) == ranks > 1)
 
 
 def _rule(first: Divergence, found: Sequence[Divergence], *, everywhere: bool) -> str:
     if first.kind == "weight" and first.step == 0 and first.batch == 0:
         return "initial weights"
-    state = first.kind in ("weight", "buffer", "optimizer")
-    if state and any(_is_setting(place.kind, place.name) for f in found for place in f.places):
+    if _is_setting(first.kind, first.name):
         return "optimizer settings"
+    if first.kind == "weight" and any(
+        _is_setting(place.kind, place.name) for entry in found for place in entry.places
+    ):
+        return "weight and setting"
     if first.kind == "op":
-        op = first.name.rpartition("::")[2]
-        return "draw" if any(word in op for word in _DRAWING) else "op"
+        return "draw" if _draws(first.name.rpartition("::")[2]) else "op"
     if first.kind in _INSIDE:
         return "given" if first.kind == "input" else "module"
-    if first.kind == "gradient":
-        return "all-reduce" if everywhere else "gradient"
-    return first.kind if first.kind in _CAUSES else "unknown"
+    name = "all-reduce" if first.kind == "gradient" and everywhere else first.kind
+    return name if name in _CAUSES else "unknown"
+
+
+def _draws(op: str) -> bool:
+    """Return whether torch says that an operation draws from a generator: it is tagged so.
+
+    An operation that this process does not know, such as one of an extension, is not.
+    """
+    import torch
+
+    namespace, _, name = op.partition(":")[0].partition(".")
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    tags = getattr(getattr(found, overload or "default", None), "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
 
 
 def _is_setting(kind: str, name: str) -> bool:

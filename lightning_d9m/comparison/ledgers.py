@@ -49,6 +49,7 @@ __all__ = [
 
 _TICK = 2**16
 _Probes = (Batch, Frames)
+_LOGGED = frozenset({"scalar", "scalars"})
 
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
@@ -202,14 +203,15 @@ class _Tally:
             return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
-        elif found.first is None or isinstance(one, End):
+        elif found.only_logged or isinstance(one, End):
             difference = record_difference(one, other)
             found.differing += difference is not None
+            found.only_logged &= difference is None or difference.by_group.keys() <= _LOGGED
             if difference is not None and found.first is None:
                 found.first = difference
                 found.divergence = _at_record(found.rank, difference, list_entries(one, other))
         else:
-            # Only the first difference is described: after it most records differ.
+            # After a first difference most records differ; how is of no interest.
             found.differing += one != other
         return None
 
@@ -232,6 +234,7 @@ class _Tally:
         if one is other:
             return
         frames = find_differences(one, other)
+        self.found.only_logged = False  # as long as it is True, frames come as batches
         first, last = (one.batch + one.batches * number for number in (frames.first, frames.last))
         self.found.differing_places += frames.places
         self.found.differing_batches += frames.frames - ((one.epoch, first) == self.differing_batch)
@@ -244,8 +247,8 @@ class _Tally:
         if one is other:
             found.places += one.size
             return None
-        # After the first difference, places are listed only for an observer.
-        compared = compare_batches(one, other, listed=self.watched or found.first is None)
+        # Once the training differs, places are listed only for an observer.
+        compared = compare_batches(one, other, listed=self.watched or found.only_logged)
         found.places += compared.places
         where = describe_record(other)
         for side in ("only_expected", "only_actual"):
@@ -256,6 +259,7 @@ class _Tally:
             found.differing_batches += number != self.differing_batch
             self.differing_batch = number
             found.differing_places += compared.count
+            found.only_logged &= compared.by_kind.keys() <= _LOGGED
             if found.first is None:
                 found.first = batch_difference(compared, where)
                 found.divergence = _at_place(found.rank, compared)
@@ -309,8 +313,8 @@ def _compare_rank(
     result = RankComparison(rank)
     tally = _Tally(result, watched=watch is not None)
     ticked = 0
-    # Only the first difference is described: after it most records differ.
-    records = align_records(*files, whole=watch is not None, named=lambda: result.first is None)
+    # Only what comes before is described: after it most records differ.
+    records = align_records(*files, whole=watch is not None, named=lambda: result.only_logged)
     for one, other in records:
         found = None
         batch = other if one is None else one

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
 
     from lightning_d9m.comparison.result import Comparison
 
-_COLORS = {"equal": "#1a7f37", "different": "#cf222e", "not comparable": "#9a6700"}
+_COLORS = {"equal": "#1a7f37", "different": "#cf222e"}
+_UNPROVEN = "#9a6700"
 _FRAGMENT = """\
 <p><b style="color:{{ color }}">{{ verdict }}</b>: {{ records }} records compared</p>
 {% for titles, rows in tables if rows %}
@@ -35,7 +36,7 @@ def render_html(comparison: "Comparison") -> str:
     ]
     return _load_template().render(
         verdict=comparison.verdict,
-        color=_COLORS[comparison.verdict],
+        color=_COLORS.get(comparison.verdict, _UNPROVEN),
         records=sum(rank.records for rank in comparison.ranks),
         tables=[
             (("", "ledger"), [("reference", comparison.expected), ("this run", comparison.actual)]),

@@ -159,7 +159,10 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
     unknown = {f"train.{number}": loader.extra for number, loader in enumerate(facts.train)}
     unknown = {name: extra for name, extra in unknown.items() if extra}
-    return table | _flatten({**unknown, **facts.extra})
+    for extra in (unknown, facts.extra):
+        for path, leaf in _flatten(extra).items():
+            _add_leaf(table, path, leaf)
+    return table
 
 
 def record_difference(expected: Record, actual: Record) -> RecordDifference | None:
@@ -244,7 +247,7 @@ def _comparable_fields(record: Record) -> dict[str, Json]:
 
 
 def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the leaves of nested tables and lists by dotted path.
+    """Return the leaves of nested tables and lists by dotted path; none stands in for another.
 
     If their paths need too much memory, the top-level entries are the leaves, as JSON.
     """
@@ -252,11 +255,18 @@ def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
     characters = 0
     for name, entry in table.items():
         for path, leaf in _leaves(entry, name):
-            leaves[path] = leaf
+            _add_leaf(leaves, path, leaf)
             characters += len(path)
             if characters > _MAX_PATH_CHARACTERS:
                 return {key: json.dumps(value, sort_keys=True) for key, value in table.items()}
     return leaves
+
+
+def _add_leaf(leaves: dict[str, Json], path: str, leaf: Json) -> None:
+    """Add a leaf under a path that no other has: a dot in a name may look like a nested one."""
+    while path in leaves:
+        path += "."
+    leaves[path] = leaf
 
 
 def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:

@@ -131,6 +131,7 @@ class RankComparison:
         differing_places: Number of them that differ.
         only_expected_places: Places, in batches of both, that only the earlier run has.
         only_actual_places: Places, in batches of both, that only the later run has.
+        only_logged: Whether nothing differs but logged values.
         divergence: The first divergence as a place, with all places that differ in its batch.
         expected_breaks: Where the earlier run was interrupted and resumed.
         actual_breaks: Where the later run was.
@@ -155,9 +156,19 @@ class RankComparison:
     differing_places: int = 0
     only_expected_places: OneSided = NONE
     only_actual_places: OneSided = NONE
+    only_logged: bool = True
     divergence: Divergence | None = None
     expected_breaks: tuple[Break, ...] = ()
     actual_breaks: tuple[Break, ...] = ()
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether one file is the beginning of the other, because its run was ended early."""
+        expected_longer = self.only_expected.count + self.only_expected_places.count
+        actual_longer = self.only_actual.count + self.only_actual_places.count
+        if self.differing or self.differing_places or (expected_longer and actual_longer):
+            return False
+        return not (self.actual_complete if expected_longer else self.expected_complete)
 
     @property
     def equal(self) -> bool:
@@ -206,16 +217,28 @@ class Comparison:
         return {"verdict": self.verdict, **asdict(self), **paths}
 
     @property
-    def verdict(self) -> Literal["equal", "different", "not comparable"]:
-        """``"equal"`` only if something was compared and no record differs or is missing."""
+    def verdict(self) -> Literal["equal", "different", "incomplete", "not comparable"]:
+        """``"equal"`` only if something was compared and no record differs or is missing.
+
+        ``"incomplete"`` if one run was ended early and all that it recorded is equal.
+        """
         if self.refusals or not self.ranks:
             return "not comparable"
         whole = not (self.ranks_only_expected or self.ranks_only_actual)
-        if not whole or not all(rank.equal for rank in self.ranks):
+        if not whole or not all(rank.equal or rank.cut_off for rank in self.ranks):
             return "different"
         # Without digests to compare, nothing is proven.
-        proven = all(rank.digests or rank.places for rank in self.ranks)
-        return "equal" if proven else "not comparable"
+        if not all(rank.digests or rank.places for rank in self.ranks):
+            return "not comparable"
+        return "equal" if all(rank.equal for rank in self.ranks) else "incomplete"
+
+    @property
+    def only_logged_values(self) -> bool:
+        """Whether the runs have the same records, and these differ in nothing but logged values."""
+        alone = (self.ranks_only_expected, self.ranks_only_actual)
+        sides = [(rank.only_expected, rank.only_actual) for rank in self.ranks]
+        longer = any(one.count or other.count for one, other in sides)
+        return not (any(alone) or longer) and all(rank.only_logged for rank in self.ranks)
 
     @property
     def equal(self) -> bool:

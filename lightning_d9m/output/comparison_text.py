@@ -94,7 +94,8 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
         rank = ranks[found.rank]
         assert rank.first is not None, "it diverges"
         if number == 0:
-            yield from _format_divergence(rank, rank.first, verbose=verbose)
+            only_logged = comparison.only_logged_values
+            yield from _format_divergence(rank, rank.first, only_logged, verbose=verbose)
             continue
         sentence = (
             f"in {rank.first.where}: {name_place(found)}; {found.count:,} of "
@@ -107,7 +108,7 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
 
 
 def _format_divergence(
-    rank: RankComparison, first: RecordDifference, *, verbose: bool
+    rank: RankComparison, first: RecordDifference, only_logged: bool, *, verbose: bool
 ) -> Iterator[str]:
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_group.items():
@@ -118,7 +119,7 @@ def _format_divergence(
     expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
     yield f"    reference: {expected}"
     yield f"    this run:  {actual}"
-    if text := advise(first):
+    if text := advise(first, only_logged=only_logged):
         yield from wrap(text, "  ")
     if rank.differing or not rank.places:
         yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
@@ -134,18 +135,28 @@ def name_place(found: Divergence) -> str:
     return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
 
 
-def advise(first: RecordDifference) -> str:
-    """Return advice on a first difference; empty unless the difference alone allows any."""
+def advise(first: RecordDifference, *, only_logged: bool) -> str:
+    """Return advice on a first difference; empty unless the difference alone allows any.
+
+    Args:
+        first: The difference.
+        only_logged: Whether nothing differs in the runs but logged values.
+    """
     if first.moment == "initial":
         return (
             "It differs before the training: seed before the model is built (lightning_d9m.enable "
             "or seed_everything at the top of the program)."
         )
-    if set(first.by_group) == {"scalars"}:
+    if only_logged:
         return (
-            "Only logged scalars differ here. Exclude one that cannot be equal, such as a measured "
-            "time, with ignored_metrics, or with LIGHTNING_D9M_IGNORED_METRICS=NAME before the "
-            "command."
+            "Only logged values differ in the whole run. Exclude one that cannot be equal, such as "
+            "a measured time, with ignored_metrics, or with LIGHTNING_D9M_IGNORED_METRICS=NAME "
+            "before the command."
+        )
+    if set(first.by_group) <= {"scalar", "scalars"}:
+        return (
+            "A logged value differs first, and the training differs later: do not exclude it. It "
+            "may steer the training, as val_loss does under EarlyStopping or ReduceLROnPlateau."
         )
     return ""
 
@@ -222,6 +233,11 @@ def state_verdict(comparison: Comparison) -> str:
         return (
             f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
             f"{epochs}; {ranks})."
+        )
+    if comparison.verdict == "incomplete":
+        return (
+            f"incomplete: {count_compared(comparison)} bit for bit the same, as far as both runs "
+            "go; one was ended before it finished its ledger."
         )
     if comparison.verdict == "different":
         return (

@@ -166,7 +166,7 @@ def _list_cells(row: LedgerRow, weights: str) -> "dict[str, str | Text]":
         cells: dict[str, str | Text] = dict.fromkeys(_TITLES, "")
         return cells | {"ledger": name, "verdict": style("problem", "invalid")}
     commit = "" if row.git_commit is None else escape(row.git_commit[:_COMMIT])
-    words = {"different": "differs", "not comparable": "other", "equal": "equal"}
+    words = {"different": "differs", "not comparable": "other"}
     return {
         "ledger": name,
         "date": escape(row.created[5:16].replace("T", " ")),
@@ -175,5 +175,5 @@ def _list_cells(row: LedgerRow, weights: str) -> "dict[str, str | Text]":
         "epochs": str(row.epochs) if row.status == "finished" else f"{row.epochs} {row.status}",
         "weights": weights,
         "commit": commit + ("*" if row.git_dirty else ""),
-        "verdict": style(row.verdict, words[row.verdict]) if row.verdict else "",
+        "verdict": style(row.verdict, words.get(row.verdict, row.verdict)) if row.verdict else "",
     }

@@ -115,6 +115,15 @@ def test_a_logged_time(tmp_path, capsys):
     assert "IGNORED_METRICS" not in output
 
 
+def test_a_logged_value_before_other_weights(tmp_path, capsys):
+    """Excluding it would hide what steers the training; that is said instead."""
+    once, again = [("val_loss", (1.5).hex())], [("val_loss", (2.5).hex())]
+    one, other = write(tmp_path, scalars=once), write(tmp_path, drift=1, scalars=again)
+    _, output = compare(capsys, one, other)
+    assert "A logged value differs first, and the training differs later" in narrow(output)
+    assert "IGNORED_METRICS" not in output
+
+
 def test_another_stack_comes_before_any_drift(tmp_path, capsys):
     """So that another driver is never mistaken for nondeterminism."""
     status, output = compare(
@@ -154,7 +163,8 @@ def test_one_stopped_early(tmp_path, capsys):
     status, output = compare(capsys, write(tmp_path, epochs=5), write(tmp_path, end=False))
     assert status == 1
     assert narrow(output) == (
-        "different: 4 records compared.\n\n\n"
+        "incomplete: 4 records bit for bit the same, as far as both runs go; one was\n"
+        "ended before it finished its ledger.\n\n\n"
         "Rank 0: only the reference has 4 records, the first epoch 2 (step 69).\n"
         "Rank 0: this run was ended before it finished its ledger."
     )

@@ -111,7 +111,7 @@ def test_an_unfinished_run_and_one_that_is_damaged(folder, capsys):
     edited.write_bytes(edited.read_bytes().replace(b"f" * 32, b"0" * 32))
     rows = json.loads(ls(capsys, "--json"))
     assert [row["status"] for row in rows] == ["finished", "no end", "", "finished"]
-    assert (rows[1]["epochs"], rows[1]["verdict"]) == (1, "different")
+    assert (rows[1]["epochs"], rows[1]["verdict"]) == (1, "incomplete")
     assert "does not fit its check" in rows[2]["problem"]
     assert rows[3]["verdict"] == "not comparable"
     text = ls(capsys)

@@ -19,14 +19,16 @@ def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), pos
     )  # fmt: skip
 
 
-def comparison(*divergences, refusals=(), stack=()):
+def comparison(*divergences, refusals=(), stack=(), only_logged=True):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
     none = SimpleNamespace(count=0)
     ranks = [
         SimpleNamespace(divergence=entry, only_expected=none, only_actual=none)
         for entry in divergences
     ]
-    return SimpleNamespace(ranks=ranks, refusals=refusals, stack=stack)
+    return SimpleNamespace(
+        ranks=ranks, refusals=refusals, stack=stack, only_logged_values=only_logged
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,17 @@ def comparison(*divergences, refusals=(), stack=()):
         (divergence("rng", "torch"), "random numbers"),
         (divergence("batch", "batch:0"), "data"),
         (divergence("optimizer", "0.group.0:lr"), "optimizer settings"),
-        (divergence("weight", others=[("optimizer", "0.group.0:lr")]), "optimizer settings"),
+        # Both were written in one step, which does not say which of them is the cause.
+        (divergence("weight", others=[("optimizer", "0.group.0:lr")]), "weights"),
+        (divergence("buffer", others=[("optimizer", "0.group.0:lr")]), "buffers"),
         (divergence("optimizer", "0.exp_avg.a"), "optimizer state"),
         (divergence("output", "layers.0"), "module"),
         (divergence("loss", "loss"), "module"),
         (divergence("op", "layers.0::aten.index_put_.default"), "op"),
         (divergence("op", "layers.1::aten.native_dropout.default:1"), "random numbers"),
+        (divergence("op", "a::aten.native_layer_norm.default"), "op"),
+        (divergence("op", "a::aten.normal_.default"), "random numbers"),
+        (divergence("op", "a::columns.normalize.default"), "op"),
         (divergence("gradient", "a.weight"), "gradients"),
         (divergence("scalar", "time"), "logged value"),
         (divergence("weights", moment="final"), "after training"),
@@ -54,6 +61,22 @@ def comparison(*divergences, refusals=(), stack=()):
 )
 def test_one_rank(found, kind):
     assert find_cause(comparison(found)).kind == kind
+
+
+def test_a_logged_value_that_steers_the_training_is_not_called_harmless():
+    for moment, kind in (("batch", "scalar"), ("epoch", "scalars")):
+        found = divergence(kind, "val_loss", moment=moment)
+        harmless = find_cause(comparison(found))
+        assert "the training itself is equal" in harmless.text
+        assert "ignored_metrics" in harmless.advice
+        steering = find_cause(comparison(found, only_logged=False))
+        assert steering.text == "A logged value differs first, and the training differs later."
+        assert "ignored_metrics" not in steering.advice
+
+
+def test_weights_and_settings_that_differ_together_are_both_named():
+    found = divergence("weight", others=[("optimizer", "0.group.0:lr")])
+    assert "Weights and the optimizer's settings differ" in find_cause(comparison(found)).text
 
 
 def test_what_makes_runs_incomparable_goes_first():

@@ -315,10 +315,19 @@ class TestOneSided:
         path.write_bytes(b"".join(lines[:5]) + (lines[5][:-9] if torn else b""))
         comparison = compare(one, other)
         (rank,) = comparison.ranks
-        assert comparison.verdict == "different"
+        assert comparison.verdict == "incomplete"
+        assert compare(other, one).verdict == "incomplete"
+        assert not comparison.equal
         assert (rank.expected_complete, rank.actual_complete) == (True, False)
         assert (rank.expected_truncated, rank.actual_truncated) == (False, torn)
         assert (rank.only_expected.count, rank.only_expected.first) == (3, "epoch 2 (step 69)")
+
+    def test_one_was_killed_and_differs(self, runs):
+        """Being cut off excuses no difference."""
+        other = runs.write(edit=in_epoch(0, flip))
+        path = rank_path(other, 0)
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+        assert compare(runs.write(), other).verdict == "different"
 
     def test_a_record_in_the_middle(self, runs):
         """The records after it still find their counterparts."""
@@ -392,6 +401,14 @@ class TestNotComparable:
             ({"train": [LoaderFacts(1437, 64, 9)]}, "batches", "23", "9 batches an epoch"),
             ({"trainer": {"precision": "bf16"}}, "trainer.precision", "32-true", "bf16"),
             ({"extra": {"plan": {"a": 1}}}, "plan.a", "missing", "1"),
+            # A field that this version does not know hides none that it knows.
+            (
+                {"train": [LoaderFacts(99, 64, 23)], "extra": {"dataset": "1437 samples"}},
+                "dataset",
+                "1437 samples",
+                "99 samples",
+            ),
+            ({"extra": {"dataset": "1437 samples"}}, "dataset.", "missing", "1437 samples"),
         ],
     )
     def test_by_their_facts(self, runs, facts, field, expected, actual):
