@@ -122,7 +122,7 @@ def test_equal_runs_pass_and_leave_reports(job, runs):
     golden = runs.write(3)
     done = job.use(command=COMMAND, golden=golden, install="")
     assert (done.passed, done.verdict) == (True, "equal")
-    assert done.summary.startswith("## 2 runs compared\n\n**equal**: 2 runs agree bit for bit")
+    assert done.summary.startswith("## 2 runs compared\n\n**equal**: the fits of 2 runs agree")
     assert f"\n## Compared with {golden}\n\n**equal**: " in done.summary
     for name in ("report.html", "golden.html"):
         assert "Weights of both runs" in (job.artifacts / "d9m" / name).read_text()
@@ -145,7 +145,7 @@ def test_a_training_that_differs_from_the_golden_ledger_fails(job, runs):
     job.train()
     done = job.use(command=COMMAND, golden=runs.write(2), install="", artifact="golden")
     assert (done.passed, done.verdict) == (False, "different")
-    assert "**equal**: 2 runs agree bit for bit" in done.summary
+    assert "**equal**: the fits of 2 runs agree bit for bit" in done.summary
     assert "\n\n**different**: " in done.summary
     kept = job.artifacts / "golden"
     assert "<h1>Equal</h1>" in (kept / "report.html").read_text()

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         if timeline.distances.moments and not comparison.equal:
             print("\n".join(format_distances(timeline.distances, terminal_width())))
         if comparison.verdict == "different":
-            command = printable(find_command((expected, actual)) or "COMMAND")
+            command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
             ledgers = printable(" ".join(shlex.quote(str(path)) for path in paths))
             print("\n".join(format_next_steps(list_next_steps(command, ledgers))))
     return 0 if comparison.equal else 1

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lightning_d9m.comparison.causes import STATE
 from lightning_d9m.locate.result import describe_place
 from lightning_d9m.output.comparison_text import format_field
 from lightning_d9m.output.terminal import make_table, measure, render, wrap
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_d9m.locate.samples import SampleComparison
 
 _INDENT = " " * 10
+_MOST_ULPS = 2**16
+_PAIR = 2
 _EXAMPLES = 3
 # By the status of the catalog's entry; an exempt entry has its own.
 _FIXES = {
@@ -75,7 +78,9 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
             yield from _label("rank", _name_ranks(found))
         if pair is not None and pair.fits > 1:
             yield from _label("fit", f"{escape(pair.fit)}, one of {pair.fits}")
-        yield from _label("places", f"{first.count:,} of {first.compared:,} differ there")
+        differ = f"{first.count:,} of the {first.compared:,} values recorded at this point"
+        yield from _label("differ", differ)
+        yield from _describe_writing(found)
     if pair is None:
         return
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
@@ -91,9 +96,23 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
                 )
 
 
+def _describe_writing(found: "SearchResult") -> Iterator[str]:
+    """Yield when the state that differs at the beginning of a batch was written."""
+    first = found.divergences[0]
+    began = first.moment == "batch" and first.kind in STATE and first.step
+    if began and found.reference_rank is None:
+        yield from _label(
+            "written",
+            f"between the beginnings of step {first.step - 1} and of this step: by the "
+            "optimizer, a hook, a callback, or another thread",
+        )
+
+
 def _name_ranks(found: "SearchResult") -> str:
     ranks = ", ".join(str(entry.rank) for entry in found.divergences)
     reference = found.reference_rank
+    if reference is not None and found.ranks == _PAIR:
+        return "0 and 1 differ from each other; two ranks do not show which one is wrong"
     compared = "" if reference is None else f", compared with rank {reference} (reference)"
     return f"{ranks} of {found.ranks}{compared}"
 
@@ -160,7 +179,9 @@ def _describe_fix(found: "OpFinding") -> Iterator[str]:
 
 
 def _describe_magnitude(found: "Magnitude", *, verbose: bool) -> Iterator[str]:
-    ulps = "" if found.ulps is None else f", {found.ulps:,} ulps"
+    # Of values that have little in common, the number says nothing.
+    close = found.ulps is not None and found.ulps < _MOST_ULPS
+    ulps = f", {found.ulps:,} ulps" if close else ""
     yield from _label(
         "values",
         f"{found.count:,} of {found.total:,} elements differ, by at most {found.absolute:.3g} "

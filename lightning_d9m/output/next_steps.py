@@ -16,9 +16,14 @@ def find_command(ledgers: Sequence["Ledger"]) -> str:
 
 
 def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
-    """Return commands that find the cause of a difference; ``ledgers`` are quoted for a shell."""
+    """Return commands that find the cause of a difference.
+
+    Args:
+        command: The arguments of ``d9m locate``: ``--`` and the command that trains.
+        ledgers: Two paths, quoted for a shell.
+    """
     return [
-        (f"d9m locate -- {command}", "finds the step, module and source line"),
+        (f"d9m locate {command}", "finds the step, module and source line"),
         (f"d9m report {ledgers}", "shows the difference as a page"),
         ("d9m scan", "lists causes in the source"),
     ]

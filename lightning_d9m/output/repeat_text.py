@@ -18,6 +18,8 @@ from lightning_d9m.output.run_table import RunRow, format_markdown_table, format
 from lightning_d9m.output.terminal import print_lines, terminal_width, wrap
 from lightning_d9m.text import pluralize, printable
 
+_SEVERAL = 2  # later runs, of which some may agree
+
 
 @dataclass(frozen=True)
 class FailedRun:
@@ -88,6 +90,9 @@ class RepeatReport:
         output: The folder with their ledgers.
         command: The command that was run.
         failures: The runs that failed.
+        resumed: Whether runs from run 2 on were killed and resumed.
+        printed: The first line of the output in which a run differs from run 1, with its
+            counterpart.
         watch: Returns what watches the comparison of a fit, given the run's number and the fit's
             name.
     """
@@ -98,12 +103,17 @@ class RepeatReport:
         output: Path,
         command: Sequence[str],
         failures: Sequence[FailedRun] = (),
+        *,
+        resumed: bool = False,
+        printed: str = "",
         watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
         self._runs = runs
         self._command = command
         self._output = output
         self._failures = failures
+        self._resumed, self._printed = resumed, printed
+        self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
         self._fits = len(names)
@@ -163,6 +173,13 @@ class RepeatReport:
             print(f"Run {failure.run} failed: {failure.error}\n")
         if self.verdict == "different":
             self._print_difference(verbose=verbose)
+        elif self._printed:
+            said = (
+                f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
+                "validations, tests and predictions are compared, and nothing that a program "
+                "computes afterwards."
+            )
+            print("\n".join([*wrap(said), ""]))
         print(f"ledgers: {self._output}")
         if self._differing:
             print("\n".join(format_next_steps(self._list_next_steps(self._differing[0]))))
@@ -184,9 +201,8 @@ class RepeatReport:
             verb = "differs" if count == 1 else "differ"
             failures = f"; {failed} failed" if self._failures else ""
             first = self._describe_first(self._differing[0]) if self._differing else ""
-            return (
-                f"different: {count} of {runs} runs {verb} from run 1{failures}. {first}".rstrip()
-            )
+            which = f"{count} of {runs} runs {verb} from run 1{failures}."
+            return " ".join(filter(None, (f"different: {which}", first, self._describe_rate())))
         last = max(self._runs)
         records = sum(
             rank.records
@@ -194,10 +210,32 @@ class RepeatReport:
             if entry.run == last and entry.comparison is not None
             for rank in entry.comparison.ranks
         )
-        agree = f"{runs} runs agree bit for bit in {pluralize(records, 'record')} each"
+        agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         if self._failures:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         return f"{self.verdict}: {agree}."
+
+    def _describe_rate(self) -> str:
+        """Say so if the others agree, or if only some of several runs differ."""
+        compared = {entry.run for entry in self._entries} - {1}
+        differing = {entry.run for entry in self._differing}
+        if self._resumed or self._counts or len(compared) < _SEVERAL:
+            return ""
+        if differing != compared:
+            return (
+                f"{len(differing)} of {len(compared)} pairs differ, so one pair of runs may miss "
+                "it."
+            )
+        final = {
+            entry.fit: {row.weights for row in self._rows if row.fit == entry.fit and row.run > 1}
+            for entry in self._differing
+        }
+        if all(len(weights) == 1 for weights in final.values()):
+            return (
+                "All later runs end alike: look for files that run 1 left and later runs read, "
+                "such as a cache or a checkpoint."
+            )
+        return ""
 
     def _describe_first(self, entry: FitOutcome) -> str:
         """Return the verdict on the first fit that differs."""
@@ -212,18 +250,37 @@ class RepeatReport:
         for entry in self._differing[:1]:
             assert entry.comparison is not None, "it differs"
             print("\n".join([*format_evidence(entry.comparison, verbose=verbose), ""]))
+        if self._resumed:
+            print(
+                "\n".join(
+                    wrap(
+                        "A resumed run differs from the straight one: the checkpoint lacks state "
+                        "that the training uses. Save what differs in state_dict or "
+                        "on_save_checkpoint."
+                    )
+                )
+            )
         if advice := self._advise_logical_ranks():
             print(advice)
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         assert entry.comparison is not None, "it differs"
         ledgers = (entry.comparison.expected, entry.comparison.actual)
-        command = printable(shlex.join(self._command))
-        return list_next_steps(command, " ".join(map(_show_path, ledgers)))
+        shown = " ".join(map(_show_path, ledgers))
+        if self._resumed:  # straight runs may well agree
+            return [
+                (f"d9m compare -v {shown}", "shows what differs, and by how much"),
+                (f"d9m report {shown}", "shows the difference as a page"),
+            ]
+        compared = {found.run for found in self._entries} - {1}
+        rare = len({found.run for found in self._differing}) < len(compared)
+        tries = f"--tries {2 * len(compared)} " if rare else ""
+        command = tries + "-- " + printable(shlex.join(self._command))
+        return list_next_steps(command, shown)
 
     def _advise_logical_ranks(self) -> str | None:
         """Return advice if runs on different numbers of processes have no logical ranks."""
-        counts = [run.processes for run in self._runs.values() if run.processes is not None]
+        counts = self._counts
         if not counts or any(LOGICAL_RANKS in entry.ledger.header.stack for entry in self._entries):
             return None
         number = 2 ** (max(counts) - 1).bit_length()
@@ -253,6 +310,7 @@ class RepeatReport:
                 row.as_json() | ({"label": label} if (label := self._runs[row.run].label) else {})
                 for row in self._rows
             ],
+            "printed": self._printed,
             "failed": [asdict(failure) for failure in self._failures],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [

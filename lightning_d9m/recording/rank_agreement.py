@@ -27,6 +27,7 @@ class RankDifference:
     Attributes:
         rank: The first rank that differs.
         ranks: All ranks that differ.
+        world_size: Number of ranks.
         expected_rank: The rank that the others are compared with.
         names: The first names that differ on ``rank``, at most ``NAMES_KEPT``.
         count: Number of entries that differ on ``rank``.
@@ -37,6 +38,7 @@ class RankDifference:
 
     rank: int
     ranks: tuple[int, ...]
+    world_size: int
     expected_rank: int
     names: tuple[str, ...]
     count: int
@@ -63,7 +65,7 @@ def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> Ran
     """Compare what ``encode_digests`` gave on each rank.
 
     The other ranks are compared with rank 0. If they differ from it and agree with each other, rank
-    0 is the one that differs. Of two ranks, rank 1 is named.
+    0 is the one that differs. Two ranks differ from each other; ``rank`` is then 1.
 
     ``vectors`` has one for each rank, in order of ranks; every rank gathers the same.
 
@@ -96,6 +98,7 @@ def compare_ranks(names: Sequence[str], vectors: Sequence[Sequence[int]]) -> Ran
     return RankDifference(
         rank=rank,
         ranks=tuple(differing),
+        world_size=len(vectors),
         expected_rank=expected_rank,
         names=tuple(all_names[at] for at in places[:NAMES_KEPT]),
         count=len(places),
@@ -185,12 +188,14 @@ def rank_error(
     first, expected_rank = difference.rank, difference.expected_rank
     expected, actual = describe_pair(difference.expected, difference.actual)
     labels = [f"rank {expected_rank} (reference):", f"rank {first}:"]
-    width = len(labels[0])
-    if difference.ranks[1:]:
+    if difference.world_size == len(labels):  # nothing tells which of two is wrong
+        labels, who = ["rank 0:", "rank 1:"], "Ranks 0 and 1 differ from each other"
+    elif difference.ranks[1:]:
         who = f"Ranks {', '.join(str(rank) for rank in difference.ranks[:8])}"
-        who += f"{', ...' if difference.ranks[8:] else ''} differ"
+        who += f"{', ...' if difference.ranks[8:] else ''} differ from rank {expected_rank}"
     else:
-        who = f"Rank {first} differs"
+        who = f"Rank {first} differs from rank {expected_rank}"
+    width = len(labels[0])
     entries = _ENTRIES.get(group, escape(group))
     if difference.names == (_NAMES,):
         what = f"they do not list the same {entries}"
@@ -198,7 +203,7 @@ def rank_error(
         named = describe_names(difference.names, difference.count)
         what = f"{difference.count} of {difference.total} {entries} differ, first {named}"
     return DriftError(
-        f"{who} from rank {expected_rank} in {describe_moment(moment, epoch, step)}: {what}.\n"
+        f"{who} in {describe_moment(moment, epoch, step)}: {what}.\n"
         f"  {labels[0]:<{width}} {expected}\n"
         f"  {labels[1]:<{width}} {actual}\n"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "

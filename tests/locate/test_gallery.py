@@ -91,7 +91,7 @@ def mask(text, *, whole=False):
     words = " ".join(text.replace(str(TRAINING), "train.py").split())
     if not whole:
         words = re.split(" (?:values|advice|looks): ", words)[0]
-    where, _, values = words.partition(" places: ")
+    where, _, values = words.partition(" differ: ")
     values = re.sub(r"( \[[\d, ]*\] \S+ \S+)+", " [values]", values)
     return where, re.sub(r"\d[\d,.]*(e[+-]\d+)?(?![\w-])", "#", values)
 

@@ -85,5 +85,5 @@ def test_the_command_interrupts_a_loop(tmp_path, monkeypatch, capsys, forking_py
     words = [forking_python, str(EXAMPLE), "--epochs", "2"]
     assert main(["repeat", "--interrupt", "--", *words]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("equal: 3 runs agree bit for bit")
+    assert out.startswith("equal: the fits of 3 runs agree bit for bit")
     assert "run 3: saved after step 14 of 29 of epoch 1, killed there, resumed" in out

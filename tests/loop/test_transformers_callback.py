@@ -179,5 +179,5 @@ def test_the_command_interrupts_the_example(tmp_path, monkeypatch, capsys):
     python = shared_python(*TRAINING, "transformers.trainer")
     assert main(["repeat", "--interrupt", "--", python, str(EXAMPLE), "--stop-after", "2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("equal: 3 runs agree bit for bit")
+    assert out.startswith("equal: the fits of 3 runs agree bit for bit")
     assert "run 3: saved after step 5 of 10 of epoch 1, killed there, resumed" in out

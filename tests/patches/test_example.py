@@ -28,7 +28,7 @@ def test_two_runs_agree_bit_for_bit(tmp_path: Path, forking_python: str) -> None
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert "equal: 2 runs agree bit for bit" in done.stdout
+    assert "equal: the fits of 2 runs agree bit for bit" in done.stdout
 
 
 def test_it_trains_on_patched_ops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,15 @@ class TestRankError:
         assert (drift.moment, drift.epoch, drift.step, drift.rank) == ("epoch", 4, 115, 2)
         assert (drift.group, drift.name) == ("weights", "layers.3.weight")
 
+    def test_two_ranks(self):
+        """Nothing tells which of them is wrong."""
+        found = compare_ranks(["w"], vectors({"w": "a" * 32}, {"w": "b" * 32}))
+        message = str(rank_error(found, moment="epoch", epoch=4, step=115))
+        assert message.startswith(
+            "Ranks 0 and 1 differ from each other in epoch 4 (step 115): 1 of 1 weights differ, "
+            f"first w.\n  rank 0: {'a' * 16}\n  rank 1: {'b' * 16}\n"
+        )
+
     def test_many_ranks(self):
         """They are listed up to a bound."""
         table = {"w": "a" * 32}

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import (
@@ -27,6 +29,10 @@ from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
 
 _MIN_RUNS = 2
+_MOST_PRINTED, _MOST_SHOWN = 2**20, 60
+_VARIES = re.compile(
+    r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|%|\b[Pp][Ii][Dd]\b"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.processes is None
             else plan_runs(argv, arguments.processes)
         )
-        report = RepeatReport(_repeat(plans, output, arguments.timeout), output, argv)
+        runs = _repeat(plans, output, arguments.timeout)
+        printed = "" if arguments.processes else _compare_printed(output)
+        report = RepeatReport(runs, output, argv, printed=printed)
     if arguments.format == "markdown":
         print(report.as_markdown())
     else:
@@ -126,6 +134,23 @@ def _repeat(plans: Sequence[PlannedRun], output: Path, timeout: float | None) ->
             before = f" (run {number - 1} succeeded)" if runs else ""
             raise CommandError(f"In {plan.title}{before}: {error}") from error
     return runs
+
+
+def _compare_printed(output: Path) -> str:
+    """Return the first line that a run printed otherwise than run 1; empty if there is none."""
+    first, *others = (_read_printed(log) for log in sorted(output.glob("run-*/output.log")))
+    for lines in others:
+        for one, other in zip_longest(first, lines, fillvalue=""):
+            if one != other:
+                return f"such as {one[:_MOST_SHOWN]!r} and {other[:_MOST_SHOWN]!r}"
+    return ""
+
+
+def _read_printed(log: Path) -> list[str]:
+    """Return the lines of a log without those with times, sizes, addresses and progress."""
+    with log.open(errors="replace") as file:
+        text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
+    return [line for line in text.splitlines() if not _VARIES.search(line)]
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:

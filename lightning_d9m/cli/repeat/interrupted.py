@@ -105,7 +105,7 @@ def interrupt_and_resume(
         except (CommandError, LedgerError) as error:
             text = "\n".join([str(error), *_find_remedies(folder / "output.log")])
             failures.append(FailedRun(number, f"{label}, failed", text))
-    return RepeatReport(runs, output, argv, failures)
+    return RepeatReport(runs, output, argv, failures, resumed=True)
 
 
 def _measure_start(run: Run, began: float) -> float:

@@ -67,7 +67,7 @@ def table_rows(output):
 def test_equal_runs(repeat):
     status, out, err = repeat(fits(7), n=3)
     assert status == 0
-    assert "equal: 3 runs agree bit for bit in 5 records each." in out
+    assert "equal: the fits of 3 runs agree bit for bit in 5 records each." in out
     assert [line.split()[-1] for line in table_rows(out)] == ["reference", "equal", "equal"]
     assert "run 2 of 3: done, 1 epoch\n" in err
 
@@ -78,7 +78,7 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     assert [line.split()[-1] for line in table_rows(out)] == ["reference", "differs", "equal"]
     assert "Rank 0 diverges first, in the initial state." in " ".join(out.split())
     assert out.startswith("different: 1 of 3 runs differs from run 1. Run 2: ")
-    assert "  d9m locate -- " in out
+    assert "  d9m locate --tries 4 -- " in out
     assert (
         max(len(line) for line in out.splitlines() if not re.search("d9m-runs|  d9m", line)) <= 80
     )
@@ -100,13 +100,44 @@ def test_markdown(repeat):
     assert out.startswith("**different**: 1 of 2 runs differs from run 1. ")
     assert "\n| run | seed | weights | final loss | verdict |\n| --- |" in out
     assert out.count("```") == 2
-    assert repeat(fits(7), "--format", "markdown")[1].startswith("**equal**: 2 runs agree")
+    assert repeat(fits(7), "--format", "markdown")[1].startswith("**equal**: the fits of 2")
 
 
 def test_several_fits_are_compared_one_by_one(repeat):
     status, out, _ = repeat(fits(7, f"{NUMBER}"))
     assert status == 1
     assert "differs from run 1. Run 2, fit 2: " in out
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "advised"),
+    [
+        (f"{NUMBER} // 3", "1 of 2 pairs differ, so one pair of runs may miss it.", "--tries 4 --"),
+        (f"min(2, {NUMBER})", "look for files that run 1 left and later runs read", "locate --"),
+        (f"{NUMBER}", "", "locate --"),
+    ],
+)
+def test_what_the_runs_together_show_is_said(repeat, value, said, advised):
+    out = " ".join(repeat(fits(value), n=3)[1].split())
+    assert said in out
+    assert f"d9m locate {advised}" in out or f"d9m {advised}" in out
+    assert ("pairs differ" in out, "run 1 left and" in out) == ("pairs" in said, "files" in said)
+
+
+@pytest.mark.parametrize(
+    ("printed", "noted"),
+    [
+        (f'"accuracy", {NUMBER}', True),
+        (f'"took", {NUMBER}, "s"', False),
+        ('"the same"', False),
+    ],
+)
+def test_equal_fits_of_a_program_that_prints_other_results(repeat, printed, noted):
+    status, out, _ = repeat(f"{fits(7)}\nprint({printed})")
+    assert status == 0
+    words = " ".join(out.split())
+    assert ("note: the runs printed different output" in words) == noted
+    assert not noted or "such as 'accuracy 1' and 'accuracy 2'" in words
 
 
 def test_all_fits_count_as_records(repeat):
@@ -238,10 +269,10 @@ def repeat_example(python, name, *options, runs, cwd):
 def test_the_main_job(tmp_path, forking_python):
     """Train the digits network of the examples twice, with loader workers, and agree."""
     output = repeat_example(forking_python, "digits.py", "--workers", "1", runs=2, cwd=tmp_path)
-    assert "equal: 2 runs agree bit for bit" in output
+    assert "equal: the fits of 2 runs agree bit for bit" in output
 
 
 def test_a_real_nondeterministic_operation_agrees_with_the_callback(tmp_path, forking_python):
     """Pooling over graph edges by ``index_put_``; test_examples shows that it differs without."""
     output = repeat_example(forking_python, "graph.py", runs=2, cwd=tmp_path)
-    assert "equal: 2 runs agree bit for bit" in output
+    assert "equal: the fits of 2 runs agree bit for bit" in output

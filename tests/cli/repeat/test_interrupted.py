@@ -103,7 +103,7 @@ def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(
     monkeypatch.setattr("lightning_d9m.launch.run.RunProgress", Progress)
     status, out, err = repeat("train()", survey=EPOCHS)
     assert status == 0
-    assert "equal: 6 runs agree bit for bit" in out
+    assert "equal: the fits of 6 runs agree bit for bit" in out
     assert [line.split()[-1] for line in table(out)[1:7]] == ["reference"] + ["equal"] * 5
     assert table(out)[7:13] == [
         "run 1: straight",
@@ -139,6 +139,8 @@ def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(repeat, tmp
     assert status == 1
     assert [line.split()[-1] for line in table(out)[1:7]].index("differs") == 4
     assert out.startswith("different: 1 of 6 runs differs from run 1. Run 5: ")
+    assert "the checkpoint lacks state that the training uses" in " ".join(out.split())
+    assert "d9m locate" not in out  # straight runs agree
     (kept,) = tmp_path.glob("d9m-runs/000/*/checkpoints/interrupted.ckpt")
     assert kept.read_text() == "validation:1:1"
 
@@ -208,7 +210,7 @@ def test_a_point_that_fails_leaves_the_verdicts_of_the_others(repeat):
     assert [line.split()[-1] for line in table(out)[1:3]] == ["reference", "equal"]
     assert "\nrun 2: killed at the end of epoch 0, failed\n" in out
     assert "| AssertionError: why" in out
-    assert "incomplete: 1 run failed; 2 runs agree bit for bit" in out
+    assert "incomplete: 1 run failed; the fits of 2 runs agree bit for bit" in out
 
 
 def test_a_difference_outweighs_a_failure(repeat):

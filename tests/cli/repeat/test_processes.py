@@ -66,7 +66,7 @@ def test_one_table_shows_that_runs_on_other_numbers_of_processes_agree(repeat):
         ["2", "2", "5", "0" * 16, "equal"],
         ["3", "4", "5", "0" * 16, "equal"],
     ]
-    assert "equal: 3 runs agree bit for bit in 5 records each." in out
+    assert "equal: the fits of 3 runs agree bit for bit in 5 records each." in out
     assert "run 2 of 3, on 2 processes: done, 1 epoch\n" in err
 
 

@@ -200,4 +200,4 @@ def test_repeat_of_a_project_that_never_mentions_us(tmp_path, monkeypatch, capsy
     monkeypatch.delenv("LIGHTNING_D9M", raising=False)
     command = [forking_python, str(PROJECT), "lightning.pytorch", "first"]
     assert main(["repeat", "-n", "2", "--", *command]) == 0
-    assert "equal: 2 runs agree bit for bit" in capsys.readouterr().out
+    assert "equal: the fits of 2 runs agree bit for bit" in capsys.readouterr().out

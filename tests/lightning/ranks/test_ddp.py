@@ -43,7 +43,7 @@ def test_one_ulp_on_one_rank_raises_on_all(outcome):
         assert error["rank"] == 1
         assert error["names"] == ["layers.0.weight"]
         assert (error["epoch"], error["count"]) == (1, 1)
-        assert "Rank 1 differs from rank 0" in error["message"]
+        assert "Ranks 0 and 1 differ from each other" in error["message"]
 
 
 @pytest.mark.parametrize(
