@@ -33,6 +33,13 @@ class AttributePatches:
         self._originals = [entry for entry in self._originals if entry[0]() is not None]
         self._originals.append((_make_reference(owner), name, original))
 
+    def read_original(self, owner: Any, name: str) -> Any:
+        """Return an attribute as it was before it was replaced; None if there was none."""
+        for patched, other, original in self._originals:
+            if patched() is owner and name == other:
+                return getattr(type(owner), name, None) if original is _MISSING else original
+        return getattr(owner, name, None)
+
     def undo(self) -> None:
         """Restore every attribute whose owner still exists."""
         while self._originals:

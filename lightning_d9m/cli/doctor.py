@@ -62,8 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _summarize(findings: Sequence["CheckResult"]) -> str:
     """Return one sentence."""
-    problems = sum(finding.status == "problem" for finding in findings)
-    return f"{pluralize(problems, 'problem') if problems else 'No problems'} found."
+    problems, notes = (
+        sum(finding.status == status for finding in findings) for status in ("problem", "note")
+    )
+    if problems:
+        return f"{pluralize(problems, 'problem')} found."
+    return f"No problems found, but {pluralize(notes, 'note')}." if notes else "No problems found."
 
 
 def list_fixes(findings: Iterable["CheckResult"]) -> list[str]:

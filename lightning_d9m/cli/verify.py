@@ -56,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: When there is nothing to check it by, or it holds objects.
         LedgerError: When the ledger that was named cannot be read.
     """
+    path: Path = arguments.checkpoint
+    if not path.exists():  # before the imports, which take seconds
+        raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
     from lightning_d9m.lightning.checkpoint_io import check_checkpoint, load_checkpoint
     from lightning_d9m.lightning.saved_state import SavedState
     from lightning_d9m.lightning.sharded_checkpoint import (
@@ -63,10 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         load_sharded_checkpoint,
     )
 
-    path: Path = arguments.checkpoint
     sharded = is_sharded_checkpoint(path)
-    if not sharded and not path.is_file():
-        raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
+    if path.is_dir() and not sharded:
+        raise CommandError(
+            f"{path} is a folder without a sharded checkpoint. Give the path of a checkpoint in it."
+        )
     load = load_sharded_checkpoint if sharded else load_checkpoint
     try:
         checkpoint = load(path, allow_objects=arguments.allow_objects)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from runpy import run_path
 
@@ -78,6 +79,15 @@ def validate_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise a ``SettingError`` if a setting is not one of the allowed words."""
     if value not in allowed:
         raise SettingError(f"{name} is {value!r}; allowed: {' or '.join(map(repr, allowed))}.")
+
+
+def read_path(name: str, value: object) -> Path | None:
+    """Return a setting as a path; None for None. Anything else is a ``SettingError``."""
+    if value is None:
+        return None
+    if not isinstance(value, str | PathLike):
+        raise SettingError(f"{name} is {value!r}; allowed: a path, or None for none.")
+    return Path(value)
 
 
 def _validate_integer(name: str, value: object, low: int, high: int) -> None:

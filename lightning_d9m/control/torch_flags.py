@@ -37,7 +37,9 @@ def capture_flags() -> Flags:
 
 
 def restore_flags(flags: Flags) -> None:
-    """Put torch's flags back as they were captured."""
+    """Put torch's flags back as they were captured, unless the interpreter is shutting down."""
+    if sys.is_finalizing():  # nothing can be imported any more, and nothing will be computed
+        return
     torch.use_deterministic_algorithms(
         flags["torch.deterministic_algorithms"], warn_only=flags["torch.deterministic_warn_only"]
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from lightning_d9m.control.environment import EarlyVariables
-from lightning_d9m.control.settings import validate_choice
+from lightning_d9m.control.settings import read_path, validate_choice
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.lightning.fault_injection import apply_interrupt_variables
 from lightning_d9m.lightning.launched_runs import launch_run
@@ -88,6 +88,7 @@ class DeterminismCallback(_Callback):
         probe_ranks: Ranks that record probes; None means all.
         replay_every: Run the forward and backward pass of every N-th batch a second time and
             compare all values; 0 for never.
+        summary: Log one line when a fit ends: epochs, digest of the weights, and ledger.
 
     Arguments that "inherit" take the value of an active ``lightning_d9m.enable()`` if they are
     None; any other value takes precedence over it.
@@ -119,6 +120,7 @@ class DeterminismCallback(_Callback):
         probe_steps: str | None = None,
         probe_ranks: int | Sequence[int] | None = None,
         replay_every: int = 0,
+        summary: bool = True,
     ) -> None:
         _serve_packages()
         super().__init__()
@@ -131,7 +133,7 @@ class DeterminismCallback(_Callback):
             patch_ops=patch_ops,
             unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
         )
-        path = None if reference is None else Path(reference)
+        path = read_path("reference", reference)
         self._policy = Policy(path, on_drift, on_stack_difference)
         probe_settings = make_settings(
             probes=probes,
@@ -144,6 +146,7 @@ class DeterminismCallback(_Callback):
         self._recorder = TrainerRecorder(
             self._policy, ledger_dir, ignored, spare_cwd=self._auto_added
         )
+        self._shows_summary = summary
         self._checkpoint_state = CheckpointState(on_inexact_resume)
         self._probe_recorder = ProbeRecorder(probe_settings, ignored)
         self._benchmark_was_on = torch.backends.cudnn.benchmark
@@ -262,7 +265,8 @@ class DeterminismCallback(_Callback):
         self._recorder.record(trainer, pl_module, self._open_session, "final")
         self._checkpoint_state.keep(trainer, ended=True)
         session = self._open_session
-        self._recorder.summary.log(trainer, session.fit, session.settings.seed)
+        if self._shows_summary:
+            self._recorder.summary.log(trainer, session.fit, session.settings.seed)
 
     def on_save_checkpoint(
         self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]

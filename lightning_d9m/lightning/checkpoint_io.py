@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _CHUNK = 2**20
+_HEAD = 512
+_PICKLE = b"\x80"  # the first byte
 
 
 @contextmanager
@@ -93,8 +95,11 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
 
     Raises:
         CheckpointError: If it cannot be read, or is not a checkpoint.
-        CommandError: If it holds objects that may not be loaded, or that cannot be.
+        CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
+            be.
     """
+    if _is_text(path):
+        raise CommandError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
     try:
         with damage_explained(path):
             checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
@@ -114,10 +119,30 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
+        if _read_head(path).startswith(_PICKLE):
+            raise CommandError(
+                f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
+                f"verify, and it cannot be loaded: {escape(str(error), 400)}"
+            ) from error
         raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
     return checkpoint
+
+
+def _read_head(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(_HEAD)
+
+
+def _is_text(path: Path) -> bool:
+    head = _read_head(path)
+    try:
+        return bool(head.decode()) and b"\0" not in head
+    except UnicodeDecodeError:
+        return False
 
 
 def _find_objects(path: Path) -> list[str]:
@@ -200,6 +225,9 @@ def _describe_damage(damage: Damage) -> str:
 def _find_damage(path: Any) -> str | None:
     """Return the damage of a file that torch saved, a zip archive; None if there is none."""
     try:
+        with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
+            if file.read(1) == _PICKLE:
+                return None
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as stream:

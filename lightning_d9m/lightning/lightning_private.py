@@ -75,11 +75,11 @@ def wrap_launches(package: str, around: Callable[..., Any]) -> None:
         return
 
     @wraps(original)
-    def launch(self: Any, run: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         def start(called: Any) -> Any:
             return original(self, called, *args, trainer=trainer, **kwargs)
 
-        return start(run) if trainer is None else around(trainer, run, start)
+        return start(function) if trainer is None else around(trainer, function, start)
 
     launcher.launch = launch
 

@@ -1,7 +1,7 @@
 """The batches of a recorded loop: the same in every run, and in a run that resumes."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -16,6 +16,27 @@ _STAGE = "train"
 # They iterate, move and divide batches in ways of their own.
 _WRAPPING = ("accelerate", "lightning", "lightning_fabric")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "_FabricModule")
+
+
+T = TypeVar("T")
+
+
+class EpochBatches(Generic[T]):
+    """The batches of a loader, as ``Recorder.batches`` returns them: each iteration is an epoch.
+
+    Args:
+        loader: The loader.
+        iterate: Returns an iterator of the batches of the epoch that is next or under way.
+    """
+
+    def __init__(self, loader: Iterable[T], iterate: Callable[[Iterable[T]], Iterator[T]]) -> None:
+        self._loader, self._iterate = loader, iterate
+
+    def __iter__(self) -> Iterator[T]:
+        return self._iterate(self._loader)
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._loader))
 
 
 class Batches:

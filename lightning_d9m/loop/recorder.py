@@ -11,11 +11,12 @@ import torch
 from lightning_d9m.control.generators import decode_rng, encode_rng, find_lost_devices
 from lightning_d9m.control.seeding import capture_rng, restore_rng
 from lightning_d9m.control.session import Session, next_fit
+from lightning_d9m.control.settings import read_path
 from lightning_d9m.errors import InexactResumeError, SettingError
 from lightning_d9m.hashing.flat_parameters import find_hybrid_sharding
 from lightning_d9m.launch.interruption_points import InterruptRequest, read_request
 from lightning_d9m.ledger.format.records import End
-from lightning_d9m.loop.batches import Batches, unwrap_model, unwrap_optimizer
+from lightning_d9m.loop.batches import Batches, EpochBatches, unwrap_model, unwrap_optimizer
 from lightning_d9m.loop.interruption import Interruption, name_parts
 from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
 from lightning_d9m.loop.ranks import find_ranks
@@ -85,7 +86,7 @@ class Recorder:
         self._optimizers = tuple(map(unwrap_optimizer, as_tuple(optimizers)))
         self._schedulers = as_tuple(schedulers)
         self._ledger_dir = Path(ledger_dir)
-        path = None if reference is None else Path(reference)
+        path = read_path("reference", reference)
         self._policy = Policy(path, on_drift, on_stack_difference)
         self._probe_settings = make_settings(
             probes=probes,
@@ -102,7 +103,8 @@ class Recorder:
         self._interruption = self._interrupt(InterruptRequest())
         self._fit = self._batch = 0
         self.next_epoch = self.global_step = 0
-        self._iterated = 0  # calls of `batches` in this epoch
+        self._iterated = 0  # iterations of `batches` in this epoch
+        self._stepped = False  # in this epoch
         self._scalars: dict[str, float] = {}
 
     def __enter__(self) -> "Self":
@@ -192,12 +194,16 @@ class Recorder:
         if resumed is None:
             self._record("initial", 0)
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of an epoch, whose order and draws depend on seed and epoch only.
+    def batches(self, loader: Iterable[T]) -> EpochBatches[T]:
+        """Return the batches of a loader, whose order and draws depend on seed and epoch only.
 
-        The first call in an epoch seeds all generators. In a run that was resumed within the
-        epoch, the first batches are left out.
+        Each iteration gives those of the epoch that is next or under way, and ``len`` their number
+        if the loader has one. The first iteration in an epoch seeds all generators. In a run that
+        was resumed within the epoch, the first batches are left out.
         """
+        return EpochBatches(loader, self._iterate)
+
+    def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
         source, epoch = self._open_batches, self.next_epoch
         self.begin(loader)
         resumed, self._resumed = self._resumed, None
@@ -242,6 +248,7 @@ class Recorder:
         if self._probes is not None:
             self._probes.end_batch(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
+        self._stepped = True
         self._interruption.end_step()
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
@@ -272,6 +279,12 @@ class Recorder:
                 f"epoch({epoch}) was called at the end of epoch {self.next_epoch}. Count epochs "
                 "from 0; in a run that resumes, from run.next_epoch."
             )
+        if not self._stepped:
+            raise SettingError(
+                f"Epoch {self.next_epoch} ends without a call of step(): it has trained nothing. "
+                "Iterate run.batches(loader) in each epoch, over a loader that can be iterated "
+                "again, and call run.step() after each step of the optimizer."
+            )
         self.log(**scalars)
         if self._probes is not None:
             self._probes.flush()
@@ -279,6 +292,7 @@ class Recorder:
         self._interruption.end_epoch(self.next_epoch, self._iterated)
         self.next_epoch += 1
         self._batch = self._iterated = 0
+        self._stepped = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to resume: plain values, for the program's own checkpoint.
@@ -344,6 +358,7 @@ class Recorder:
         self._batches = Batches(session.settings, saved.fit, rank)
         self._resumed = saved
         self.next_epoch, self.global_step = saved.epoch, saved.step
+        self._stepped = saved.batch > 0
         self._run.load_loss(saved.loss)
         self._scalars = {name: float.fromhex(text) for name, text in saved.scalars.items()}
         restore_rng(decode_rng(saved.rng))

@@ -51,7 +51,7 @@ def test_a_healthy_environment_has_no_problems(healthy, report, capsys):
     assert status == 0
     assert "problem" not in {finding["status"] for finding in findings.values()}
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.startswith("No problems found.\n\n")
+    assert capsys.readouterr().out.startswith("No problems found, but 2 notes.\n\n")
 
 
 @pytest.mark.parametrize(

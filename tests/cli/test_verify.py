@@ -1,6 +1,7 @@
 """``d9m verify`` checks a checkpoint offline and finds it in a ledger."""
 
 import json
+import pickle
 import sys
 
 import pytest
@@ -118,6 +119,17 @@ def test_a_file_that_is_not_a_checkpoint(verify, tmp_path):
     status, text = verify(tmp_path / "none.ckpt")
     assert status == 2
     assert "No such file: " in text
+    status, text = verify(tmp_path)
+    assert (status, "is a folder without a sharded checkpoint" in text) == (2, True)
+    program = tmp_path / "train.py"
+    program.write_text("import torch\n")
+    status, text = verify(program)
+    assert (status, "is a text file, and not a checkpoint" in text) == (2, True)
+    old = tmp_path / "old.ckpt"
+    old.write_bytes(pickle.dumps({"state_dict": {}}))
+    status, text = verify(old)
+    assert (status, "is a pickle, as torch saved before" in text) == (2, True)
+    assert "damaged" not in text
 
 
 class Setting:

@@ -160,6 +160,7 @@ def test_a_misspelt_variable_is_said():
             "early",
             "raise or warn or raise_early",
         ),
+        (DeterminismCallback, "summary", "0", False, "some", "1 or 0"),
         (
             ProbeSettings,
             "probes",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 from datetime import timedelta
 from pathlib import Path
 
@@ -78,7 +79,9 @@ def test_the_fit_that_is_set_up_resumes_from_the_checkpoint(trainer, tmp_path):
 def test_launches_of_a_trainer_are_wrapped_once(package, monkeypatch):
     launchers = importlib.import_module(f"{package}.strategies.launchers")
     launcher = launchers._MultiProcessingLauncher
-    monkeypatch.setattr(launcher, "launch", lambda self, run, *args, trainer=None: run(*args))
+    monkeypatch.setattr(
+        launcher, "launch", lambda self, function, *args, trainer=None: function(*args)
+    )
     calls = []
 
     def around(trainer, run, start):
@@ -89,6 +92,8 @@ def test_launches_of_a_trainer_are_wrapped_once(package, monkeypatch):
         lightning_private.wrap_launches(package, around)
     launched = object.__new__(launcher)
     assert launched.launch(abs, -3) == 3
+    wrapper = inspect.signature(launcher.launch, follow_wrapped=False)
+    assert list(wrapper.parameters)[:2] == ["self", "function"]
     assert launched.launch(abs, -3, trainer="trainer") == 30
     assert calls == ["trainer"]
 

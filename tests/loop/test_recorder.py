@@ -232,7 +232,34 @@ def test_no_step_of_a_loop_is_run_twice(tmp_path, monkeypatch):
         Recorder(tmp_path, make_parts()[0]).__enter__()
 
 
+def test_batches_made_once_give_every_epoch(tmp_path):
+    """As a loader does, with its length; what can be iterated once only is an error."""
+
+    def train(folder, make_batches):
+        model = make_parts()[0]
+        with deterministic(seed=1), Recorder(tmp_path / folder, model) as run:
+            seen = []
+            batches = make_batches(run)
+            for epoch in range(2):
+                for batch in batches if folder == "once" else make_batches(run):
+                    seen.append(digest_value(batch))
+                    run.step(loss=0.5)
+                run.epoch(epoch)
+        return seen
+
+    loader = make_loader()
+    seen = train("once", lambda run: run.batches(loader))
+    assert seen == train("anew", lambda run: run.batches(loader))
+    assert len(seen) == 2 * len(loader) == 2 * len(set(seen[: len(loader)]))
+    with deterministic(seed=1), Recorder(tmp_path / "length", make_parts()[0]) as run:
+        assert len(run.batches(loader)) == len(loader)
+    with pytest.raises(SettingError, match=r"Epoch 1 ends without a call of step\(\)"):
+        train("once", lambda run: run.batches(iter([1, 2])))
+
+
 def test_misuse_is_told(tmp_path):
+    with pytest.raises(SettingError, match="reference is 5; allowed: a path, or None"):
+        Recorder(tmp_path, make_parts()[0], reference=5)
     model = make_parts()[0]
     with pytest.raises(SettingError, match="There is no deterministic session"):
         Recorder(tmp_path, model).__enter__()
@@ -241,7 +268,7 @@ def test_misuse_is_told(tmp_path):
     with pytest.raises(SettingError, match=r"as one torch.nn.ModuleList"):
         Recorder(tmp_path, [model])
     with pytest.raises(SettingError, match="The Recorder is not open"):
-        next(Recorder(tmp_path, model).batches([]))
+        next(iter(Recorder(tmp_path, model).batches([])))
     with deterministic(seed=1), Recorder(tmp_path, model) as run:
         with pytest.raises(SettingError, match=r"step\(\) was called before the training began"):
             run.step()

@@ -27,7 +27,12 @@ from lightning_d9m.control.data.sampler_state import (
     read_attributes,
     write_attributes,
 )
-from lightning_d9m.control.data.samplers import find_samplers, is_rankless, make_generator
+from lightning_d9m.control.data.samplers import (
+    describe_seed,
+    find_samplers,
+    is_rankless,
+    make_generator,
+)
 from lightning_d9m.control.data.seeded_dataset import (
     NoRngGuard,
     RngGuard,
@@ -88,6 +93,7 @@ class ControlledLoader:
         # torch draws the base seed of the workers from this generator.
         self._generator = torch.Generator()
         self._orders: dict[int, torch.Generator] = {}
+        self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         self._rankless = is_rankless(loader)
         replacements.replace(loader, "generator", self._generator)
         # With in_order=False batches come as workers finish them. torchdata's loaders and older
@@ -263,9 +269,10 @@ class ControlledLoader:
 
     def _seed_samplers(self, loader: Any, epoch: int) -> None:
         for number, sampler in enumerate(find_samplers(loader)):
+            chosen = self._chosen.setdefault(number, self._read_seed(sampler))
             if isinstance(sampler, DistributedSampler):
                 # All ranks must split the same permutation.
-                seed = self._stream.derive("shards", worker=number, shared=True)
+                seed = self._stream.derive(f"shards{chosen}", worker=number, shared=True)
                 self._replacements.replace(sampler, "seed", seed % _SAMPLER_SEED)
                 continue
             generator = self._orders.get(number) or make_generator(sampler)
@@ -276,7 +283,8 @@ class ControlledLoader:
             with suppress(AttributeError):  # a read-only attribute keeps its value
                 self._replacements.replace(sampler, "generator", generator)
             shared = not self._rankless
-            generator.manual_seed(self._stream.derive("order", worker=number, shared=shared))
+            seed = self._stream.derive(f"order{chosen}", worker=number, shared=shared)
+            generator.manual_seed(seed)
         if self.stage != "train" or not self._sets_epochs:
             return  # the host calls `set_epoch` before the sampler is iterated
         inner = getattr(loader.batch_sampler, "sampler", None)
@@ -288,6 +296,15 @@ class ControlledLoader:
                         continue
                     self._replacements.replace(sampler, "epoch", epoch)
                 set_epoch(epoch)
+
+    def _read_seed(self, sampler: Any) -> str:
+        """Return what the user's own seed of a sampler adds to the names of our streams."""
+        read = self._replacements.read_original
+        if isinstance(sampler, DistributedSampler):
+            return describe_seed(read(sampler, "seed"))
+        generator = read(sampler, "generator")
+        seeded = isinstance(generator, torch.Generator)
+        return describe_seed(generator.initial_seed() if seeded else None)
 
 
 def _ignore(state: object) -> None:

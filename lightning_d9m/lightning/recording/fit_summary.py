@@ -31,10 +31,10 @@ class FitSummary:
         self.epochs += moment == "epoch"
 
     def log(self, trainer: "Trainer", fit: int, seed: int) -> None:
-        """Log one line on rank 0, if the Trainer shows a progress bar."""
+        """Log one line on rank 0."""
         if self.ledger is None or self.digest is None:
             return
-        if trainer.is_global_zero and trainer.progress_bar_callback is not None:
+        if trainer.is_global_zero:
             folder = os.path.relpath(self.ledger)
             folder = self.ledger if folder.startswith("..") else folder
             rank_zero().rank_zero_info(

@@ -6,6 +6,7 @@ validation that was interrupted is run again, from weights that it may have repl
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_d9m.lightning.resume.model_parts import ModelParts
@@ -62,5 +63,6 @@ def _read_versions(model: ModelParts) -> _Versions:
     found = {}
     for name, tensor in model.tensors:
         if not is_lazy(tensor) and not tensor.is_inference():
-            found[name] = (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - torch has no other
+            place = tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+            found[name] = (place, tensor._version)  # noqa: SLF001 - torch has no other
     return found

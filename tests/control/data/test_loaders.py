@@ -23,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
     get_worker_info,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.control.data.loaders import LoaderControl
 
@@ -89,6 +90,35 @@ def test_two_loaders_may_hold_one_sampler():
         return order(drawn)
 
     assert found(0) == found(2)
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda seed: RandomSampler(
+            range(SIZE), generator=None if seed is None else torch.Generator().manual_seed(seed)
+        ),
+        lambda seed: DistributedSampler(range(SIZE), 2, 0, seed=seed or 0),
+    ],
+    ids=["generator", "distributed"],
+)
+def test_a_seed_of_the_user_counts_beside_ours(make_sampler):
+    def draw(seed, ours=1):
+        loader = make(shuffle=False, sampler=make_sampler(seed))
+        found = []
+        for stages in (("train",), ("validate", "train")):  # another stage may be the first
+            control = LoaderControl(ours, fit=0, rank=0, per_sample_rng=False)
+            wrapped = {stage: control.wrap_loader(loader, stage) for stage in stages}
+            for stage in stages:
+                control.start_epoch(stage, 0)
+            found.append(order([rows(wrapped["train"])]))
+            control.release()
+        assert found[0] == found[1]
+        return found[0]
+
+    assert draw(5) == draw(5)
+    orders = [draw(None), draw(5), draw(6), draw(5, ours=2)]
+    assert all(orders.count(one) == 1 for one in orders)
 
 
 def test_loaders_of_one_stage_draw_different_orders():

@@ -15,10 +15,12 @@ def list_lines(caplog):
 
 
 @pytest.mark.usefixtures("new_process")
-@pytest.mark.parametrize("bar", [True, False])
-def test_one_line_when_a_fit_ends_unless_progress_bars_are_off(tmp_path, caplog, monkeypatch, bar):
+@pytest.mark.parametrize(("bar", "summary"), [(True, True), (False, True), (True, False)])
+def test_one_line_when_a_fit_ends_with_and_without_a_progress_bar(
+    tmp_path, caplog, monkeypatch, bar, summary
+):
     monkeypatch.chdir(tmp_path)
-    callback = DeterminismCallback(seed=3, ledger_dir="runs")
+    callback = DeterminismCallback(seed=3, ledger_dir="runs", summary=summary)
     assert (callback.ledger, callback.digest) == (None, None)
     assert repr(callback) == "DeterminismCallback(ledger=None, digest=None)"
     words = QUIET | {"enable_progress_bar": bar, "max_epochs": 2}
@@ -33,7 +35,7 @@ def test_one_line_when_a_fit_ends_unless_progress_bars_are_off(tmp_path, caplog,
         repr(callback) == f"DeterminismCallback(ledger={str(callback.ledger)!r}, digest={digest!r})"
     )
     line = f"d9m: 2 epochs recorded, weights {digest[:16]}, ledger runs/fit-000"
-    assert list_lines(caplog) == [line] * bar
+    assert list_lines(caplog) == [line] * summary
 
 
 @pytest.mark.usefixtures("new_process")

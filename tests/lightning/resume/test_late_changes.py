@@ -84,6 +84,7 @@ def test_weights_that_a_validation_has_swapped_are_named(fits):
 
 def test_each_way_to_change_a_tensor_is_found():
     module = nn.BatchNorm1d(3)
+    module.register_buffer("table", torch.eye(3).to_sparse())
     trainer, model = SimpleNamespace(strategy=object()), ModelParts(module)
     changes = LateChanges()
     assert changes.find(model) == []
@@ -93,6 +94,7 @@ def test_each_way_to_change_a_tensor_is_found():
         module.weight.mul_(1)
     module.bias.data = torch.zeros(3)
     module.running_mean = torch.zeros(3)
-    assert changes.find(model) == ["weight", "bias", "running_mean"]
+    module.table = torch.eye(3).to_sparse()
+    assert changes.find(model) == ["weight", "bias", "running_mean", "table"]
     changes.forget()
     assert changes.find(model) == []
