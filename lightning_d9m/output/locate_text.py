@@ -78,7 +78,7 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
             yield from _label("rank", _name_ranks(found))
         if pair is not None and pair.fits > 1:
             yield from _label("fit", f"{escape(pair.fit)}, one of {pair.fits}")
-        differ = f"{first.count:,} of the {first.compared:,} values recorded at this point"
+        differ = f"{first.count:,} of {first.compared:,} values recorded there"
         yield from _label("differ", differ)
         yield from _describe_writing(found)
     if pair is None:
@@ -103,8 +103,7 @@ def _describe_writing(found: "SearchResult") -> Iterator[str]:
     if began and found.reference_rank is None:
         yield from _label(
             "written",
-            f"between the beginnings of step {first.step - 1} and of this step: by the "
-            "optimizer, a hook, a callback, or another thread",
+            f"in step {first.step - 1}, or by a hook or thread before this one",
         )
 
 

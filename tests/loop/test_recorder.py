@@ -16,6 +16,7 @@ from lightning_d9m.errors import (
     LedgerError,
     ReferenceRefusedError,
 )
+from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.probes.dumps import find_states, read_index
 
 EPOCHS = 2
@@ -285,6 +286,7 @@ def test_misuse_is_told(tmp_path):
         list(run.batches([1, 2]))
         with pytest.raises(SettingError, match="the position in each loader is not known"):
             run.state_dict()
+        run.step()
         run.epoch(0)
         assert run.state_dict()["epoch"] == 1
     (tmp_path / "file").write_text("")
