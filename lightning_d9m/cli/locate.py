@@ -16,7 +16,9 @@ from lightning_d9m.launch.output_folder import make_output
 from lightning_d9m.launch.run_pair import Runner
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
-from lightning_d9m.output.terminal import print_lines
+from lightning_d9m.output.terminal import print_lines, wrap
+
+_MOST_SUSPECTS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     variables = _without_determinism() if arguments.no_determinism else {}
     output = make_output(arguments.output)
     runner = Runner(command, output, arguments.timeout, variables)
+    if not arguments.json:
+        _print_suspects(command)
     found = Search(runner, arguments.tries).locate()
     if arguments.json:
         print(json.dumps(found.as_json() | {"output": str(output)}, indent=2))
@@ -64,6 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
         lines = list(describe(found, determinism=determinism, verbose=arguments.verbose))
         print_lines([*lines, f"ledgers:  {output}"])
     return 1 if found.cause is not None else 0
+
+
+def _print_suspects(command: list[str]) -> None:
+    """Print what the source shows already, before the first of many trainings ends."""
+    from lightning_d9m.locate.source_scan import find_cause_lines
+
+    suspects = find_cause_lines(command, "")
+    for finding in suspects[:_MOST_SUSPECTS]:
+        print_lines(wrap(f"suspect: {finding.location}: {finding.code} ({finding.reason})", "  "))
+    if suspects:
+        print("Training now, to see whether they matter:\n", flush=True)
 
 
 def _without_determinism() -> dict[str, str]:

@@ -50,17 +50,26 @@ class Search:
         self._probes: dict[str, str] = {}
 
     def locate(self) -> SearchResult:
-        """Return what was found."""
+        """Return what was found, also if a later look fails or is interrupted."""
+        for search in (self._narrow, self._find_lines):
+            try:
+                search()
+            except (Exception, KeyboardInterrupt) as error:
+                if self._found.cause is None:
+                    raise
+                self._found.looks.append(f"stopped: {type(error).__name__}: {error}")
+        return self._found
+
+    def _narrow(self) -> None:
+        """Look closer and closer; each look adds to what was found."""
         pair = self._look("whole run")
         if pair is not None and pair.rank_drift:
             locate_rank_drift(self._runner, pair, self._found)
-            return self._found
+            return
         while pair is not None:
             pair = self._look_into_epoch(pair)
         dumps = self._look_at_values()
         self._look_at_samples(dumps)
-        self._find_lines()
-        return self._found
 
     def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
         """Narrow from an epoch to its steps; return a pair that diverged in an earlier epoch."""

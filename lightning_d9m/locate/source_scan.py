@@ -21,6 +21,7 @@ _RULES = {
     "random numbers": ("D9M202", "D9M204"),
     "uninitialized memory": ("D9M107",),
 }
+_ANY = (*_DRAWS, *_ORDER, "D9M107")
 
 
 def find_cause_lines(
@@ -29,22 +30,25 @@ def find_cause_lines(
     """Scan the program of a command and the modules beside it that it imports.
 
     Returns:
-        The findings, the likeliest first; empty for a cause that no rule explains.
+        The findings of the rules that explain the cause, the likeliest first; then what is certain
+        and explains others. An empty cause has these alone.
     """
     program = find_program(command)
     rules = _RULES.get(cause, ())
-    if program is None or not rules:
+    if program is None:
         return []
     torch_version = version("torch")
     with scanning_prepared():
         scans = [
-            scan_file(SourceFile(str(path)), torch_version, frozenset(rules))
+            scan_file(SourceFile(str(path)), torch_version, frozenset((*rules, *_ANY)))
             for path in _list_modules(program)
         ]
     found = [finding for scan in scans for finding in scan.findings]
+    found = [one for one in found if one.rule in rules or one.certainty == "certain"]
     if order_only:
         found = [finding for finding in found if finding.rule in _ORDER] or found
-    return sorted(found, key=lambda f: (rules.index(f.rule), f.certainty != "certain"))
+    order = (*rules, *_ANY)
+    return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 
 
 def find_program(command: Sequence[str]) -> Path | None:

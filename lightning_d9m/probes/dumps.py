@@ -9,6 +9,7 @@ format without any code: tensors, numbers, texts, lists and dicts. ``read_dump``
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -138,7 +139,9 @@ def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
     Tensors keep dtype, shape and strides. A value without a plain form is kept as its text.
     """
     if isinstance(value, Tensor):
-        return _keep_tensor(value)
+        with suppress(RuntimeError, TypeError):  # of a subclass that holds no storage
+            return _keep_tensor(value)
+        return {_TAG: "text", "text": type(value).__qualname__}
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -256,12 +259,16 @@ def _find_op(name: str) -> OpOverload:
 def _keep_tensor(tensor: Tensor) -> Tensor:
     """Copy a tensor with its strides, even if elements overlap, and no more of its storage.
 
-    Of a DTensor this rank's shard: only processes that have its mesh could read the DTensor.
+    Of a DTensor this rank's shard: only processes that have its mesh could read the DTensor. Of any
+    other subclass a plain tensor, which can be read where the class is not known.
     """
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
+        tensor = tensor.detach()
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        if type(tensor) is not Tensor:
+            tensor = tensor.as_subclass(Tensor)
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

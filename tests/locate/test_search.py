@@ -151,6 +151,24 @@ def test_a_logged_number_is_measured_from_the_ledger():
     assert (found.magnitude.ulps, len(looks)) == (1, 1)
 
 
+@pytest.mark.parametrize("error", [ValueError("the dump"), KeyboardInterrupt()])
+def test_what_was_found_is_told_if_a_later_look_fails(error):
+    looks = iter([pair(**EPOCH), pair("loss", "loss", step=4)])
+
+    def run_pair(stage, **words):
+        found = next(looks, None)
+        if found is None:
+            raise error
+        return found
+
+    runner = SimpleNamespace(run_pair=run_pair, command=["true"])
+    found = Search(runner, 1).locate()
+    assert found.cause.kind == "module"
+    assert found.looks[-1] == f"stopped: {type(error).__name__}: {error}"
+    with pytest.raises(type(error)):
+        Search(runner, 1).locate()  # the first look, so nothing is known
+
+
 def test_a_different_fit_of_a_run_does_not_count():
     other = pair("batch", "batch", step=4)
     other.fit = "fit-001"

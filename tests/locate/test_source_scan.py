@@ -37,11 +37,15 @@ def test_only_what_orders_samples_explains_their_order(project):
     assert places("train.py", cause="data", order_only=True) == [("helper.py", 2, "D9M201")]
 
 
-def test_only_rules_that_explain_the_cause(project):
-    assert places("train.py", cause="random numbers") == []
+def test_what_explains_the_cause_goes_first_and_what_is_certain_follows(project):
+    certain = [("helper.py", 2, "D9M201"), ("train.py", 2, "D9M301")]
+    assert places("train.py", cause="random numbers") == certain
+    assert places("train.py", cause="all-reduce") == places("train.py", cause="") == certain
     (project / "helper.py").write_text("import torch\ntorch.seed()\n")
-    assert places("train.py", cause="random numbers") == [("helper.py", 2, "D9M204")]
-    assert places("train.py", cause="all-reduce") == []
+    drawn = [("helper.py", 2, "D9M204"), ("train.py", 2, "D9M301")]
+    assert places("train.py", cause="random numbers") == drawn
+    (project / "helper.py").write_text("import torch\nunread = torch.empty(3) + 1\n")
+    assert places("train.py", cause="uninitialized memory")[0][2] == "D9M107"
 
 
 def test_a_clean_program(project):

@@ -43,6 +43,18 @@ def test_a_tensor_keeps_its_strides_whatever_they_are(shape, data):
     assert copy.untyped_storage().nbytes() <= base.untyped_storage().nbytes()
 
 
+class Image(torch.Tensor):
+    """A subclass, as torchvision's and MONAI's; what is loaded need not know it."""
+
+
+def test_a_tensor_of_a_subclass_is_saved_as_a_plain_one(tmp_path):
+    image = torch.arange(6.0).view(2, 3).t().as_subclass(Image)
+    torch.save(keep({"image": image}), tmp_path / "kept.pt")
+    kept = torch.load(tmp_path / "kept.pt", weights_only=True)["image"]
+    assert type(kept) is torch.Tensor
+    assert (kept.stride(), kept.tolist()) == (image.stride(), image.tolist())
+
+
 def test_a_place_is_saved_and_found(tmp_path):
     x = torch.randn(2, 3).t()
     dumped = save(tmp_path, ("output", "layers.0", 0), {"value": x})

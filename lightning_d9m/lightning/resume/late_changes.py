@@ -6,28 +6,26 @@ validation that was interrupted is run again, from weights that it may have repl
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_d9m.hashing.digest import digest_many
 from lightning_d9m.lightning.resume.model_parts import ModelParts
 from lightning_d9m.lightning.strategies import is_sharded
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_Versions = dict[str, tuple[int, int]]
-
 
 class LateChanges:
     """The parameters and buffers of a module that change from one moment to another."""
 
     def __init__(self) -> None:
-        self._noted: _Versions = {}
+        self._noted: dict[str, str] = {}
 
     def note(self, trainer: "Trainer", model: ModelParts) -> None:
-        """Note the present state, unless ranks hold shards of it; values are not read."""
+        """Note the present values, unless ranks hold shards of them."""
         if not is_sharded(trainer.strategy):
-            self._noted = _read_versions(model)
+            self._noted = _read_digests(model)
 
     def forget(self) -> None:
         """Forget what was noted."""
@@ -37,8 +35,8 @@ class LateChanges:
         """Return the names of what has changed since."""
         if not self._noted:
             return []
-        now = _read_versions(model)
-        return [name for name, version in self._noted.items() if now.get(name) != version]
+        now = _read_digests(model)
+        return [name for name, digest in self._noted.items() if now.get(name) != digest]
 
 
 def describe_hook(names: list[str]) -> str:
@@ -59,10 +57,7 @@ def describe_validation(names: list[str]) -> str:
     )
 
 
-def _read_versions(model: ModelParts) -> _Versions:
-    found = {}
-    for name, tensor in model.tensors:
-        if not is_lazy(tensor) and not tensor.is_inference():
-            place = tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
-            found[name] = (place, tensor._version)  # noqa: SLF001 - torch has no other
-    return found
+def _read_digests(model: ModelParts) -> dict[str, str]:
+    """Return the digest of each tensor by name; a change through ``.data`` has no other trace."""
+    named = {name: tensor for name, tensor in model.tensors if not is_lazy(tensor)}
+    return dict(zip(named, digest_many(list(named.values())), strict=True))
