@@ -19,6 +19,8 @@ from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
 
 _INDENT = "  "
+# One setting mends all of them, and a library may have hundreds: they must not hide the rest.
+_FLAGGED, _MOST_FLAGGED = "D9M103", 2
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 # SARIF's three levels have the names of our severities.
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
@@ -40,7 +42,8 @@ def render_text(
         f"{f' ({counted})' if counted else ''}; ops as of torch {summary['torch']}, deterministic "
         f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
     )
-    for rule, title in RULES.items():
+    alone = {finding.rule for finding in findings} == {_FLAGGED}
+    for rule, title in sorted(RULES.items(), key=lambda entry: entry[0] == _FLAGGED):
         groups: dict[tuple[str, str], list[Finding]] = {}
         for finding in findings:
             if finding.rule == rule:
@@ -49,8 +52,11 @@ def render_text(
             lines += ["", paint("heading", f"{rule} {title.name}")]
         for (reason, fix), group in groups.items():
             lines.append("")
-            for finding in group:
+            shown = group if rule != _FLAGGED or alone else group[:_MOST_FLAGGED]
+            for finding in shown:
                 lines += _show_place(finding, width, paint)
+            if more := len(group) - len(shown):
+                lines += wrap(f"and {more} more: `d9m scan --select {rule}` lists them", _INDENT)
             lines += [*wrap(reason, _INDENT), *wrap(f"Fix: {fix}", _INDENT)]
     if findings:
         step = ("d9m repeat -- python PROGRAM", "shows whether its runs really differ")

@@ -9,7 +9,10 @@ import pytest
 from rich.cells import cell_len
 
 from lightning_d9m.cli.main import main
+from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import RULES
+from lightning_d9m.lint.scanner import scan_file, scanning_prepared
+from lightning_d9m.output.lint_text import render_text
 
 SCHEMA = Path(__file__).with_name("sarif-schema-2.1.0.json")
 SOURCE = """\
@@ -37,6 +40,20 @@ def program(tmp_path, monkeypatch):
 def read(capsys, *words):
     assert main(["scan", *words]) == 1
     return capsys.readouterr().out
+
+
+def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
+    path = tmp_path / "train.py"
+    lines = ["import os, torch", *["x.index_add_(0, index, values)"] * 9, "files = os.listdir()"]
+    path.write_text("\n".join([*lines, "print(files[0])"]))
+    with scanning_prepared():
+        found = scan_file(SourceFile(str(path)), "2.13.0", frozenset(RULES)).findings
+    facts = {"files": 1, "lines": 12, "torch": "2.13.0", "deterministic": False}
+    text = render_text(found, facts)
+    assert text.index("D9M302") < text.index("D9M103")
+    assert "and 7 more: `d9m scan --select D9M103` lists them" in text
+    alone = render_text([one for one in found if one.rule == "D9M103"], facts)
+    assert alone.count("| x.index_add_") == 9
 
 
 def test_severities_have_colors_on_a_terminal_only(program, capsys, tmp_path, monkeypatch):

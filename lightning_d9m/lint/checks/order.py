@@ -3,8 +3,13 @@
 import ast
 from collections.abc import Iterator
 
-from lightning_d9m.lint.checks.order_use import is_order_used
-from lightning_d9m.lint.checks.set_expressions import is_iterated, read_elements
+from lightning_d9m.lint.checks.order_use import is_order_used, is_settled_later
+from lightning_d9m.lint.checks.set_expressions import (
+    has_one_element,
+    is_alone,
+    is_iterated,
+    read_elements,
+)
 from lightning_d9m.lint.rules import Certainty
 from lightning_d9m.lint.scopes import read_last_name
 from lightning_d9m.lint.values import read_constant, read_kind
@@ -26,6 +31,8 @@ def check_set(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:
         return
     elements = read_elements(node, context.scope)
     if elements is None or elements == "numbers":
+        return
+    if has_one_element(node) or is_alone(node, context):
         return
     if site != "popped" and not is_order_used(node, context):
         return
@@ -60,7 +67,8 @@ def check_listing(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding
     if _names_one_file(node, name) or _is_unpacked_alone(context):
         return
     if is_order_used(node, context):
-        yield ReportFinding("D9M302", node, certainty)
+        settled = is_settled_later(context)
+        yield ReportFinding("D9M302", node, "depends" if settled else certainty)
 
 
 def check_completion(node: ast.AST, context: NodeContext) -> Iterator[ReportFinding]:

@@ -43,6 +43,37 @@ def is_list_order_used(target: ast.AST, context: NodeContext) -> bool:
     )
 
 
+def is_settled_later(context: NodeContext) -> bool:
+    """Return whether what an iterable gives is sorted, or counted as one, in the same function."""
+    names = set(_list_collections(context.parents))
+    for made in ast.walk(context.scope.node):  # what is made of them, in order of the source
+        if isinstance(made, (ast.For, ast.Assign)):
+            source = made.iter if isinstance(made, ast.For) else made.value
+            names.update(_list_collections([made]) if _mentions(source, names) else ())
+    for node in ast.walk(context.scope.node):
+        given: Sequence[ast.AST] = ()
+        if isinstance(node, ast.Call) and "sort" in read_last_name(node.func).lower():
+            given = (node.func, *node.args)
+        elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Call):
+            one = ast.dump(node.comparators[0]) == ast.dump(ast.Constant(1))
+            given = node.left.args if one and read_last_name(node.left.func) == "len" else ()
+        if any(_mentions(each, names) for each in given):
+            return True
+    return False
+
+
+def _list_collections(parents: Iterable[ast.AST]) -> Iterable[str]:
+    """Yield the names that get the items: those assigned, and those that a loop adds to."""
+    for parent in parents:
+        if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(parent, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.Call)):
+            for node in ast.walk(parent):
+                if isinstance(node, ast.Attribute) and node.attr in _COLLECTING:
+                    yield from (node.value.id,) if isinstance(node.value, ast.Name) else ()
+
+
 def is_choice(node: ast.AST) -> bool:
     """Return whether an expression takes items at fixed positions, such as ``files[-1]``."""
     if not isinstance(node, ast.Subscript):

@@ -70,11 +70,18 @@ def is_iterated(node: ast.AST, context: NodeContext) -> Literal["iterated", "pop
     if isinstance(parent, ast.Attribute) and parent.attr == "pop":
         call = context.parents[-2]
         called = isinstance(call, ast.Call) and not call.args and call.func is parent
-        return "popped" if called and not _is_alone(node, context) else None
+        return "popped" if called else None
     return None
 
 
-def _is_alone(node: ast.AST, context: NodeContext) -> bool:
+def has_one_element(node: ast.AST) -> bool:
+    """Return whether a set is written with a single element."""
+    if not isinstance(node, ast.Set):
+        return False
+    return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+
+
+def is_alone(node: ast.AST, context: NodeContext) -> bool:
     """Return whether an enclosing or preceding test ensures a single element."""
     named = ast.dump(node)
     area = context.scope.node
