@@ -50,7 +50,7 @@ class Search:
         self._probes: dict[str, str] = {}
 
     def locate(self) -> SearchResult:
-        """Return what was found, also if a later look fails or is interrupted."""
+        """Return what was found, even if a later look fails or is interrupted."""
         for search in (self._narrow, self._find_lines):
             try:
                 search()
