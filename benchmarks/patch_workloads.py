@@ -159,6 +159,14 @@ def _order(name: str) -> Callable[[str], Call]:
     return make
 
 
+def _scan(name: str) -> Callable[[str], Call]:
+    def make(device: str) -> Call:
+        row = _normal(device, 1 << 22) * 1e-3 + 1
+        return lambda: getattr(torch, name)(row, 0)
+
+    return make
+
+
 def _multiply_few(device: str) -> Call:
     target, factors = _normal(device, 1 << 24), _normal(device, 1024)
     places = _integers(device, 1 << 24, 1024)
@@ -327,6 +335,7 @@ WORKLOADS = [
     Workload("histc", "2^24 values, 4 bins", _histogram),
     Workload("bincount", "2^22 weights, 100 bins", _count),
     *(Workload(name, "2048 rows of 4096", _order(name)) for name in ("median", "nanmedian")),
+    *(Workload(name, "one row of 2^22", _scan(name)) for name in ("cumprod", "logcumsumexp")),
     Workload("grid_sampler_2d_backward", "64 to 128", _sample(2, 64)),
     Workload("grid_sampler_2d_backward", "64 to 128, mostly outside", _sample(2, 64, spread=4.0)),
     # With aligned corners cuDNN may run.
