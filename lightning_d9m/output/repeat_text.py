@@ -219,7 +219,8 @@ class RepeatReport:
         """Say so if the others agree, or if only some of several runs differ."""
         compared = {entry.run for entry in self._entries} - {1}
         differing = {entry.run for entry in self._differing}
-        if self._resumed or self._counts or len(compared) < _SEVERAL:
+        several = differing and len(compared) >= _SEVERAL
+        if self._resumed or self._counts or not several:
             return ""
         if differing != compared:
             return (
@@ -230,10 +231,10 @@ class RepeatReport:
             entry.fit: {row.weights for row in self._rows if row.fit == entry.fit and row.run > 1}
             for entry in self._differing
         }
-        if all(len(weights) == 1 for weights in final.values()):
+        if all(len(weights) == 1 and "" not in weights for weights in final.values()):
             return (
-                "All later runs end alike: look for files that run 1 left and later runs read, "
-                "such as a cache or a checkpoint."
+                "All later runs end with the same weights: look for files that run 1 left and "
+                "later runs read, such as a cache or a checkpoint."
             )
         return ""
 

@@ -152,6 +152,7 @@ def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(rep
     assert "Run 1 left 1 ledger, run 2 left 2:\n  reference: fit-000\n" in out
     assert "  this run:  fit-000, fit-001\nThe ledgers that both left were compared.\n" in out
     assert "different: 2 of 3 runs differ from run 1" in out
+    assert "0 of" not in out
     assert seen in out
     assert [line.split()[0] for line in table_rows(out)] == ["1.1", "2.1", "2.2", "3.1", "3.2"]
     assert table_rows(out)[2].split()[-2:] == ["no", "match"]
