@@ -56,6 +56,9 @@ def start_agents(script, variables, *arguments):
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
     command += ["--local-addr=127.0.0.1"]
     timeouts = "last_call_timeout=1,keep_alive_interval=3,keep_alive_max_attempt=4"
+    # An agent that joins a round after the first one waits forever for the address of a shared
+    # store (torch 2.13): `next_rendezvous` publishes it in the round that made it.
+    shared = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents = [
         subprocess.Popen(
             [
@@ -65,7 +68,7 @@ def start_agents(script, variables, *arguments):
                 script,
                 *map(str, arguments),
             ],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | own,
+            env=os.environ | shared | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

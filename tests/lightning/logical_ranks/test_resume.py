@@ -87,7 +87,7 @@ def test_a_run_whose_process_is_killed_goes_on_with_fewer(folder):
 def test_torchrun_goes_on_with_the_agents_that_are_left(folder, elastic):
     path, agents = elastic
     statuses, outputs = agents.result()
-    assert statuses == [0, -9], outputs[0]
+    assert statuses == [0, -9], outputs
     assert re.search(r"Rank \d \(process \d+\) was killed or exited", outputs[0])
     assert sorted(run.name for run in path.iterdir() if run.name != "kept") == ["1", "2"]
     expected = read_digests(folder / "straight/2")[0][-1]
