@@ -15,18 +15,18 @@ Infinities, NaN and -0.0 need no case of their own: a piece keeps them, and IEEE
 give the same in any order, except the payload of a NaN, which the result does not keep.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.patches.triton.launch import run_kernel
+
 GUARD = 40
 """Bits below the last place of the greatest term that are added, at least."""
-
-Slices = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""Returns the places and the values of terms, in parts; it is called twice."""
 
 _FRACTION, _BIAS = 52, 1023  # of float64
 _LARGE, _DOWN = _BIAS + 900, 64  # the exponent from which terms are scaled by 2**-_DOWN
@@ -39,6 +39,21 @@ _FORMATS = {  # bits of the significand, and the exponent of the least normal nu
 }
 
 
+class Part(NamedTuple):
+    """Terms of sums.
+
+    Attributes:
+        places: The place of each row of values in its group, as integers of a shape that expands to
+            ``[batch, rows, inner]``. A row whose place is outside is skipped.
+        values: Contiguous, of shape ``[batch, group, rows, inner]``; float64 only if the sums are.
+        weights: Factors, with the strides of the places, or None.
+    """
+
+    places: Tensor
+    values: Tensor
+    weights: Tensor | None = None
+
+
 class Pieces(NamedTuple):
     """How the terms of a sum are cut.
 
@@ -49,6 +64,9 @@ class Pieces(NamedTuple):
 
     number: int
     size: int
+
+
+Parts = Callable[[], Iterable[Part]]
 
 
 def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
@@ -101,49 +119,93 @@ def exact_sum(
 def add_at(
     out: Tensor, places: Tensor, values: Tensor, *, include: bool = True, guard: int = GUARD
 ) -> None:
-    """Write into each place the sum of the values that go to it, rounded once.
+    """Add values to the places of a flattened tensor, rounded once; see :func:`accumulate`.
 
     Args:
         out: Floating point, contiguous.
-        places: The position of each value in the flattened ``out``, int64 of shape ``[m]``. A value
-            whose place is outside is skipped.
-        values: Of shape ``[m]``; float64 only if ``out`` is.
-        include: Whether what is in ``out`` is a term as well. A place without a value then keeps
-            its bits; else it becomes 0.
+        places: The position of each value, of shape ``[m]``; one outside is skipped.
+        values: Of shape ``[m]``.
+        include: Whether what is in ``out`` is a term as well.
         guard: See :func:`plan_pieces`.
     """
-
-    def cut() -> Iterable[tuple[Tensor, Tensor]]:
-        return zip(places.split(_SLICE), values.split(_SLICE), strict=True)
-
-    add_slices_at(out, cut, plan_pieces(out.dtype, places.numel() + 1, guard), include=include)
+    part = Part(places.view(1, -1, 1), values.reshape(1, 1, -1, 1))
+    pieces = plan_pieces(out.dtype, places.numel() + 1, guard)
+    accumulate(out.view(1, 1, -1, 1), lambda: [part], pieces, include=include)
 
 
-def add_slices_at(out: Tensor, slices: Slices, pieces: Pieces, *, include: bool = True) -> None:
-    """Do as :func:`add_at` with values in slices, none of which has to exist for long."""
+def accumulate(out: Tensor, parts: Parts, pieces: Pieces, *, include: bool = True) -> None:
+    """Write into each place the sum of the terms that go to it.
+
+    Args:
+        out: Floating point, contiguous, of shape ``[batch, group, count, inner]``.
+        parts: Returns the terms in parts, each of which exists only while it is added. It is called
+            twice.
+        pieces: Those of as many terms as a place can get, with its own.
+        include: Whether what is in ``out`` is a term as well. A place without a value then keeps
+            its bits; else it becomes 0.
+    """
+    if out.numel():
+        form = _FORMATS.get(out.dtype, (0, 0))
+        more = (parts, pieces, form, include)
+        run_kernel("sums:accumulate", _accumulate, _make_example, out, *more)
+
+
+def _accumulate(
+    out: Tensor, parts: Parts, pieces: Pieces, _form: tuple[int, int], include: bool
+) -> None:
     slots, flat = out.numel(), out.view(-1)
     own = flat.to(torch.float64)
     # What goes to no place goes to one more.
     tops = torch.zeros(slots + 1, dtype=torch.int32, device=out.device)
     if include:
         tops[:slots] = read_exponents(own)
-    for places, values in slices():
-        exponents = read_exponents(values.to(torch.float64))
-        tops.scatter_reduce_(0, _bound(places, slots), exponents, "amax")
-    # The sum of no terms, to which any number can be added: -0.0, or what torch begins with.
+    for places, terms in _list_terms(out, parts):
+        tops.scatter_reduce_(0, places, read_exponents(terms), "amax")
+    # Any number can be added to -0.0. What torch adds up anew begins with 0.0.
     start = -0.0 if include else 0.0
     shape = (pieces.number, slots + 1)
     sums = torch.full(shape, start, dtype=torch.float64, device=out.device)
-    for places, values in slices():
-        index = _bound(places, slots)
-        cut = cut_terms(values.to(torch.float64), tops.index_select(0, index), pieces)
+    for places, terms in _list_terms(out, parts):
+        cut = cut_terms(terms, tops.index_select(0, places), pieces)
         for total, piece in zip(sums, cut, strict=True):
-            total.index_add_(0, index, piece)
+            total.index_add_(0, places, piece)
     sums, tops = sums[:, :slots], tops[:slots]
     if include:
         sums = sums + torch.stack(cut_terms(own, tops, pieces))
     result = round_sums(list(sums), tops, out.dtype)
     flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
+
+
+def _make_example(device: torch.device) -> tuple[Any, ...]:
+    """Return arguments of :func:`_accumulate`: terms over 200 binary orders, in two pieces."""
+    terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
+    values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()
+    index = (terms.to(torch.int64) * 7 % 12).view(1, -1, 1)
+    part = Part(index.to(device), values.view(1, 2, 300, 1).to(device))
+    out = torch.ones(1, 2, 11, 1, device=device)
+    part = part._replace(places=part.places[:, :300])
+    return out, lambda: [part], plan_pieces(out.dtype, 2**10), _FORMATS[out.dtype], True
+
+
+def _list_terms(out: Tensor, parts: Parts) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the places and the terms of each part, in slices."""
+    *shape, count, inner = out.shape
+    first = torch.arange(shape[0] * shape[1], device=out.device).view(*shape, 1, 1) * count
+    column = torch.arange(inner, device=out.device)
+    for given, values, weights in parts():
+        batch, group, rows, _ = values.shape
+        index = given.expand(batch, -1, -1)
+        some = max(1, _SLICE // (group * inner))
+        several = max(1, some // max(rows, 1))
+        for begin, start in product(range(0, batch, several), range(0, rows, some)):
+            side = slice(begin, begin + several), slice(start, start + some)
+            keys, terms = index[side].unsqueeze(1), values[side[0], :, side[1]]
+            if weights is not None:
+                weight = weights.expand(batch, -1, -1)[side].unsqueeze(1)
+                terms = terms.to(weight.dtype) * weight
+            places = (first[side[0]] + keys) * inner + column
+            places = torch.where((keys >= 0) & (keys < count), places, out.numel())
+            yield places.flatten(), terms.flatten().to(torch.float64)
 
 
 def read_exponents(values: Tensor) -> Tensor:
@@ -201,10 +263,6 @@ def round_sums(sums: Sequence[Tensor], tops: Tensor, dtype: torch.dtype) -> Tens
     # Of NaNs there is one.
     result = torch.where(first.isnan(), torch.nan, torch.where(first.isinf(), first, result))
     return result.to(dtype)
-
-
-def _bound(places: Tensor, slots: int) -> Tensor:
-    return torch.where((places >= 0) & (places < slots), places, slots)
 
 
 def _scale_down(tops: Tensor) -> Tensor:
