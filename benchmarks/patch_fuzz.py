@@ -219,7 +219,7 @@ def find_difference(case: Case, dtype: torch.dtype) -> str | None:
         actual = case.compute(dtype)
         shuffled = actual if case.shuffle is None else case.shuffle(dtype)
     if not torch.equal(actual, shuffled):
-        return "another order of the terms gives other bits"
+        return "the bits depend on the order of the terms"
     if actual.shape != own.shape or actual.dtype != own.dtype:
         return f"{actual.dtype} of {tuple(actual.shape)} for {own.dtype} of {tuple(own.shape)}"
     if not actual.numel():

@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How the terms of a sum are cut.
+    """The number of pieces of a term, and of terms.
 
     Attributes:
         number: Pieces of a term.
@@ -161,7 +161,7 @@ def _accumulate(
         tops[:slots] = read_exponents(own)
     for places, terms in _list_terms(out, parts):
         tops.scatter_reduce_(0, places, read_exponents(terms), "amax")
-    # Any number can be added to -0.0. What torch adds up anew begins with 0.0.
+    # Any number can be added to -0.0. A fresh sum of torch begins with 0.0.
     start = -0.0 if include else 0.0
     shape = (pieces.number, slots + 1)
     sums = torch.full(shape, start, dtype=torch.float64, device=out.device)

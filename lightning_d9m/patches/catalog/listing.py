@@ -40,7 +40,7 @@ On CUDA,
 - nearly all replacements are one of two [primitives](primitives.md), each of which has a version in
   torch ops and one in Triton, with the same bits. At the first use on a device a small example is
   computed by the Triton kernel there and by torch ops on the CPU; with a warning, torch ops take
-  over from a kernel that gives other bits or cannot run;
+  over from a kernel that differs or cannot run;
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;

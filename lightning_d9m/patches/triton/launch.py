@@ -36,7 +36,7 @@ def run_kernel(
     """Write into a tensor with a Triton kernel on CUDA, and with torch ops elsewhere.
 
     Torch ops also take over, with a warning, from a kernel that cannot be loaded, compiled or
-    launched, and from one that gives other bits than the CPU for an example.
+    launched, and from one whose example has different bits on the CPU.
 
     Args:
         path: ``"module:function"`` in this folder: the function that launches the kernel.
@@ -92,7 +92,7 @@ def _check(
     kernel(*given)
     reference(*known)
     if not torch.equal(given[0].cpu().view(torch.uint8), known[0].view(torch.uint8)):
-        _withdraw(path, f"on {device} it gives other bits than the CPU for a small example")
+        _withdraw(path, f"on {device} its bits for a small example are not the CPU's")
 
 
 def is_capturing() -> bool:
