@@ -21,8 +21,7 @@ from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.record_diff import name_call
 from lightning_d9m.comparison.timeline import Module, StepHistogram, Timeline, module_of
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.fields import Scalar
-from lightning_d9m.ledger.format.records import Header
+from lightning_d9m.ledger.format.records import Header, Scalar
 from lightning_d9m.output.comparison_text import (
     advise,
     count_compared,

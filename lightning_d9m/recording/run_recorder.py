@@ -18,8 +18,7 @@ from lightning_d9m.hashing.training_state import (
     describe_model,
     take_partial_snapshot,
 )
-from lightning_d9m.ledger.format.fields import Json, Scalar
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts, Scalar
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.recording.collective import Ranks
@@ -231,7 +230,7 @@ def describe_training(  # noqa: PLR0913 - one keyword for each fact
         program=capture_program() if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
-    train = [describe_loader(loader) for loader in loaders]
+    train = tuple(describe_loader(loader) for loader in loaders)
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None
