@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 _TICK = 2**16
-_LOGGED = frozenset({"scalar", "scalars"})
 
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
@@ -197,7 +196,7 @@ class _Tally:
             self.refusals = run_refusals(one, other)
         elif (difference := record_difference(one, other)) is not None:
             found.differing += 1
-            found.only_logged &= difference.by_group.keys() <= _LOGGED
+            self._note(difference.by_group)
             if found.first is None:
                 found.first = difference
                 found.divergence = _at_record(found.rank, difference, list_entries(one, other))
@@ -211,6 +210,11 @@ class _Tally:
         """Count what only one run has."""
         known: OneSided = getattr(self.found, side)
         setattr(self.found, side, OneSided(known.count + count, known.first or first))
+
+    def _note(self, groups: Iterable[str]) -> None:
+        """Note groups in which something differs."""
+        if self.found.trained_alike:
+            self.found.groups = tuple(dict.fromkeys((*self.found.groups, *groups)))
 
     def _enter(self, probes: Batch | Frames) -> int:
         """Return how many batches begin with some probes."""
@@ -239,7 +243,7 @@ class _Tally:
             found.differing_batches += self.batch != self.differing_batch
             self.differing_batch = self.batch
             found.differing_places += compared.count
-            found.only_logged &= {place.kind for place in compared.differing} <= _LOGGED
+            self._note(place.kind for place in compared.differing)
             if found.first is None:
                 found.first = batch_difference(compared, describe_record(other))
                 found.divergence = _at_place(found.rank, compared)
