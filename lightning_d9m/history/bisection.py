@@ -240,7 +240,9 @@ class Bisection:
 
 def _check_trained(role: str, trial: Trial) -> None:
     if trial.verdict == "skipped":
-        raise CommandError(f"The {role} commit {trial.commit.short} does not train: {trial.reason}")
+        raise CommandError(
+            f"The {role} commit {trial.commit.short} must train, and it does not: {trial.reason}"
+        )
 
 
 @contextmanager

@@ -139,8 +139,8 @@ def test_a_training_ends_after_the_epoch_that_was_asked_for(tmp_path, bisect):
     ("contents", "message"),
     [
         ([SAME, SAME, SAME], "is equal to the good one"),
-        ([BROKEN, SAME, OTHER], "does not train: The command"),
-        ([SAME, SAME, BROKEN], "does not train: The command"),
+        ([BROKEN, SAME, OTHER], "must train, and it does not: The command"),
+        ([SAME, SAME, BROKEN], "must train, and it does not: The command"),
         (["import time\nVALUES = [time.time_ns()]", OTHER], "d9m locate"),
     ],
 )
