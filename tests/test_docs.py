@@ -79,10 +79,7 @@ def example_records():
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_the_ledger_page_describes_every_kind_of_record():
-    table = LEDGER.split("| kind | says |")[1].split("\n\n")[0]
-    kinds = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert kinds == {*records.RECORD_TYPES}
+def test_the_ledger_page_describes_the_current_schema():
     assert f"## Records, schema {records.SCHEMA}\n" in LEDGER
 
 
@@ -97,18 +94,6 @@ def test_the_ledger_page_shows_records_as_they_are():
         written = record.as_record()
         assert list(written) == list(shown)
         assert written == shown
-
-
-def test_the_ledger_page_names_every_field():
-    kinds = {
-        "layout": records.ProbeLayout,
-        "frames": records.FramesEnd,
-        "resume": records.Resume,
-    }
-    for name, kind in kinds.items():
-        line = re.search(rf"^\| `{name}` \|.*$", LEDGER, re.MULTILINE)[0]
-        for field in set(kind.__struct_fields__) - {"extra"}:
-            assert f"`{field}`" in line, field
 
 
 def test_the_ledger_page_has_the_limits_of_the_reader():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_d9m.compatibility import can_patch
 from lightning_d9m.control import torch_flags
 from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import rng_restored, seed_all
@@ -76,7 +77,7 @@ class Session:
         stack.enter_context(torch_flags.algorithms_switched(fill_uninitialized_memory=fill))
         # `is_built` does not start the driver, after which a launcher could no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
-        if patching and not _is_patched(self.settings):
+        if patching and not _is_patched(self.settings) and can_patch():
             stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
 
     def verify(self) -> None:

@@ -268,11 +268,13 @@ def _word_after(marker: str, text: str) -> str | None:
 def _capture_devices() -> dict[str, Scalar]:
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    from lightning_d9m.compatibility import count_devices, find_accelerator
+
+    accelerator = find_accelerator(available=True)
     stack: dict[str, Scalar] = {"device.kind": accelerator.type if accelerator else "cpu"}
     if accelerator is None:
         return stack
-    stack["device.count"] = torch.accelerator.device_count()
+    stack["device.count"] = count_devices()
     if accelerator.type != "cuda":
         return stack
     stack["device.driver"] = _read_driver()

@@ -143,7 +143,7 @@ def advise(first: RecordDifference, extent: str) -> str:
         first: The difference.
         extent: What differs in the runs at most; see ``Comparison.extent``.
     """
-    if first.moment == "initial":
+    if first.moment == "initial" and first.group in ("weights", "buffers"):
         return (
             "It differs before the training: seed before the model is built (lightning_d9m.enable "
             "or seed_everything at the top of the program)."
