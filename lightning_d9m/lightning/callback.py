@@ -249,6 +249,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
         self._recorder.keep_loss(outputs)
+        self._recorder.keep_step(trainer)
         self._probe_recorder.end_batch(trainer, outputs)
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
