@@ -122,13 +122,16 @@ _CAUSES = {
         "logged value",
         "What an evaluation computes differs; the training itself is equal in these two runs.",
         "Look at what validation_step reads and computes. EarlyStopping, ReduceLROnPlateau or "
-        "ModelCheckpoint may turn the value into other weights in other runs.",
+        "ModelCheckpoint may turn the value into other weights in other runs. Only if nothing "
+        "reads it, such as a measured time, exclude it with ignored_metrics.",
+        narrows=True,
     ),
     "steering": Cause(
         "logged value",
         "A logged value differs first, and the training differs later.",
         "Look at what computes the value, such as validation_step, and at what reads it: "
         "EarlyStopping, ReduceLROnPlateau or ModelCheckpoint turn it into other weights.",
+        narrows=True,
     ),
     "monitor": Cause(
         "module",

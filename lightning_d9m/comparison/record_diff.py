@@ -9,7 +9,6 @@ from typing import TypeAlias
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
 from lightning_d9m.ledger.format.records import (
     Digests,
-    Evaluation,
     Header,
     Json,
     Opaque,
@@ -247,10 +246,10 @@ def name_call(name: str, call: int) -> str:
     return f"{name} (call {call})" if call else name
 
 
-def _comparable_fields(record: Record, apart: Sequence[str]) -> dict[str, Json]:
-    """Return every leaf of a record but of the fields that are never compared, or are apart."""
+def _comparable_fields(record: Record) -> dict[str, Json]:
+    """Return every leaf of a record but of the fields that are never compared."""
     fields = record.as_record()
-    for name in () if isinstance(record, Opaque) else (*record.uncompared, *apart):
+    for name in () if isinstance(record, Opaque) else record.uncompared:
         fields.pop(name, None)
     return _flatten(fields)
 
@@ -305,13 +304,8 @@ def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, lis
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
-        evaluations = [record for record in (expected, actual) if isinstance(record, Evaluation)]
-        apart = ("scalars",) if evaluations else ()
-        one, other = (_comparable_fields(record, apart) for record in (expected, actual))
-        scalars = [record.scalars for record in evaluations]
-        return {str(one["kind"]): (one, other)} | (
-            {"scalars": (scalars[0], scalars[1])} if scalars else {}
-        )
+        fields = [_comparable_fields(record) for record in (expected, actual)]
+        return {str(fields[0]["kind"]): (fields[0], fields[1])}
     tables: dict[str, tuple[Table, Table]] = {}
     named = list(GROUPS)
     for record in (expected, actual):

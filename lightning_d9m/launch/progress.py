@@ -108,7 +108,8 @@ class RunProgress:
         if self._line.live:
             self._line.update(f"{self._title}: started")
         else:
-            self._print("started")
+            about = "" if self._expected is None else f", about {self._expected:.0f} s"
+            self._print(f"started{about}")
         return self
 
     def tick(self, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Pairs of runs of one command, controlled by environment variables, and how they compare."""
 
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,7 @@ class Runner:
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
     _first: Mapping[str, Ledger] | None = None
     _seconds: float | None = None  # of the last run
+    _stage: str = ""
 
     def run(self, stage: str, *, dump: str = "", filled: bool = False, **probes: str) -> ProbedRun:
         """Run once.
@@ -143,6 +145,7 @@ class Runner:
                 a ``DriftError`` that neither the comparison of the runs nor that of the ranks
                 shows.
         """
+        self._announce(stage)
         runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
         expected, actual = runs[0].fits, runs[1].fits
         if expected.keys() != actual.keys():
@@ -162,6 +165,13 @@ class Runner:
             if pair is None:
                 raise error
         return pair or pairs[-1]
+
+    def _announce(self, stage: str) -> None:
+        """Say what the next look is, and how long it takes, as far as it is known."""
+        known, self._stage = self._stage, stage
+        if known != stage and self._seconds is not None:
+            seconds = f"{2 * self._seconds:.0f} s for each pair of runs"
+            print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
 
 
 def _find_drift(pair: RunPair) -> RunPair:

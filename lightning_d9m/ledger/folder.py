@@ -19,7 +19,7 @@ from lightning_d9m.ledger.resumed_runs import open_lineage
 from lightning_d9m.text import escape
 
 _FIT = re.compile(r"fit-([0-9]{3,9})")
-_EVALUATION = re.compile(r"(?:predict|test|validate)-[0-9]{3,9}")
+_EVALUATION = re.compile(r"(?:final|predict|test|validate)-[0-9]{3,9}")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
 

@@ -13,6 +13,7 @@ from lightning_d9m.ledger.format.records import (
     Record,
     ReplayDrift,
 )
+from lightning_d9m.ledger.kinds import describe_batch
 from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]
@@ -79,7 +80,7 @@ def describe_record(record: Item) -> str:
     if isinstance(record, Digests):
         return describe_moment(record.moment, record.epoch, record.step)
     if isinstance(record, Batch | Frames):
-        return f"batch {record.batch} of epoch {record.epoch} (step {record.step})"
+        return f"{describe_batch(record.batch)} of epoch {record.epoch} (step {record.step})"
     if isinstance(record, _Named):
         fields = _fields(record)
         named = [(name, fields[name]) for name in _NAMED if name in fields]

@@ -20,3 +20,16 @@ PROBE_KINDS = (
 ALL = "all"
 # What the module that holds everything is called; its own name is empty.
 ROOT = "(model)"
+# The number of the first batch of a validation, which comes after the training batch of its step.
+VALIDATION = 10**9
+
+
+def describe_batch(batch: int | None) -> str:
+    """Return the number of a batch for people.
+
+    >>> describe_batch(3), describe_batch(VALIDATION + 3)
+    ('batch 3', 'batch 3 of the validation')
+    """
+    if batch is None or batch < VALIDATION:
+        return f"batch {batch}"
+    return f"batch {batch - VALIDATION} of the validation"

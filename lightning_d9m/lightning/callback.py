@@ -133,6 +133,7 @@ class DeterminismCallback(_Callback):
             patch_ops=patch_ops,
             unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
         )
+        read_path("ledger_dir", ledger_dir)  # it may be a URL, which is no path
         path = read_path("reference", reference)
         self._policy = Policy(path, on_drift, on_stack_difference)
         probe_settings = make_settings(
@@ -231,9 +232,9 @@ class DeterminismCallback(_Callback):
     def on_before_optimizer_step(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: "Optimizer"
     ) -> None:
-        """Probe the gradients, and tell apart those that are still added to."""
+        """Probe gradients and optimizer, and tell apart gradients that are still added to."""
         mark_used_gradients(trainer, optimizer)
-        self._probe_recorder.take_gradients(optimizer)
+        self._probe_recorder.take_step(trainer, optimizer)
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Seed the epoch."""
@@ -249,6 +250,7 @@ class DeterminismCallback(_Callback):
     ) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
         self._recorder.keep_loss(outputs)
+        self._recorder.keep_step(trainer)
         self._probe_recorder.end_batch(trainer, outputs)
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -288,6 +290,18 @@ class DeterminismCallback(_Callback):
             self._open_session.start_evaluation(stage)
         self._recorder.begin_evaluation(trainer, pl_module, self._open_session, stage)
 
+    def on_validation_batch_start(
+        self,
+        trainer: "Trainer",
+        pl_module: "LightningModule",
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Probe a validation within a fit."""
+        if trainer.state.fn == "fit":
+            self._probe_recorder.start_validation_batch(trainer, pl_module, batch)
+
     def on_validation_batch_end(
         self,
         trainer: "Trainer",
@@ -298,11 +312,14 @@ class DeterminismCallback(_Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Digest the outputs of the batch."""
+        if trainer.state.fn == "fit":
+            self._probe_recorder.end_validation_batch()
         self._recorder.keep_outputs(outputs, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Record the evaluation and restore the RNG."""
         stage = _find_stage(trainer)
+        self._probe_recorder.end_validation()
         self._recorder.end_evaluation(trainer, pl_module, stage)
         if trainer.state.fn != "fit":
             self._open_session.end_evaluation(stage)

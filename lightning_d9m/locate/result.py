@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.comparison.causes import Cause
 from lightning_d9m.launch.run_pair import RunPair
+from lightning_d9m.ledger.kinds import describe_batch
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def describe_place(found: "Sequence[Divergence]") -> str:
     first = found[0]
     when = f"epoch {first.epoch}, step {first.step}"
     if first.moment == "batch":
-        when += f", batch {first.batch}"
+        when += f", {describe_batch(first.batch)}"
     elif first.moment in ("initial", "final"):
         when = f"the {first.moment} state"
     call = f", call {first.call}" if first.call else ""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_d9m.comparison.ledgers import Divergence
 
 _FIRST = "steps of the epoch"
+_SECOND = "modules of the step"
 _OPERATIONS = "operations of "
 _VALUES = "values"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
@@ -81,7 +82,7 @@ class Search:
         # the last point at which the runs are known to agree.
         low, high = pair.steps_of_epoch(first.epoch)
         self._low = low
-        for stage, kinds in ((_FIRST, _STEPS), ("modules of the step", _MODULES)):
+        for stage, kinds in ((_FIRST, _STEPS), (_SECOND, _MODULES)):
             seen = self._look(stage, probes=kinds, probe_steps=f"{low}:{max(high, low + 1)}")
             if seen is None:
                 return None
@@ -102,7 +103,9 @@ class Search:
         module = name_module(first)
         name = escape_name(module)
         selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
-        steps = f"{first.step}:{first.step + 1}"
+        # The validation at the end of an epoch belongs to the epoch's last step.
+        step = first.step - (first.moment == "epoch")
+        steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
 
     def _look_at_values(self) -> "Sequence[Path]":
@@ -207,11 +210,13 @@ class Search:
         if stage.startswith(_OPERATIONS) and not _is_within(first, stage):
             return False  # it entered the module from outside, where no operations are probed
         if first.moment == "epoch":
-            return stage == _VALUES or (stage == _FIRST and first.epoch <= known[0].epoch)
+            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == "epoch")
+            return stage == _VALUES or (whole and first.epoch <= known[0].epoch)
         if first.moment != "batch":
             return stage == _VALUES
         start = int(steps.partition(":")[0])
-        return not (first.step == start > self._low and first.kind in STATE)
+        began = first.kind in STATE and not first.call  # an optimizer's state is probed again
+        return not (first.step == start > self._low and began)
 
     def _look(self, stage: str, *, dump: str = "", **probes: str) -> RunPair | None:
         """Run pairs until one differs, and record it as the finding; None if none does."""

@@ -10,7 +10,7 @@ import torch
 from lightning_d9m.control.env_settings import variable_of
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.model_tensors import ModelTensors
-from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states
+from lightning_d9m.lightning.probing.batch_state import take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.probes.dumps import Dump, StateDump
@@ -131,5 +131,5 @@ class LoopProbes:
 
     def _start_step(self, optimizer: Any, *_: object) -> None:
         self._leave_ops()
-        if "gradient" in self._kinds:
-            take_gradients(self._tensors, optimizer, self._collector)
+        if self._collector.listens:
+            take_step(self._tensors, optimizer, self._optimizers, self._settings, self._collector)

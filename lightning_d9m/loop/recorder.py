@@ -248,6 +248,7 @@ class Recorder:
         if self._probes is not None:
             self._probes.end_batch(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
+        self._run.keep_step(self.global_step, self._optimizers, self._schedulers)
         self._stepped = True
         self._interruption.end_step()
 

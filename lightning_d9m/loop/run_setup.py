@@ -34,7 +34,7 @@ def find_session() -> Session:
     return session
 
 
-def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:
+def make_folder(ranks: Ranks, ledger_dir: Path, *, kind: str = "fit") -> Path:
     """Make the folder of a new ledger on rank 0, and return it on all ranks.
 
     ``ledger_dir`` is its parent, if no variable names another one.
@@ -43,5 +43,5 @@ def make_folder(ranks: Ranks, ledger_dir: Path) -> Path:
         LedgerError: If it cannot be made.
     """
     parent = Path(os.environ.get(LEDGER_VARIABLE) or ledger_dir)
-    create = partial(create_ledger_folder, parent)
+    create = partial(create_ledger_folder, parent, kind)
     return share_new_folder(ranks, create if ranks.rank == 0 else None)

@@ -156,9 +156,10 @@ def advise(first: RecordDifference, extent: str) -> str:
         )
     if extent == "evaluations":
         return (
-            "What an evaluation computes differs, and no record of the training does. Do not "
-            "exclude it: in other runs it may steer the training, as val_loss does under "
-            "EarlyStopping or ReduceLROnPlateau."
+            "What an evaluation computes differs, and no record of the training does. In other "
+            "runs it may steer the training, as val_loss does under EarlyStopping or "
+            "ReduceLROnPlateau. Only if nothing reads it, such as a measured time, exclude it with "
+            "ignored_metrics."
         )
     if LOGGED.issuperset(first.by_group):
         return (

@@ -99,8 +99,11 @@ def _describe_moment(found: "SearchResult") -> Iterator[str]:
 def _describe_writing(found: "SearchResult") -> Iterator[str]:
     """Yield when the state that differs at the beginning of a batch was written."""
     first = found.divergences[0]
-    began = first.moment == "batch" and first.kind in STATE and first.step
-    if began and found.reference_rank is None:
+    if first.moment != "batch" or first.kind not in STATE or found.reference_rank is not None:
+        return
+    if first.call:
+        yield from _label("written", f"in step {first.step}, before the optimizer's step")
+    elif first.step:
         yield from _label(
             "written",
             f"in step {first.step - 1}, or by a hook or thread before this one",

@@ -178,8 +178,9 @@ class RepeatReport:
         elif self._printed:
             said = (
                 f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
-                "validations, tests and predictions are compared, and nothing that a program "
-                "computes afterwards."
+                "validations, tests and predictions are compared. Call "
+                "lightning_d9m.record_final(model, accuracy=...) where the program ends, to "
+                "compare its result too."
             )
             print("\n".join([*wrap(said), ""]))
         print(f"ledgers: {self._output}")

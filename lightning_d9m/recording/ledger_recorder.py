@@ -5,18 +5,19 @@ Framework-free: ranks communicate through ``Ranks``, so tests need no processes.
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lightning_d9m.control.settings import validate_choice
-from lightning_d9m.errors import DriftError, LedgerError
+from lightning_d9m.errors import D9mError, DriftError, LedgerError
+from lightning_d9m.hashing.training_state import Groups
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.stack import check_stack
+from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, check_stack
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
 from lightning_d9m.recording.reference import Reference
@@ -129,6 +130,17 @@ class LedgerRecorder:
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
 
+    def keep_step(self, step: int, take: Callable[[], Groups]) -> None:
+        """Keep the digests of a step, if they are wanted, until the ranks are compared.
+
+        An error is left to the next record, which all ranks see.
+        """
+        agreement = self._agreement
+        sharded = SHARDED_PARAMETERS in self._header.stack
+        if agreement is not None and not sharded and agreement.wants_step(step):
+            with suppress(D9mError):
+                agreement.keep_step(step, take())
+
     def append(self, record: Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, such as probes.
 
@@ -205,12 +217,14 @@ class LedgerRecorder:
         rows = self._gather([found[0].count if found else 0, *summary])
         counts = [row[0] for row in rows]
         drifted = [rank for rank, count in enumerate(counts) if count]
-        errors = []
+        errors: list[DriftError] = []
         if drifted and not found:
             errors.append(self._other_rank_error(digests, drifted[0], counts[drifted[0]]))
         if agreement is None:
             return errors
-        for group, difference in agreement.compare([row[1:] for row in rows]).items():
+        differences = agreement.compare([row[1:] for row in rows])
+        steps = agreement.find_steps() if differences else {}
+        for group, difference in differences.items():
             errors.append(
                 rank_error(
                     difference,
@@ -218,6 +232,7 @@ class LedgerRecorder:
                     epoch=digests.epoch,
                     step=digests.step,
                     group=group,
+                    steps=steps.get(group),
                 )
             )
         return errors

@@ -9,13 +9,13 @@ from lightning_d9m.comparison.record_diff import NAMES_KEPT
 from lightning_d9m.errors import DriftError
 from lightning_d9m.recording.collective import Gather
 from lightning_d9m.recording.replicated_state import ReplicatedState
+from lightning_d9m.recording.step_digests import GROUPS, StepDigests
 from lightning_d9m.text import describe_moment, describe_names, describe_pair, escape
 
 _HALVES = Struct(">qq")  # of a digest
 _NAMES = "names of the entries"
 # The words for a group's entries in messages.
 _ENTRIES = {"optimizers": "optimizer entries"}
-_GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 # Integers in a row of ``RankAgreement.summarize`` for each group: names, then digests.
 _SUMMARY = 4
 
@@ -120,11 +120,24 @@ class RankAgreement:
         self._tables: dict[str, dict[str, str]] = {}
         self._buffers: dict[str, str] = {}
         self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
+        self._steps = StepDigests()
+
+    def wants_step(self, step: int) -> bool:
+        """Return whether the state after a step should be kept until the next record."""
+        return self._steps.wants(step)
+
+    def keep_step(self, step: int, groups: Mapping[str, Mapping[str, str]]) -> None:
+        """Keep the digests of a step, which tell when ranks that differ began to."""
+        self._steps.add(step, self._replicated.select(groups))
+
+    def find_steps(self) -> dict[str, tuple[int | None, int]]:
+        """Return what ``StepDigests.find_first`` does; every rank must call this."""
+        return self._steps.find_first(self._gather)
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[int]:
         """Return the integers that ``compare`` needs of every rank."""
         selected = self._replicated.select(groups)
-        self._tables = {group: selected.get(group, {}) for group in _GROUPS}
+        self._tables = {group: selected.get(group, {}) for group in GROUPS}
         self._buffers = self._replicated.select_buffers(groups)
         tables = (*self._tables.values(), self._buffers)
         texts = [text for table in tables for text in (table, table.values())]
@@ -146,7 +159,10 @@ class RankAgreement:
                 differences[group] = names_differ
         buffers = self._compare_buffers([row[-_SUMMARY:] for row in rows])
         differences["buffers"] = differences["buffers"] or buffers
-        return {group: found for group, found in differences.items() if found is not None}
+        found = {group: one for group, one in differences.items() if one is not None}
+        if not found:
+            self._steps.forget()
+        return found
 
     def _compare_buffers(self, parts: Sequence[Sequence[int]]) -> RankDifference | None:
         """Compare the buffers that a training step may set from each rank's own data.
@@ -182,9 +198,19 @@ def _all_equal(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def rank_error(
-    difference: RankDifference, *, moment: str, epoch: int, step: int, group: str = "weights"
+    difference: RankDifference,
+    *,
+    moment: str,
+    epoch: int,
+    step: int,
+    group: str = "weights",
+    steps: tuple[int | None, int] | None = None,
 ) -> DriftError:
-    """Build the error that names the rank that differs, and what differs on it."""
+    """Build the error that names the rank that differs, and what differs on it.
+
+    ``steps`` are the last step after which the ranks were equal in this, if it is known, and the
+    first after which they were not.
+    """
     first, expected_rank = difference.rank, difference.expected_rank
     expected, actual = describe_pair(difference.expected, difference.actual)
     labels = [f"rank {expected_rank} (reference):", f"rank {first}:"]
@@ -205,7 +231,7 @@ def rank_error(
     return DriftError(
         f"{who} in {describe_moment(moment, epoch, step)}: {what}.\n"
         f"  {labels[0]:<{width}} {expected}\n"
-        f"  {labels[1]:<{width}} {actual}\n"
+        f"  {labels[1]:<{width}} {actual}\n{_describe_steps(steps)}"
         "All ranks must hold the same bits after each step. Look for what only one rank does: a "
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device.",
@@ -221,6 +247,13 @@ def rank_error(
         actual=difference.actual,
         expected_rank=expected_rank,
     )
+
+
+def _describe_steps(steps: tuple[int | None, int] | None) -> str:
+    if steps is None:
+        return ""
+    equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
+    return f"The ranks differed in this after step {steps[1]}.{equal}\n"
 
 
 def _split(digest: str) -> tuple[int, int]:

@@ -188,6 +188,15 @@ class RunRecorder:
         assert self._recorder is not None, "begin() comes first"
         return self._recorder.record(digests)
 
+    def keep_step(
+        self, step: int, optimizers: Sequence[Any] = (), schedulers: Sequence[Any] = ()
+    ) -> None:
+        """Keep this rank's digests of a step until the next record, if ranks are compared."""
+        if self._recorder is not None:
+            self._recorder.keep_step(
+                step, lambda: self._read(optimizers, schedulers, None, sketches=False).groups
+            )
+
     def append(self, record: Mapping[str, Json]) -> None:
         """Write a record that is not compared now, if a ledger is open."""
         if self._recorder is not None:

@@ -600,7 +600,7 @@ def test_a_moment_that_a_later_version_adds(runs):
 @pytest.mark.parametrize(
     ("values", "outputs", "weight", "extent"),
     [
-        (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "1", "1", "logged values"),
+        (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "1", "1", "evaluations"),
         (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "2", "1", "evaluations"),
         (("0x1.0000000000000p+0", "0x1.0000000000000p+0"), "2", "1", "evaluations"),
         (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "2", "2", "training"),

@@ -133,6 +133,16 @@ class TestRankError:
             f"first w.\n  rank 0: {'a' * 16}\n  rank 1: {'b' * 16}\n"
         )
 
+    @pytest.mark.parametrize(
+        ("steps", "said"),
+        [((20, 22), "22. They were still equal after step 20."), ((None, 1), "1.")],
+    )
+    def test_steps(self, steps, said):
+        """They place a drift more closely than the epoch at whose end it is found."""
+        found = compare_ranks(["w"], vectors({"w": "a" * 32}, {"w": "b" * 32}))
+        lines = str(rank_error(found, moment="epoch", epoch=4, step=115, steps=steps)).splitlines()
+        assert lines[3] == f"The ranks differed in this after step {said}"
+
     def test_many_ranks(self):
         """They are listed up to a bound."""
         table = {"w": "a" * 32}

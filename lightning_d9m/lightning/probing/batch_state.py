@@ -48,8 +48,26 @@ def take_states(
             listener.add("optimizer", "scaler.scale", scale)
 
 
-def take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
-    """Pass the gradients that an optimizer is about to use to a listener."""
+def take_step(
+    model_tensors: ModelTensors,
+    optimizer: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: ProbeSettings,
+    listener: Listener,
+) -> None:
+    """Pass what an optimizer is about to use to a listener: gradients, and its state.
+
+    The state was there when the batch began, too. What changed since would look like a change of
+    the weights in the next batch.
+    """
+    if "gradient" in settings.kinds:
+        _take_gradients(model_tensors, optimizer, listener)
+    if "optimizer" in settings.kinds:
+        _, _, names = model_tensors.look()
+        _take_optimizers(names, optimizers, settings, listener, model_tensors.addresses)
+
+
+def _take_gradients(model_tensors: ModelTensors, optimizer: Any, listener: Listener) -> None:
     used = {id(p) for group in optimizer.param_groups for p in group["params"]}
     gradients = {
         name: parameter.grad

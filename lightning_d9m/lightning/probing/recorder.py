@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_d9m.control.method_wrapping import wrap_method
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
 from lightning_d9m.ledger.format.records import Json
-from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states
+from lightning_d9m.ledger.kinds import VALIDATION
+from lightning_d9m.lightning.probing.batch_state import take_states, take_step
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model
 from lightning_d9m.lightning.probing.step_replay import Replay
@@ -49,6 +50,7 @@ class ProbeRecorder:
         self._replay: Replay | None = None
         self._replayed: ExitStack | None = None
         self._took_loss = False
+        self._validated = 0  # batches of this validation
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | dict.fromkeys(_OF_ONE_FIT)
@@ -109,19 +111,40 @@ class ProbeRecorder:
         probes, tensors = self._probes, self._model_tensors
         assert probes is not None and tensors is not None, "begin() comes first"  # noqa: PT018
         step = trainer.global_step
+        if trainer.validating:  # it belongs to the training batch before it
+            step = max(step - 1, 0)
         if step not in self._settings.steps:
             self._unhook()
             return
         probes.begin(ProbePoint(trainer.current_epoch, step, batch_idx))
         self._took_loss = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        take_states(tensors, trainer.optimizers, self._settings, probes, scaler)
+        if batch_idx <= VALIDATION:  # no later batch of a validation changes it
+            take_states(tensors, trainer.optimizers, self._settings, probes, scaler)
         if "batch" in self._kinds:
             probes.add("batch", "batch", batch)
         if self._hooks is None:
             self._hooks = self._hook(trainer.strategy, module, probes)
         if self._ops is not None:
             self._ops.begin()
+
+    def start_validation_batch(
+        self, trainer: "Trainer", module: "LightningModule", batch: Any
+    ) -> None:
+        """Record a batch of a validation within a fit, which may feed back into the training."""
+        if self._probes is not None and not trainer.sanity_checking:
+            number = VALIDATION + self._validated
+            self._validated += 1
+            self._start_probes(trainer, module, batch, number)
+
+    def end_validation_batch(self) -> None:
+        """Write the records of a batch of a validation."""
+        if self._probes is not None:
+            self._probes.end()
+
+    def end_validation(self) -> None:
+        """Number the batches of the next validation from the first."""
+        self._validated = 0
 
     def save_state(self, trainer: "Trainer", moment: str) -> None:
         """Save the state that the ledger is about to record, if values are saved at this step."""
@@ -137,11 +160,11 @@ class ProbeRecorder:
             self._took_loss = True
             self._probes.add("loss", "loss", loss)
 
-    def take_gradients(self, optimizer: Any) -> None:
-        """Take the gradients that an optimizer is about to use."""
-        if self._probes is None or self._model_tensors is None or "gradient" not in self._kinds:
+    def take_step(self, trainer: "Trainer", optimizer: Any) -> None:
+        """Take the gradients and the state that an optimizer is about to use."""
+        if self._probes is None or self._model_tensors is None or not self._probes.listens:
             return
-        take_gradients(self._model_tensors, optimizer, self._probes)
+        take_step(self._model_tensors, optimizer, trainer.optimizers, self._settings, self._probes)
 
     def end_batch(self, trainer: "Trainer", outputs: Any) -> None:
         """Record the results of the batch, and write its records."""
@@ -178,7 +201,7 @@ class ProbeRecorder:
             if "op" in self._kinds:
                 self._ops = ops = OpMode(self._settings, probes)
                 stack.enter_context(ops.attach(module))
-                for name in ("training_step", "backward"):
+                for name in ("training_step", "backward", "validation_step"):
                     wrap_method(stack, strategy, name, ops.entered)
             stack.enter_context(hook_model(module, self._settings, self._kinds, probes))
             if "monitor" in self._kinds:

@@ -139,6 +139,11 @@ class TrainerRecorder:
             # Lightning has detached the loss of an automatic optimization already.
             self._run.loss = loss.detach() if loss.requires_grad else loss
 
+    def keep_step(self, trainer: "Trainer") -> None:
+        """Keep the digests of a step, which tell when ranks that drift apart began to."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._run.keep_step(trainer.global_step, trainer.optimizers, schedulers)
+
     def reduce_loss(self, trainer: "Trainer") -> None:
         """With logical ranks, replace the loss by the mean of all; every rank must call this."""
         reduce = getattr(trainer.strategy, "reduce_loss", None)

@@ -16,8 +16,9 @@ from lightning_d9m import DeterminismCallback, probe
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
-from lightning_d9m.ledger.kinds import PROBE_KINDS
+from lightning_d9m.ledger.kinds import PROBE_KINDS, VALIDATION
 from lightning_d9m.lightning.probing.module_hooks import hook_model
+from lightning_d9m.locate.result import describe_place
 from lightning_d9m.probes.dumps import find_dumps, read_dump, read_index, replay_op
 from lightning_d9m.probes.settings import ProbeSettings
 
@@ -66,7 +67,9 @@ def test_every_kind_is_met_in_order_and_not_a_bit_changes(fit):
     order = ("rng", "weight", "buffer", "optimizer", "batch", "input", "op", "output", "monitor")
     late = ("loss", "grad_output", "local_gradient", "gradient", "scalar")
     assert [*order, *late] == sorted(first, key=first.__getitem__)
-    assert len(read_probes(probed)) == 12
+    numbers = [batch for _, batch in read_probes(probed)]
+    assert len([batch for batch in numbers if batch < VALIDATION]) == 12
+    assert {batch for batch in numbers if batch >= VALIDATION} == {VALIDATION + n for n in range(6)}
     assert ("op", "layers.0::aten.addmm.default", 0) in places
     assert ("op", "layers.0::aten.mm.default", 0) in places  # of the backward pass
     assert ("gradient", "layers.0.weight", 0) in places
@@ -463,6 +466,43 @@ def test_the_scale_of_the_loss_is_a_state_of_the_optimizer(fit):
         ledgers.append(fit(model=model, probes="all", trainer_plugins=[precision]))
     found = compare_ledgers(*ledgers).ranks[0].divergence
     assert (found.step, found.kind, found.name) == (3, "optimizer", "scaler.scale")
+
+
+@pytest.mark.parametrize("name", ["0.exp_avg.layers.0.weight", "0.group.0:lr"])
+def test_what_changes_an_optimizer_within_a_step_is_met_before_the_weights(fit, name):
+    """Otherwise it would be a difference of the next step's weights."""
+
+    def change(self):
+        if self.faulty and self.trainer.global_step == 2:
+            optimizer = self.optimizers().optimizer
+            if name.endswith("lr"):
+                optimizer.param_groups[0]["lr"] *= 2
+            else:
+                optimizer.state[self.layers[0].weight]["exp_avg"].view(-1)[0] += 1
+
+    ledgers = []
+    for faulty in (False, True):
+        model = make_model(on_after_backward=change)
+        model.faulty = faulty
+        ledgers.append(fit(model=model, probes="all"))
+    found = compare_ledgers(*ledgers).ranks[0].divergence
+    assert (found.step, found.kind, found.name, found.call) == (2, "optimizer", name, 1)
+
+
+def test_a_validation_is_probed_as_part_of_the_step_before_it(fit):
+    def step(self, batch, batch_idx):
+        images = batch[0] + (1 if self.faulty and batch_idx == 1 else 0)
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(images), batch[1]))
+
+    ledgers = []
+    for faulty in (False, True):
+        model = make_model(validation_step=step)
+        model.faulty = faulty
+        ledgers.append(fit(model=model, probes="all"))
+    found = compare_ledgers(*ledgers).ranks[0].divergence
+    assert (found.epoch, found.step, found.batch) == (0, 5, VALIDATION + 1)
+    assert (found.kind, found.name) == ("op", "(model)::aten.add.Tensor")
+    assert "batch 1 of the validation" in describe_place([found])
 
 
 def test_a_pattern_that_fits_nothing_is_named(fit):
