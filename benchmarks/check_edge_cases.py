@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_d9m.errors import D9mError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.patches.triton import grid_sample, launch
+from lightning_d9m.patches.triton import launch
 
 OFFERED = [op.name for op in OPS if op.status == "offered"]
 ROUNDINGS = 64  # more than the terms of any output
@@ -92,19 +92,19 @@ def is_close(left: Tensor, right: Tensor, roundings: float) -> bool:
 def kernels_counted() -> Iterator[list[str]]:
     """Let the interpreter run Triton kernels on the CPU, and list those that run."""
     used: list[str] = []
-    resolve = launch.resolve_name
+    load = launch._load  # noqa: SLF001 - to see what runs
 
     def note(path: str) -> object:
-        used.append(path.rpartition(".")[2])
-        return resolve(path)
+        used.append(path)
+        return load(path)
 
-    launch.resolve_name = note
+    launch._load = note  # noqa: SLF001 - as above
     launch._device_types.add("cpu")  # noqa: SLF001 - kernels run on CUDA only
     try:
         yield used
     finally:
         launch._device_types.discard("cpu")  # noqa: SLF001 - as above
-        launch.resolve_name = resolve
+        launch._load = load  # noqa: SLF001 - as above
 
 
 def find_kernel_difference(case: EdgeCase) -> tuple[list[str], str | None]:
@@ -141,8 +141,7 @@ def main() -> None:
     warnings.filterwarnings("error", message="The Triton kernel")  # none may be withdrawn
     np.seterr(all="ignore")  # the interpreter computes masked elements, too
     torch.set_num_threads(1)
-    launch._BLOCK = launch._SMALL_BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with
-    grid_sample._BLOCK = 512  # noqa: SLF001 - the number of programs
+    launch._BLOCK = launch._SMALL_BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with programs
     by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]

@@ -75,11 +75,10 @@ class Launch:
     options: dict[str, Any]
     tensors: tuple[Tensor, ...]
 
-    @property
-    def result(self) -> Tensor:
-        """The tensor that the kernel calls its result, else its last one."""
-        names = [name for name, kind in self.signature.items() if kind[0][0] == "*"]
-        return self.tensors[names.index("result") if "result" in names else -1]
+    def find(self, *names: str) -> list[Tensor]:
+        """Return the tensors of these names."""
+        known = [name for name, kind in self.signature.items() if kind[0] == "*"]
+        return [self.tensors[known.index(name)] for name in names if name in known]
 
 
 @contextmanager
@@ -92,13 +91,13 @@ def launches_recorded() -> Iterator[list[Launch]]:
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         recorded.append(_describe_launch(self, given))
 
-    original = JITFunction.run
-    JITFunction.run = record
+    original, check = JITFunction.run, launch._check  # noqa: SLF001 - nothing is computed
+    JITFunction.run, launch._check = record, lambda *_: None  # noqa: SLF001 - as above
     launch._device_types.add("cpu")  # noqa: SLF001 - kernels run on CUDA only
     try:
         yield recorded
     finally:
-        JITFunction.run = original
+        JITFunction.run, launch._check = original, check  # noqa: SLF001 - as above
         launch._device_types.discard("cpu")  # noqa: SLF001 - as above
 
 
@@ -197,13 +196,13 @@ def count_bytes(recorded: list[Launch]) -> tuple[int, int]:
     """Return the bytes that launches move, and those of a kernel with atomics at least."""
     moved = sum(_count_tensor(tensor) for one in recorded for tensor in one.tensors)
     # What one launch writes and the next one reads is not there with atomics.
-    result = recorded[-1].result
-    between = {one.result.data_ptr() for one in recorded[:-1]} - {result.data_ptr()}
+    (result,) = recorded[-1].find("out")
+    written = {one.find("out")[0].data_ptr() for one in recorded}
     needed = {
         tensor.data_ptr(): _count_tensor(tensor)
         for one in recorded
-        for tensor in one.tensors
-        if tensor.data_ptr() not in between
+        for tensor in (*one.find("source", "values", "index"), result)
+        if tensor is result or tensor.data_ptr() not in written
     }
     return moved, sum(needed.values()) + 2 * result.numel() * result.itemsize
 
@@ -217,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--only", default="", help="a part of the op's name")
+    parser.add_argument("--no-compile", action="store_true", help="only count")
     arguments = parser.parse_args()
     rows = []
     for workload in WORKLOADS:
@@ -237,7 +237,7 @@ def main() -> None:
                 "bytes_with_atomics": atomics,
                 "compiled": {
                     f"sm_{capability}": [compile_kernel(one, capability) for one in recorded]
-                    for capability in CAPABILITIES
+                    for capability in (() if arguments.no_compile else CAPABILITIES)
                 },
             }
         )

@@ -1,16 +1,18 @@
-"""What differs between versions of torch; no other file looks at a version.
+"""What differs between versions of torch and Lightning; no other file looks at a version.
 
-torch 2.4 is the oldest supported release. Where an older release lacks something, this module says
-what does not work with it.
+Where an older release lacks something, this module says what does not work with it.
 """
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import torch
 
 OLDEST_TORCH = (2, 4)
+OLDEST_LIGHTNING = (2, 2)
 _OLDEST_PATCHED = (2, 11)
 _OLDEST_ACCELERATOR = (2, 7)
 
@@ -22,6 +24,25 @@ def parse_release(version: str) -> tuple[int, ...]:
     (2, 11)
     """
     return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+
+
+def describe_unsupported() -> str | None:
+    """Return which package is too old for ``LIGHTNING_D9M=1``; None if none is."""
+    found = {"torch": (str(torch.__version__), OLDEST_TORCH)}
+    for name in ("lightning", "pytorch-lightning"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = (metadata.version(name), OLDEST_LIGHTNING)
+    for name, (version, oldest) in found.items():
+        if parse_release(version) < oldest:
+            needed = ".".join(map(str, oldest))
+            return f"{name} is {version}, and lightning_d9m needs {needed} or later."
+    if not imports_extensions():
+        return (
+            f"torch {torch.__version__} loads no extensions when it is imported, as 2.5 and later "
+            "do, so nothing would be seeded before the program builds its model. Call "
+            "lightning_d9m.enable() at the top of the program."
+        )
+    return None
 
 
 def describe_missing_patches() -> str | None:

@@ -3,19 +3,16 @@
 import argparse
 import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.files import SourceFile, list_files
+from lightning_d9m.lint.files import list_files
 from lightning_d9m.lint.join import join_ops, read_records
 from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import LARGEST, FileScan, scan_file, scanning_prepared
+from lightning_d9m.lint.scanner import LARGEST, choose_version, scan_entries
 from lightning_d9m.output.lint_text import (
     render_github,
     render_json,
@@ -24,12 +21,9 @@ from lightning_d9m.output.lint_text import (
     render_text,
 )
 from lightning_d9m.output.terminal import paint, terminal_width
-from lightning_d9m.patches.catalog.catalog import OPS
 
 # The findings of these two rules depend on all files.
 _FLAGGED, _UNSEEDED = "D9M103", "D9M210"
-# Files per task of a process, enough to make the overhead negligible.
-_CHUNK = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,27 +138,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
-def scan_entries(
-    entries: Iterable[SourceFile],
-    torch_version: str,
-    rules: frozenset[str],
-    jobs: int = 1,
-    largest: int = LARGEST,
-) -> list[FileScan]:
-    """Scan files, in one process or several; the results are in the order of the files."""
-    scan = partial(scan_file, torch_version=torch_version, rules=rules, largest=largest)
-    if jobs == 1:
-        with scanning_prepared():
-            return [scan(entry) for entry in entries]
-    with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(partial(_scan_apart, scan), entries, chunksize=_CHUNK))
-
-
-def _scan_apart(scan: "partial[FileScan]", entry: SourceFile) -> FileScan:
-    with scanning_prepared():
-        return scan(entry)
-
-
 def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> frozenset[str]:
     """Return the ids that ``--select`` names, without those that ``--ignore`` names.
 
@@ -187,29 +160,6 @@ def _expand(words: Iterable[str]) -> set[str]:
             )
         ids |= found
     return ids
-
-
-def choose_version(given: str | None) -> str:
-    """Return the torch release: the given, the installed, or the newest in the catalog.
-
-    Releases older than the catalog count as its oldest release.
-
-    Raises:
-        SettingError: If the given version is not valid.
-    """
-    if given is None:
-        try:
-            given = version("torch")
-        except PackageNotFoundError:
-            return "2.13"
-    try:
-        release = tuple(int(part) for part in given.split(".")[:2])
-        oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
-    except ValueError as error:
-        raise SettingError(
-            f"{given!r} is not a version of torch. Give one such as 2.13.0."
-        ) from error
-    return given if release >= oldest else ".".join(map(str, oldest))
 
 
 def _shorten(path: str) -> str:

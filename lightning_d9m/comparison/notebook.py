@@ -1,12 +1,13 @@
 """A comparison as HTML, as a notebook shows it."""
 
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-    from lightning_d9m.comparison.result import Comparison
+Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]
 
 _COLORS = {"equal": "#1a7f37", "different": "#cf222e"}
 _UNPROVEN = "#9a6700"
@@ -24,29 +25,18 @@ _FRAGMENT = """\
 """
 
 
-def render_html(comparison: "Comparison") -> str:
-    """Return the verdict, the ledgers, and what differs, as a fragment of HTML.
+def render_html(verdict: str, records: int, tables: Sequence[Table]) -> str:
+    """Return a verdict and what differs as a fragment of HTML.
 
     Names come from ledgers, which may have any origin; they are escaped.
+
+    Args:
+        verdict: The verdict.
+        records: How many records were compared.
+        tables: Titles and rows of each table; a table without rows is left out.
     """
-    fields = [*comparison.refusals, *comparison.stack, *comparison.settings]
-    places = [
-        (at.rank, at.epoch, at.step, at.batch, at.kind, at.name, f"{at.count} of {at.compared}")
-        for at in comparison.divergences
-    ]
-    return _load_template().render(
-        verdict=comparison.verdict,
-        color=_COLORS.get(comparison.verdict, _UNPROVEN),
-        records=sum(rank.records for rank in comparison.ranks),
-        tables=[
-            (("", "ledger"), [("reference", comparison.expected), ("this run", comparison.actual)]),
-            (
-                ("differs", "reference", "this run"),
-                [(entry.field, *entry.shown) for entry in fields],
-            ),
-            (("rank", "epoch", "step", "batch", "kind", "first difference", "differing"), places),
-        ],
-    )
+    color = _COLORS.get(verdict, _UNPROVEN)
+    return _load_template().render(verdict=verdict, color=color, records=records, tables=tables)
 
 
 @cache

@@ -273,4 +273,17 @@ class Comparison:
         """Return what a notebook shows."""
         from lightning_d9m.comparison.notebook import render_html
 
-        return render_html(self)
+        ledgers = [("reference", self.expected), ("this run", self.actual)]
+        fields = [
+            (entry.field, *entry.shown) for entry in (*self.refusals, *self.stack, *self.settings)
+        ]
+        places = [
+            (at.rank, at.epoch, at.step, at.batch, at.kind, at.name, f"{at.count} of {at.compared}")
+            for at in self.divergences
+        ]
+        tables = (
+            (("", "ledger"), ledgers),
+            (("differs", "reference", "this run"), fields),
+            (("rank", "epoch", "step", "batch", "kind", "first difference", "differing"), places),
+        )
+        return render_html(self.verdict, sum(rank.records for rank in self.ranks), tables)

@@ -38,6 +38,7 @@ class Session:
         settings: The settings.
         fits: Number of fits that began while it was the active session.
         thread: The thread that opened it.
+        in_trainer: Whether a Trainer opened it for a run.
         seed_is_default: True if the seed is the default, so that a Trainer may choose another one.
 
     Raises:
@@ -49,6 +50,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fits = 0
+        self.in_trainer = False
         self.seed_is_default = False
         self.thread = threading.current_thread()
         self._scopes = 0
@@ -86,6 +88,13 @@ class Session:
             fill = self.settings.fill_uninitialized_memory
             torch_flags.verify_flags(fill_uninitialized_memory=fill)
         verify_threads(self.settings.threads)
+
+    def switch_again(self) -> list[str]:
+        """Set the flags that have changed since again, and return their names."""
+        if not self._switching:
+            return []
+        fill = self.settings.fill_uninitialized_memory
+        return torch_flags.switch_again(fill_uninitialized_memory=fill)
 
     def call_on_close(self, func: Callable[[], object]) -> None:
         """Call a function when the session closes, before it restores anything."""

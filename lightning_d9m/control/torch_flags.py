@@ -91,6 +91,16 @@ def algorithms_switched(*, fill_uninitialized_memory: bool) -> Iterator[None]:
         restore_flags(before)
 
 
+def switch_again(*, fill_uninitialized_memory: bool) -> list[str]:
+    """Set the flags that differ from those of a deterministic session; return their names."""
+    found = capture_flags()
+    wanted = wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory)
+    changed = [name for name, value in found.items() if value != wanted[name]]
+    if changed:
+        restore_flags(found | wanted)
+    return changed
+
+
 def verify_flags(*, fill_uninitialized_memory: bool) -> None:
     """Raise if a flag has changed since the session set it.
 

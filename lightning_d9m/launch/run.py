@@ -183,7 +183,9 @@ def read_fits(
     evaluations = [] if with_weights else list_evaluations(folder)
     fits = {path.name: read_ledger(path) for path in (*list_fits(folder), *evaluations)}
     if not fits:
-        others = "" if with_weights else " In any other loop, use lightning_d9m.Recorder."
+        others = (
+            "" if with_weights else " Any other loop needs an optimizer of torch or a Recorder."
+        )
         raise CommandError(
             f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
             "model with a Trainer of Lightning, in the environment in which lightning_d9m is "

@@ -1,4 +1,6 @@
 """Static checks of Python source for causes of nondeterminism.
 
-This package does not import torch. Its knowledge of torch's ops is the catalog in ``patches``.
+Files come in: their paths, or the program of a command. Findings go out, each with its rule, place,
+reason and fix; nothing is imported or run, and torch is not loaded. Read ``scanner.py`` first, then
+``tree.py``, which follows names and values; each module of ``checks`` has one function per rule.
 """

@@ -4,6 +4,9 @@ from dataclasses import asdict, dataclass
 
 from lightning_d9m.lint.rules import RULES, Certainty, Severity
 
+CODE = 120
+"""Longest excerpt of code in a finding."""
+
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Finding:
@@ -29,12 +32,12 @@ class Finding:
     file: str
     cell: int = 0
     line: int
-    column: int
+    column: int = 1
     rule: str
     end_line: int
-    end_column: int
+    end_column: int = 1
     file_line: int
-    certainty: Certainty
+    certainty: Certainty = "certain"
     reason: str
     fix: str
     code: str = ""

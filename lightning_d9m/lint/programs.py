@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePath
 
-from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
-from lightning_d9m.lint.source import SourceError, read_notebook, read_python
+from lightning_d9m.lint.source import SourceError, parse, read_source
+from lightning_d9m.lint.tree import Scope, read_last_name, resolve
 
 # Names that contain "seed", of functions that do not set a seed.
 _READS = re.compile(r"(initial|get|derive|make|next|new)_?\w*seed|SeedSequence", re.IGNORECASE)
@@ -19,15 +19,13 @@ _SEEDED = re.compile(r"lightning_d9m\b|\bLightningCLI$")
 def runs(tree: ast.Module) -> bool:
     """Return whether a module has a ``__name__`` guard or calls a function that it defines."""
     defined = {getattr(statement, "name", "") for statement in tree.body}
-    return any(
-        (isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test))
-        or (
-            isinstance(statement, ast.Expr)
-            and isinstance(statement.value, ast.Call)
-            and read_last_name(statement.value.func) in defined
-        )
-        for statement in tree.body
-    )
+    for statement in tree.body:
+        match statement:
+            case ast.If(test) if "__name__" in ast.unparse(test):
+                return True
+            case ast.Expr(ast.Call(function)) if read_last_name(function) in defined:
+                return True
+    return False
 
 
 def seeds(tree: ast.Module) -> bool:
@@ -42,7 +40,7 @@ def _seeds_torch(call: ast.Call, scope: Scope) -> bool:
     name = read_last_name(call.func)
     if name == "seed":
         # random.seed, np.random.seed and env.seed do not seed torch; a local `seed` may.
-        return isinstance(call.func, ast.Name) and resolve(call.func, scope) is None
+        return isinstance(call.func, ast.Name) and not resolve(call.func, scope)
     return name == "set_rng_state" or ("seed" in name.lower() and not _READS.match(name))
 
 
@@ -84,9 +82,9 @@ def find_seeded(paths: Iterable[str], known: Iterable[str]) -> set[str]:
 def _read_program(path: str) -> tuple[bool, frozenset[str]]:
     """Return whether a file seeds torch, and the parts of the names that it imports."""
     try:
-        data = Path(path).read_bytes()
-        source = read_notebook(data) if path.endswith(".ipynb") else read_python(data)
-        tree = ast.parse(source.text)
-    except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parse(read_source(Path(path)).text)
+    except (OSError, SourceError):
         return False, frozenset()  # reported as D9M001
+    if isinstance(tree, tuple):
+        return False, frozenset()  # likewise
     return seeds(tree), frozenset(part for name in list_imports(tree) for part in name.split("."))

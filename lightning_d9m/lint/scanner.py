@@ -1,83 +1,69 @@
-"""The scan of a file: read, parse, check, suppress."""
+"""The scan of files: read, parse, check, suppress."""
 
 import ast
 import gc
-import symtable
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from lightning_d9m.lint.checks.clock import (
-    check_learning_rate,
-    check_learning_rate_call,
-    check_modification_time,
+from lightning_d9m.errors import SettingError
+from lightning_d9m.lint.checks import (
+    indexing,
+    kernels,
+    memory,
+    ops,
+    order,
+    seeds,
+    sets,
+    settings,
+    threads,
+    training,
 )
-from lightning_d9m.lint.checks.indexing import check_index
-from lightning_d9m.lint.checks.kernels import check_atomic, check_autotuning
-from lightning_d9m.lint.checks.loaders import check_dataset, check_rank_seeds, check_worker_seed
-from lightning_d9m.lint.checks.memory import check_empty
-from lightning_d9m.lint.checks.ops import check_function_choice, check_op
-from lightning_d9m.lint.checks.order import (
-    check_completion,
-    check_hash,
-    check_hash_seed,
-    check_listing,
-    check_set,
-)
-from lightning_d9m.lint.checks.seeds import check_seed
-from lightning_d9m.lint.checks.settings import TURNED_ON, check_setting, check_setting_call
-from lightning_d9m.lint.checks.threads import check_thread
-from lightning_d9m.lint.checks.training import check_environment, check_training
 from lightning_d9m.lint.files import SourceFile
-from lightning_d9m.lint.finding import Finding
+from lightning_d9m.lint.finding import CODE, Finding
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.source import (
-    Source,
-    SourceError,
-    parse_error,
-    read_notebook,
-    read_python,
-)
-from lightning_d9m.lint.suppression import Suppression, read_suppressions
-from lightning_d9m.lint.triggers import find_candidate_lines, has_suppression
-from lightning_d9m.lint.walk import Check, ReportFinding, walk
-from lightning_d9m.patches.catalog.catalog import find_op
+from lightning_d9m.lint.source import Source, SourceError, parse, read_source
+from lightning_d9m.lint.suppression import suppress
+from lightning_d9m.lint.tree import Call, Report, Tree
+from lightning_d9m.patches.catalog.catalog import OPS, find_op
 
 LARGEST = 5_000_000
 """Largest size of a source file, in bytes; larger files hold data."""
 
-_CODE = 120
-# Packages whose files may use torch's ops without the word "torch".
-_TORCH_PACKAGES = ("torch", "lightning", "pytorch_lightning")
-_CALLS: tuple[Check, ...] = (
-    check_op,
-    check_function_choice,
-    check_setting_call,
-    check_seed,
-    check_listing,
-    check_completion,
-    check_hash,
-    check_hash_seed,
-    check_empty,
-    check_atomic,
-    check_autotuning,
-    check_worker_seed,
-    check_rank_seeds,
-    check_dataset,
-    check_training,
-    check_environment,
-    check_modification_time,
-    check_learning_rate_call,
-    check_thread,
+# Files per task of a process, enough to make the overhead negligible.
+_CHUNK = 16
+_CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
+    ops.check_op,
+    kernels.check_atomic,
+    kernels.check_choice_by_time,
+    memory.check_empty,
+    seeds.check_seed,
+    seeds.check_worker_seed,
+    seeds.check_rank_seeds,
+    seeds.check_dataset,
+    seeds.check_learning_rate_call,
+    training.check_training,
+    training.check_environment,
+    order.check_listing,
+    order.check_modification_time,
+    order.check_completion,
+    order.check_hash,
+    order.check_hash_seed_call,
+    sets.check_set_call,
+    threads.check_thread,
+    settings.check_setting_call,
 )
-_CHECKS: Mapping[type[ast.AST], Sequence[Check]] = {
-    ast.Call: (*_CALLS, check_set),
-    ast.Assign: (check_setting, check_hash_seed, check_learning_rate),
-    ast.AugAssign: (check_learning_rate,),
-    ast.Subscript: (check_index,),
-    **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (check_set,)),
+_NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]] = {
+    ast.Assign: (settings.check_setting, order.check_hash_seed, seeds.check_learning_rate),
+    ast.AugAssign: (seeds.check_learning_rate,),
+    ast.Subscript: (indexing.check_index,),
+    **dict.fromkeys((ast.Set, ast.SetComp, ast.Name, ast.Attribute, ast.BinOp), (sets.check_set,)),
 }
 
 
@@ -88,18 +74,39 @@ class FileScan:
     Attributes:
         findings: Sorted by place.
         lines: Number of lines.
-        walked: True if it has a word that a finding needs, so that its tree was walked.
         turns_on: True if it turns deterministic algorithms on.
     """
 
     findings: list[Finding] = field(default_factory=list)
     lines: int = 0
-    walked: bool = False
     turns_on: bool = False
 
 
+def choose_version(given: str | None) -> str:
+    """Return the torch release: the given, the installed, or the newest in the catalog.
+
+    Releases older than the catalog count as its oldest release.
+
+    Raises:
+        SettingError: If the given version is not valid.
+    """
+    if given is None:
+        try:
+            given = version("torch")
+        except PackageNotFoundError:
+            return "2.13"
+    try:
+        release = tuple(int(part) for part in given.split(".")[:2])
+        oldest = min(tuple(int(part) for part in op.since.split(".")) for op in OPS)
+    except ValueError as error:
+        raise SettingError(
+            f"{given!r} is not a version of torch. Give one such as 2.13.0."
+        ) from error
+    return given if release >= oldest else ".".join(map(str, oldest))
+
+
 @contextmanager
-def scanning_prepared() -> Iterator[None]:
+def _scanning_prepared() -> Iterator[None]:
     """Suppress the parser's warnings, and garbage collection, because trees have no cycles."""
     collecting = gc.isenabled()
     gc.disable()
@@ -112,187 +119,130 @@ def scanning_prepared() -> Iterator[None]:
             gc.enable()
 
 
+def scan_entries(
+    entries: Iterable[SourceFile],
+    torch_version: str,
+    rules: frozenset[str],
+    jobs: int = 1,
+    largest: int = LARGEST,
+) -> list[FileScan]:
+    """Scan files, in one process or several; the results are in the order of the files."""
+    scan = partial(scan_file, torch_version=torch_version, rules=rules, largest=largest)
+    if jobs == 1:
+        return [scan(entry) for entry in entries]
+    with ProcessPoolExecutor(jobs) as pool:
+        return list(pool.map(scan, entries, chunksize=_CHUNK))
+
+
 def scan_file(
     entry: SourceFile, torch_version: str, rules: frozenset[str], largest: int = LARGEST
 ) -> FileScan:
     """Scan one file. A file that cannot be scanned gives a finding."""
     path = entry.path
+    problem = entry.problem
     try:
-        size = 0 if entry.problem else Path(path).stat().st_size
-        if entry.problem or size > largest:
-            too_large = f"It has {size:,} bytes, more than the {largest:,} of --max-bytes."
-            return _refuse(path, entry.problem or too_large, rules)
-        data = Path(path).read_bytes()
-        source = read_notebook(data) if path.endswith(".ipynb") else read_python(data)
+        if not problem and (size := Path(path).stat().st_size) > largest:
+            problem = f"It has {size:,} bytes, more than the {largest:,} of --max-bytes."
+        source = Source("") if problem else read_source(Path(path))
     except OSError as error:
-        return _refuse(path, f"It cannot be read: {error.strerror or error}.", rules)
+        problem = f"It cannot be read: {error.strerror or error}."
     except SourceError as error:
-        return _refuse(path, str(error), rules)
-    return scan_source(source, path, torch_version, rules)
+        problem = str(error)
+    if problem:
+        found = [_describe_problem(path, 1, problem)] if "D9M001" in rules else []
+        return FileScan(found)
+    with _scanning_prepared():
+        return _scan_source(source, path, torch_version, rules)
 
 
-def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
-    """Scan one module; see :func:`scan_file`."""
-    data = source.text.encode("utf-8", "surrogatepass")
-    result = FileScan(lines=source.text.count("\n") + 1)
-    for problem in source.problems:
-        result.findings.append(_describe_problem(path, problem.line, problem.reason, problem.cell))
-    package = _find_package(path) if "from ." in source.text else ""
-    lines = find_candidate_lines(data, torch=package.startswith(_TORCH_PACKAGES))
-    suppressing = has_suppression(data)
-    result.walked = bool(lines) or suppressing
-    reports: list[ReportFinding] = []
+def _scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
+    problems = [_describe_problem(path, one.line, one.reason, one.cell) for one in source.problems]
+    module = parse(source.text)
+    reports: dict[Report, None] = {}
     try:
-        if result.walked:
-            tree = ast.parse(source.text)
-            reports = walk(tree, lines, _CHECKS, package)
+        if isinstance(module, tuple):
+            problems.append(_describe_problem(path, *module))
         else:
-            # Finds the same syntax errors without building a tree.
-            symtable.symtable(source.text, path, "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        result.findings.append(
-            _describe_problem(path, getattr(error, "lineno", None) or 1, parse_error(error), 0)
-        )
-    result.turns_on = any(report.rule == TURNED_ON for report in reports)
-    places = _Places(source, path)
-    found = [
-        places.describe(report)
-        for report in dict.fromkeys(reports)
-        if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version))
-    ]
-    found = _drop_repeated(found)
-    if suppressing:
-        found = _suppress(found, read_suppressions(source.text), places, rules)
-    result.findings = sorted(
-        finding
-        for finding in (*result.findings, *map(places.locate, found))
-        if finding.rule in rules
-    )
-    return result
-
-
-def _drop_repeated(findings: Iterable[Finding]) -> list[Finding]:
-    """Keep one finding of a rule per place, or per file, if several checks report it."""
+            package = _find_package(path) if "from ." in source.text else ""
+            reports = dict.fromkeys(_check(Tree(module, package)))
+    except RecursionError:
+        problems.append(_describe_problem(path, 1, "It is nested too deeply to be scanned."))
+    lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
-    for f in findings:
-        kept.setdefault((f.rule,) if RULES[f.rule].once else (f.line, f.column, f.rule, f.op), f)
-    return list(kept.values())
-
-
-class _Places:
-    """Converts nodes to places, and lines of a notebook's code to cells."""
-
-    def __init__(self, source: Source, path: str) -> None:
-        self.source = source
-        self.path = path
-        self.lines = source.text.split("\n")
-
-    def describe(self, report: ReportFinding) -> Finding:
-        node = report.node
-        line, end_line = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined] # reported nodes have line numbers
-        rule = RULES[report.rule]
-        start = self._column(line, node.col_offset)  # type: ignore[attr-defined] # likewise
-        end = self._column(end_line, node.end_col_offset or 0)  # type: ignore[attr-defined] # likewise
-        text = self.lines[line - 1][start - 1 : end - 1 if line == end_line else None]
-        return Finding(
-            file=self.path,
-            line=line,
-            column=start,
-            rule=rule.id,
-            end_line=end_line,
-            end_column=end,
-            file_line=line,
-            certainty=report.certainty,
-            reason=report.reason or rule.reason,
-            fix=report.fix or rule.fix,
-            code=text[:_CODE],
-            op=report.op,
-        )
-
-    def locate(self, finding: Finding) -> Finding:
-        """Replace the line of a notebook's code with the cell and its line."""
-        if not self.source.cells:
-            return finding
-        cell, line, file_line = self.source.cells[finding.line - 1]
-        end = finding.end_line - finding.line + line
-        return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
-
-    def _column(self, line: int, offset: int) -> int:
-        text = self.lines[line - 1]
-        if not text.isascii():
-            offset = len(text.encode()[:offset].decode("utf-8", "replace"))
-        return offset + 1
-
-
-def _suppress(
-    findings: list[Finding],
-    suppressions: list[Suppression],
-    places: _Places,
-    rules: frozenset[str],
-) -> list[Finding]:
-    """Remove suppressed findings, and add findings about the suppressions."""
-    kept = []
-    for finding in findings:
-        matching = [
-            suppression
-            for suppression in suppressions
-            if not suppression.problem
-            and finding.rule in suppression.rules
-            and finding.line <= suppression.target <= finding.end_line
-        ]
-        for suppression in matching:
-            suppression.used.add(finding.rule)
-        if not matching:
-            kept.append(finding)
-    for suppression in suppressions:
-        unused = [
-            rule for rule in suppression.rules if rule in rules and rule not in suppression.used
-        ]
-        if suppression.problem:
-            kept.append(_describe_suppression("D9M002", suppression, suppression.problem, places))
-        elif unused:
-            reason = f"It suppresses {', '.join(unused)}, which is not found here."
-            kept.append(_describe_suppression("D9M003", suppression, reason, places))
-    return kept
-
-
-def _describe_suppression(
-    rule: str, suppression: Suppression, reason: str, places: _Places
-) -> Finding:
-    line = suppression.line
-    return Finding(
-        file=places.path,
-        line=line,
-        column=suppression.column + 1,
-        rule=rule,
-        end_line=line,
-        end_column=suppression.end_column + 1,
-        file_line=line,
-        certainty="certain",
-        reason=reason,
-        fix=RULES[rule].fix,
-        code=places.lines[line - 1][suppression.column :][:_CODE],
+    for report in reports:
+        if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version)):
+            f = _describe(report, path, lines)
+            once = RULES[f.rule].once  # in the file; others once at a place
+            kept.setdefault((f.rule,) if once else (f.line, f.column, f.rule, f.op), f)
+    found = [
+        _locate(finding, source) for finding in suppress(kept.values(), source.text, path, rules)
+    ]
+    return FileScan(
+        findings=sorted(finding for finding in (*problems, *found) if finding.rule in rules),
+        lines=len(lines),
+        turns_on=any(report.rule == settings.TURNED_ON for report in reports),
     )
 
 
-def _refuse(path: str, reason: str, rules: frozenset[str]) -> FileScan:
-    findings = [_describe_problem(path, 1, reason, 0)] if "D9M001" in rules else []
-    return FileScan(findings=findings)
+def _check(tree: Tree) -> Iterator[Report]:
+    for node in tree.nodes:
+        for check in _NODES.get(type(node), ()):
+            yield from check(node, tree)
+        if isinstance(node, ast.Call):
+            call = Call(node, tree)
+            for check_call in _CALLS:
+                yield from check_call(call)
 
 
-def _describe_problem(path: str, line: int, reason: str, cell: int) -> Finding:
+def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:
+    node: Any = report.node
+    rule = RULES[report.rule]
+    line, end_line = node.lineno, node.end_lineno or node.lineno
+    start = _find_column(lines[line - 1], node.col_offset)
+    end = _find_column(lines[end_line - 1], node.end_col_offset or 0)
+    return Finding(
+        file=path,
+        line=line,
+        column=start,
+        rule=rule.id,
+        end_line=end_line,
+        end_column=end,
+        file_line=line,
+        certainty=report.certainty,
+        reason=report.reason or rule.reason,
+        fix=report.fix or rule.fix,
+        code=lines[line - 1][start - 1 : end - 1 if line == end_line else None][:CODE],
+        op=report.op,
+    )
+
+
+def _find_column(line: str, offset: int) -> int:
+    """Return the column in characters of an offset in bytes."""
+    if not line.isascii():
+        offset = len(line.encode()[:offset].decode("utf-8", "replace"))
+    return offset + 1
+
+
+def _locate(finding: Finding, source: Source) -> Finding:
+    """Replace the line of a notebook's code with the cell and its line."""
+    if not source.cells:
+        return finding
+    cell, line, file_line = source.cells[finding.line - 1]
+    end = finding.end_line - finding.line + line
+    return replace(finding, cell=cell, line=line, end_line=end, file_line=file_line)
+
+
+def _describe_problem(path: str, line: int, reason: str, cell: int = 0) -> Finding:
+    rule = RULES["D9M001"]
     return Finding(
         file=path,
         cell=cell,
         line=line,
-        column=1,
-        rule="D9M001",
+        rule=rule.id,
         end_line=line,
-        end_column=1,
         file_line=line,
-        certainty="certain",
         reason=reason,
-        fix=RULES["D9M001"].fix,
+        fix=rule.fix,
     )
 
 

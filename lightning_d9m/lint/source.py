@@ -6,6 +6,7 @@ import json
 import re
 import tokenize
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _MAGIC_LINE = re.compile(r"^(\s*)(?:%{1,2}|!|\?)(?!=)")
 _MAGIC_VALUE = re.compile(r"^(\s*[\w.,\s\[\]'\"]+=\s*)([%!].*)$")
@@ -40,6 +41,17 @@ class Source:
     text: str
     cells: list[tuple[int, int, int]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+
+
+def read_source(path: Path) -> Source:
+    """Read a Python file or a notebook.
+
+    Raises:
+        OSError: If it cannot be read.
+        SourceError: If it cannot be decoded, or does not hold source.
+    """
+    data = path.read_bytes()
+    return read_notebook(data) if path.suffix == ".ipynb" else read_python(data)
 
 
 def read_python(data: bytes) -> Source:
@@ -102,13 +114,15 @@ def read_notebook(data: bytes) -> Source:
     return source
 
 
-def parse_error(error: SyntaxError | ValueError | RecursionError | MemoryError) -> str:
-    """Return one sentence for a parser error."""
-    if isinstance(error, SyntaxError):
-        return f"It does not parse: {error.msg}."
-    if isinstance(error, ValueError):
-        return f"It does not parse: {error}."
-    return "It is nested too deeply to be parsed."
+def parse(text: str) -> ast.Module | tuple[int, str]:
+    """Return the tree of a text, or the line and the reason why it does not parse."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        return getattr(error, "lineno", None) or 1, f"It does not parse: {reason}."
+    except (RecursionError, MemoryError):
+        return 1, "It is nested too deeply to be parsed."
 
 
 def _with_newlines(text: str) -> str:
@@ -123,15 +137,10 @@ def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
         if not magic or magic[0] not in _PYTHON_MAGICS:
             return "\n" * code.count("\n"), None
         code = code.replace(first, "", 1)
-    try:
-        ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    if isinstance(parse(code), tuple):
         code = "\n".join(map(_clean_line, code.split("\n")))
-        try:
-            ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return "", (getattr(error, "lineno", None) or 1, parse_error(error))
-    return code, None
+    parsed = parse(code)
+    return ("", parsed) if isinstance(parsed, tuple) else (code, None)
 
 
 def _clean_line(line: str) -> str:

@@ -3,44 +3,70 @@
 import io
 import re
 import tokenize
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+from lightning_d9m.lint.finding import CODE, Finding
 from lightning_d9m.lint.rules import RULES
 
+_MARK = re.compile(r"#\s*d9m:")
 _COMMENT = re.compile(r"#\s*d9m:\s*(?P<verb>[\w-]*)\s*(?:\[(?P<rules>[^\]]*)\])?\s*(?P<reason>.*)")
 
 
-@dataclass
-class Suppression:
+@dataclass(frozen=True)
+class _Suppression:
     """A comment that suppresses findings.
 
     Attributes:
-        line: The line of the comment.
-        column: From 0, in characters.
-        end_column: The column behind it.
+        comment: A finding at the place of the comment, for what is wrong with it.
         rules: The named rules.
         problem: An error in the comment; empty for a valid one.
         target: The line whose findings it suppresses.
-        used: The rules of the findings that it suppressed.
     """
 
-    line: int
-    column: int
-    end_column: int
+    comment: Finding
     rules: tuple[str, ...]
     problem: str
     target: int
-    used: set[str] = field(default_factory=set)
 
 
-def read_suppressions(text: str) -> list[Suppression]:
-    """Return the suppressions of a valid text; one alone on its line applies to the next code."""
+def suppress(
+    findings: Iterable[Finding], text: str, path: str, rules: frozenset[str]
+) -> Iterator[Finding]:
+    """Yield the findings that no comment suppresses, and findings about the comments."""
+    suppressions = list(_read_suppressions(text, path)) if _MARK.search(text) else []
+    used: set[tuple[int, str]] = set()
+    for finding in findings:
+        matching = {
+            (number, finding.rule)
+            for number, one in enumerate(suppressions)
+            if not one.problem
+            and finding.rule in one.rules
+            and finding.line <= one.target <= finding.end_line
+        }
+        used |= matching
+        if not matching:
+            yield finding
+    for number, one in enumerate(suppressions):
+        unused = [rule for rule in one.rules if rule in rules and (number, rule) not in used]
+        if one.problem:
+            yield _at(one.comment, "D9M002", one.problem)
+        elif unused:
+            reason = f"It suppresses {', '.join(unused)}, which is not found here."
+            yield _at(one.comment, "D9M003", reason)
+
+
+def _at(comment: Finding, rule: str, reason: str) -> Finding:
+    return replace(comment, rule=rule, reason=reason, fix=RULES[rule].fix)
+
+
+def _read_suppressions(text: str, path: str) -> Iterator[_Suppression]:
+    """Yield the suppressions of a valid text; one alone on its line applies to the next code."""
     lines = text.split("\n")
-    found = []
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
-        return []
+        return
     for token in tokens:
         match = _COMMENT.match(token.string) if token.type == tokenize.COMMENT else None
         if match is None:
@@ -52,9 +78,20 @@ def read_suppressions(text: str) -> list[Suppression]:
                 target += 1
             target += 1
         rules = tuple(word.strip() for word in (match["rules"] or "").split(",") if word.strip())
+        comment = Finding(
+            file=path,
+            line=row,
+            column=column + 1,
+            rule="",
+            end_line=row,
+            end_column=token.end[1] + 1,
+            file_line=row,
+            reason="",
+            fix="",
+            code=lines[row - 1][column:][:CODE],
+        )
         problem = _find_problem(match["verb"], rules, match["reason"])
-        found.append(Suppression(row, column, token.end[1], rules, problem, target))
-    return found
+        yield _Suppression(comment, rules, problem, target)
 
 
 def _find_problem(verb: str, rules: tuple[str, ...], reason: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.programs import list_imports
-from lightning_d9m.lint.scanner import scan_file, scanning_prepared
+from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.lint.source import SourceError, read_python
 
 _MOST_FILES = 500
@@ -38,11 +38,10 @@ def find_cause_lines(
     if program is None:
         return []
     torch_version = version("torch")
-    with scanning_prepared():
-        scans = [
-            scan_file(SourceFile(str(path)), torch_version, frozenset((*rules, *_ANY)))
-            for path in _list_modules(program)
-        ]
+    scans = [
+        scan_file(SourceFile(str(path)), torch_version, frozenset((*rules, *_ANY)))
+        for path in _list_modules(program)
+    ]
     found = [finding for scan in scans for finding in scan.findings]
     found = [one for one in found if one.rule in rules or one.certainty == "certain"]
     if order_only:

@@ -13,8 +13,9 @@ from rich.cells import cell_len
 from lightning_d9m.lint.finding import Finding
 from lightning_d9m.lint.join import OpRow
 from lightning_d9m.lint.rules import RULES, Severity
+from lightning_d9m.output.columns import Column, format_table
 from lightning_d9m.output.next_steps import format_next_steps
-from lightning_d9m.output.terminal import WIDTH, make_table, measure, render, wrap
+from lightning_d9m.output.terminal import WIDTH, wrap
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.version import __version__
 
@@ -186,27 +187,33 @@ def _as_result(finding: Finding, index: int) -> dict[str, object]:
     }
 
 
+_OP_COLUMNS: tuple[Column[OpRow], ...] = (
+    Column("op", lambda row: row.op),
+    Column("lines", lambda row: str(len(row.lines)), is_number=True),
+    Column("alerts", lambda row: str(row.alerts or "-"), is_number=True),
+    Column(
+        "outputs",
+        lambda row: f"{row.worst.distinct}/{row.worst.runs}" if row.worst else "-",
+        is_number=True,
+    ),
+    Column(
+        "Vermv",
+        lambda row: _describe_figure(row.worst.vermv if row.worst else None),
+        is_number=True,
+    ),
+    Column("Vc", lambda row: _describe_figure(row.worst.vc if row.worst else None), is_number=True),
+)
+
+
+def _describe_figure(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.2g}"
+
+
 def render_table(rows: Sequence[OpRow]) -> str:
     """Return a table of findings, alerts and figures, one line per op."""
     if not rows:
         return "No findings, alerts or figures of ops."
-    cells = []
-    for row in rows:
-        worst = row.worst
-        cells.append(
-            (
-                row.op,
-                str(len(row.lines)),
-                str(row.alerts) if row.alerts else "-",
-                "-" if worst is None else f"{worst.distinct}/{worst.runs}",
-                "-" if worst is None or worst.vermv is None else f"{worst.vermv:.2g}",
-                "-" if worst is None or worst.vc is None else f"{worst.vc:.2g}",
-            )
-        )
-    table = make_table(("op", "lines", "alerts", "outputs", "Vermv", "Vc"), cells)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    lines = [render(table, measure(table), plain=True)]
+    lines = [format_table(_OP_COLUMNS, rows)]
     for row in rows:
         lines += [f"{row.op}: {place}" for place in row.lines[:3]]
     return "\n".join(lines)

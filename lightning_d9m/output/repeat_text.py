@@ -11,10 +11,11 @@ from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.stack import LOGICAL_RANKS
+from lightning_d9m.output.columns import format_markdown_table, format_table
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.markdown import format_markdown
 from lightning_d9m.output.next_steps import format_next_steps, list_next_steps
-from lightning_d9m.output.run_table import RunRow, format_markdown_table, format_table
+from lightning_d9m.output.run_table import RunRow, list_columns
 from lightning_d9m.output.terminal import print_lines, terminal_width, wrap
 from lightning_d9m.text import pluralize, printable
 
@@ -162,7 +163,8 @@ class RepeatReport:
             print(json.dumps(self._as_json(), indent=2))
             return
         print_lines([*wrap(self.state_verdict()), ""])
-        print(format_table(self._rows, terminal_width(), plain=False, verbose=verbose))
+        columns = list_columns(self._rows, verbose=verbose)
+        print(format_table(columns, self._rows, terminal_width(), plain=False))
         labels = {number: run.label for number, run in self._runs.items()}
         labels |= {failure.run: failure.label for failure in self._failures}
         for number, label in sorted(labels.items()):
@@ -189,7 +191,7 @@ class RepeatReport:
         differing = self._differing[0].comparison if self._differing else None
         evidence = [] if differing is None else format_evidence(differing)
         evidence += [f"Run {failure.run} failed: {failure.error}" for failure in self._failures]
-        table = format_markdown_table(self._rows)
+        table = format_markdown_table(list_columns(self._rows), self._rows)
         return format_markdown(self.state_verdict(), evidence, table)
 
     def state_verdict(self) -> str:

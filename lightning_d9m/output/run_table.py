@@ -7,18 +7,9 @@ of processes have these numbers, the time and the records instead of seed and lo
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from lightning_d9m.output.markdown import markdown_table
-from lightning_d9m.output.terminal import WIDTH, make_table, measure, render, style
+from lightning_d9m.output.columns import Column
 from lightning_d9m.text import cut_digests
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_TITLES = ("seed", "weights", "final loss")
-_PROCESS_TITLES = ("processes", "time", "records", "weights")
-_OF_PROCESSES = {"processes", "seconds", "records"}
 
 
 @dataclass(frozen=True)
@@ -51,63 +42,44 @@ class RunRow:
         """Return the row for ``--json``, the loss in both notations (null for NaN)."""
         loss = math.nan if self.loss is None else float.fromhex(self.loss)
         row = asdict(self)
-        if self.processes is None:
-            row = {name: value for name, value in row.items() if name not in _OF_PROCESSES}
-        return row | {
-            "loss": loss if math.isfinite(loss) else None,
-            "loss_hex": self.loss,
-        }
+        for name in ("processes", "seconds", "records") if self.processes is None else ():
+            del row[name]
+        return row | {"loss": loss if math.isfinite(loss) else None, "loss_hex": self.loss}
 
 
-def format_table(
-    rows: Sequence[RunRow], width: int = WIDTH, *, plain: bool = True, verbose: bool = False
-) -> str:
-    """Lay out the rows; losses are never cut."""
-    table = _make_table(rows, verbose=verbose)
-    return render(table, max(width, measure(table)), plain=plain)
-
-
-def format_markdown_table(rows: Sequence[RunRow]) -> str:
-    """Return the rows as a table in Markdown."""
-    return markdown_table(*_list_rows(rows, verbose=False))
-
-
-def _make_table(rows: Sequence[RunRow], *, verbose: bool) -> "Table":
-    titles, cells = _list_rows(rows, verbose=verbose)
-    table = make_table(titles, [(*row[:-1], style(row[-1])) for row in cells])
-    for column in table.columns[: 4 if _PROCESS_TITLES[0] in titles else 2]:
-        column.justify = "right"
-    return table
-
-
-def _list_rows(rows: Sequence[RunRow], *, verbose: bool) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of the table; the last column is the verdict."""
+def list_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[Column[RunRow]]:
+    """Return the columns of a table of these runs; losses are never cut."""
     several_fits = len({row.fit for row in rows}) > 1
-    by_processes = any(row.processes is not None for row in rows)
-    titles = _PROCESS_TITLES if by_processes else (*_TITLES, *[""] * verbose)
-    list_cells = _list_process_cells if by_processes else _list_cells
-    digests = [row.weights or "none" for row in rows]
-    cells = [
-        [
-            f"{row.run}.{row.fit}" if several_fits else str(row.run),
-            *list_cells(row, weights)[: len(titles)],
-            row.verdict,
-        ]
-        for row, weights in zip(rows, digests if verbose else cut_digests(digests), strict=True)
-    ]
-    return ["run.fit" if several_fits else "run", *titles, "verdict"], cells
-
-
-def _list_cells(row: RunRow, weights: str) -> tuple[str, ...]:
-    loss = None if row.loss is None else float.fromhex(row.loss)
-    return (
-        str(row.seed),
-        weights,
-        "none" if loss is None else repr(loss),
-        "" if loss is None else loss.hex(),
+    digests = [row.weights for row in rows]
+    named = [digest or "none" for digest in digests]
+    cut = dict(zip(digests, named if verbose else cut_digests(named), strict=True))
+    number: Column[RunRow] = Column(
+        "run.fit" if several_fits else "run",
+        lambda row: f"{row.run}.{row.fit}" if several_fits else str(row.run),
+        is_number=True,
     )
+    weights: Column[RunRow] = Column("weights", lambda row: cut[row.weights])
+    verdict: Column[RunRow] = Column("verdict", lambda row: row.verdict, has_meaning=True)
+    if any(row.processes is not None for row in rows):
+        return [number, *_OF_PROCESSES, weights, verdict]
+    return [number, _SEED, weights, _LOSS, *[_BITS] * verbose, verdict]
 
 
-def _list_process_cells(row: RunRow, weights: str) -> tuple[str, ...]:
-    seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-    return str(row.processes), seconds, str(row.records), weights
+def _read_loss(row: RunRow) -> float | None:
+    return None if row.loss is None else float.fromhex(row.loss)
+
+
+_OF_PROCESSES: tuple[Column[RunRow], ...] = (
+    Column("processes", lambda row: str(row.processes), is_number=True),
+    Column(
+        "time", lambda row: "" if row.seconds is None else f"{row.seconds:.1f} s", is_number=True
+    ),
+    Column("records", lambda row: str(row.records), is_number=True),
+)
+_SEED: Column[RunRow] = Column("seed", lambda row: str(row.seed), is_number=True)
+_LOSS: Column[RunRow] = Column(
+    "final loss", lambda row: "none" if (loss := _read_loss(row)) is None else repr(loss)
+)
+_BITS: Column[RunRow] = Column(
+    "", lambda row: "" if (loss := _read_loss(row)) is None else loss.hex()
+)

@@ -5,6 +5,7 @@ the same table, so a kernel registered there serves them all, and the alert insi
 kernel never fires. The tables of other keys (autograd, autocast, meta, vmap) stay as they are.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,12 +26,10 @@ from lightning_d9m.patches.catalog.op import Op
 from lightning_d9m.patches.decompositions import decompositions_bypassed
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Update
-from lightning_d9m.patches.reference_check import agrees_with_cpu
-from lightning_d9m.patches.triton.launch import is_capturing, kernels_noted, withdraw
 
-_MOST_ATTEMPTS = 3  # calls that the CPU cannot compute, after which nothing is compared
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ def _register(library: Library, op: Op, device_key: str) -> None:
             _find_original(overload, device_key),
             _find_schema(overload),
             offered=op.status == "offered",
-            check=device_key == "CUDA",
         )
         library.impl(overload, kernel, device_key, with_keyset=True)
 
@@ -127,14 +125,14 @@ class Kernel:
     """A replacement as the dispatcher calls it: functional, in place, or with ``out=``.
 
     One replacement serves all overloads of an op. It returns results, or an ``Update`` that this
-    class applies to ``self`` in place, or to a copy of it.
+    class applies to ``self`` in place, or to a copy of it. Ops that a replacement calls are torch's
+    own: pieces of sums may be added by ops that have replacements.
 
     Args:
         replacement: The function of the catalog.
         call: Torch's kernel of this overload.
         schema: The overload's schema.
         offered: Whether torch has a deterministic version to fall back to.
-        check: Whether the first results on each device are compared with the CPU's.
     """
 
     def __init__(
@@ -144,84 +142,48 @@ class Kernel:
         schema: torch._C.FunctionSchema,
         *,
         offered: bool,
-        check: bool,
     ) -> None:
         self._replacement = replacement
         self._call = call
-        self._name = schema.name
         self._outputs = [argument.name for argument in schema.arguments if argument.is_out]
         alias = schema.arguments[0].alias_info
         self._in_place = alias is not None and alias.is_write
         self._offered = offered
-        self._check, self._disagrees = check, False
-        self._attempts: dict[torch.device, int] = {}
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
         targets = [kwargs.pop(name) for name in self._outputs]
-        outputs = dict(zip(self._outputs, targets, strict=True))
-        original = TorchKernel(self._call, keyset, outputs)
+        original = TorchKernel(self._call, keyset, dict(zip(self._outputs, targets, strict=True)))
+        if getattr(_thread, "is_inside", False):
+            return original(*args, **kwargs)
         overlaps = self._in_place and _shares_memory(args[0], args[1:])
         if overlaps and not self._offered:
             raise_as_original(original, *args, **kwargs)
-        if overlaps or self._disagrees:
+        if overlaps:
             return original(*args, **kwargs)
-        device = args[0].device
-        unchecked = self._check and self._attempts.get(device, 0) < _MOST_ATTEMPTS
-        with kernels_noted() as used:
+        _thread.is_inside = True
+        try:
             returned = self._replacement(original, *args, **kwargs)
             if isinstance(returned, Update):
-                if any(_shares_memory(target, args[1:]) for target in targets):
-                    raise_as_original(original, *args, **kwargs)
-                returned = self._write(returned, args[0], keep=unchecked)
+                returned = self._write(returned, partial(original, *args, **kwargs), targets)
+        finally:
+            _thread.is_inside = False
         if original.was_called:
             return returned  # it has written into the targets, or in place
-        if unchecked and not self._agrees(device, args, kwargs, returned, used):
-            again = partial(self, keyset, **outputs) if used else original
-            return again(*args, **kwargs)
-        return self._store(returned, targets, partial(original, *args, **kwargs))
-
-    def _store(self, returned: Any, targets: list[Tensor], original: partial[Any]) -> Any:
         if self._in_place:
-            target = original.args[0]
-            return returned if returned is target else target.copy_(returned)
-        if not targets:
-            return returned
-        for target, result in zip(targets, _as_tuple(returned), strict=True):
-            _fill(original, target, result)
-        return tuple(targets) if isinstance(returned, tuple) else targets[0]
+            return returned if returned is args[0] else args[0].copy_(returned)
+        for target, result in zip(targets, _as_tuple(returned), strict=False):
+            _fill(partial(original, *args, **kwargs), target, result)
+        return (tuple(targets) if len(targets) > 1 else targets[0]) if targets else returned
 
-    def _write(self, update: Update, target: Tensor, *, keep: bool) -> Tensor:
-        if not self._in_place or keep:
+    def _write(self, update: Update, bound: partial[Any], targets: list[Tensor]) -> Tensor:
+        target, *others = bound.args
+        if any(_shares_memory(output, others) for output in targets):
+            raise_as_original(bound)
+        if not self._in_place:
             target = target.clone(memory_format=torch.contiguous_format)
         update.write(target)
-        return target
-
-    def _agrees(
-        self, device: torch.device, args: Any, kwargs: Any, returned: Any, used: list[str]
-    ) -> bool:
-        """Compare the first results on a device with those on the CPU.
-
-        If Triton kernels were used and the results disagree, these are withdrawn: the next
-        comparison is that of the torch ops.
-        """
-        if is_capturing():
-            return True  # nothing may be copied to the host now
-        agrees = agrees_with_cpu(self._replacement, args, kwargs, _as_tuple(returned))
-        if used and agrees is False:
-            for path in used:
-                withdraw(path, f"{self._name} gave a different result with it than on the CPU")
-            return False
-        self._disagrees = agrees is False
-        tried = self._attempts.get(device, 0) + 1
-        self._attempts[device] = tried if agrees is None else _MOST_ATTEMPTS
-        if self._disagrees:
-            warnings.warn(
-                f"The deterministic replacement of {self._name} gave a different result on this "
-                "device than on the CPU, so torch's kernel runs instead. Please report the case.",
-                stacklevel=3,
-            )
-        return not self._disagrees
+        return cast("Tensor", target)
 
 
 class TorchKernel:

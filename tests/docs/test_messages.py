@@ -337,7 +337,7 @@ CASES = [
         lambda g: g.module.parse_point("epoch:x"),
         "with whole numbers, and +N",
     ),
-    ("cli.scan", lambda g: g.module.choose_version("new"), "is not a version of torch."),
+    ("lint.scanner", lambda g: g.module.choose_version("new"), "is not a version of torch."),
     ("cli.scan", lambda g: g.module._expand(["D9X"]), "does not match a rule."),
     ("control.torch_flags", forget_the_flags, "something changed it during the run"),
     (

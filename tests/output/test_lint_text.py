@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from lightning_d9m.cli.main import main
 from lightning_d9m.lint.files import SourceFile
 from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import scan_file, scanning_prepared
+from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.output.lint_text import render_text
 
 SCHEMA = Path(__file__).with_name("sarif-schema-2.1.0.json")
@@ -46,8 +46,7 @@ def test_ops_that_one_setting_mends_do_not_bury_the_rest(tmp_path):
     path = tmp_path / "train.py"
     lines = ["import os, torch", *["x.index_add_(0, index, values)"] * 9, "files = os.listdir()"]
     path.write_text("\n".join([*lines, "print(files[0])"]))
-    with scanning_prepared():
-        found = scan_file(SourceFile(str(path)), "2.13.0", frozenset(RULES)).findings
+    found = scan_file(SourceFile(str(path)), "2.13.0", frozenset(RULES)).findings
     facts = {"files": 1, "lines": 12, "torch": "2.13.0", "deterministic": False}
     text = render_text(found, facts)
     assert text.index("D9M302") < text.index("D9M103")

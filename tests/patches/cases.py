@@ -65,7 +65,6 @@ GRADIENT_CASES = [
         "avg_pool3d-divisor",
         (3, 4, 6, 8),
         lambda x: nnf.avg_pool3d(x, 2, divisor_override=5),
-        exact=True,
     ),
     GradientCase(
         "avg_pool3d-overlap",
@@ -94,43 +93,36 @@ GRADIENT_CASES = [
         "adaptive_max_pool2d",
         (2, 3, 7, 9),
         lambda x: nnf.adaptive_max_pool2d(x, (3, 4)),
-        exact=True,
     ),
     GradientCase(
         "adaptive_max_pool2d-up",
         (3, 3, 4),
         lambda x: nnf.adaptive_max_pool2d(x, (5, 7)),
-        exact=True,
     ),
     GradientCase(
         "adaptive_max_pool3d",
         (2, 3, 7, 4, 5),
         lambda x: nnf.adaptive_max_pool3d(x, (3, 2, 2)),
-        exact=True,
     ),
     GradientCase(
         "max_pool3d",
         (2, 3, 7, 9, 8),
         lambda x: nnf.max_pool3d(x, 3, 2, 1, ceil_mode=True),
-        exact=True,
     ),
     GradientCase(
         "max_pool3d-dilated",
         (3, 7, 6, 8),
         lambda x: nnf.max_pool3d(x, 3, 1, 1, dilation=2),
-        exact=True,
     ),
     GradientCase(
         "fractional_max_pool2d",
         (2, 3, 9, 8),
         _fixed_fractional(nnf.fractional_max_pool2d, 2),
-        exact=True,
     ),
     GradientCase(
         "fractional_max_pool3d",
         (2, 3, 9, 8, 7),
         _fixed_fractional(nnf.fractional_max_pool3d, 3),
-        exact=True,
     ),
     GradientCase("linear", (2, 3, 7), _interpolate(scale_factor=2.3, mode="linear")),
     GradientCase(

@@ -1,6 +1,5 @@
 """The aten ops that the replacements call, and the reason why each is deterministic."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_d9m.patches import taps
 from lightning_d9m.patches.catalog.op import Op
-from lightning_d9m.patches.primitives import gather_tables
+from lightning_d9m.patches.kernels import separable
 
 ONE_THREAD_PER_OUTPUT = {
     *("arange", "empty.memory_format", "full", "full_like", "new_full", "new_zeros", "ones_like"),
@@ -19,9 +19,8 @@ ONE_THREAD_PER_OUTPUT = {
     *("_to_copy", "copy_", "clone", "cat", "stack", "flip", "floor_divide"),
     *("gather", "index.Tensor", "index_select", "searchsorted.Tensor"),
     *("_assert_async", "_local_scalar_dense"),
-    "set_.source_Storage_storage_offset",  # memory that is not filled
+    "set_.source_Storage",  # memory that is not filled
     "_ctc_loss",  # forward: one thread for each state, one step after the other
-    "_embedding_bag_forward_only",  # each bag and feature added by one thread, in order
     "kthvalue",  # its value; the index, which may vary, is not used
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
@@ -32,6 +31,21 @@ FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "aminmax", "s
 
 def _sorts_stably(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("stable"))
+
+
+def _adds_exactly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Integers, and pieces of terms, whose sums are the same from first to last and back."""
+    target, dim, index, values = args
+    back = target.clone().index_add_(dim, index.flip(0), values.flip(dim))
+    forth = target.clone().index_add_(dim, index, values)
+    is_nan = (back != back) & (forth != forth)  # noqa: PLR0124 - of NaNs there is one
+    return bool(((back == forth) | is_nan).all()) and not (
+        target.is_floating_point() and target.dtype != torch.float64
+    )
+
+
+def _writes_each_place_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len(args[2].unique()) == len(args[2])
 
 
 def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -64,7 +78,8 @@ ON_CONDITION: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "cumsum": _counts,
     "cumprod": _has_several_rows,
     "logcumsumexp": _has_several_rows,
-    "index_add_": _counts,
+    "index_add_": _adds_exactly,
+    "index_copy_": _writes_each_place_once,
     "scatter_reduce_.two": _takes_greatest_integers,
     "index_put_": _writes_alike_in_any_order,
 }
@@ -106,7 +121,7 @@ class Judge(TorchDispatchMode):
 def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[str]]]:
     """Run every replacement under a judge; yield it and the paths of the replacements that ran.
 
-    Tables that the host builds once for each set of sizes are not judged.
+    Taps, which the host finds once for each set of sizes, are not judged.
     """
     judge, ran = Judge(), set()
 
@@ -133,13 +148,10 @@ def judged(ops: tuple[Op, ...], monkeypatch: Any) -> Iterator[tuple[Judge, set[s
             module = import_module(path.split(":")[0])
             name = path.split(":")[1]
             patch.setattr(module, name, observe(path, getattr(module, name)))
-        build = gather_tables.cached_on_device
 
         def prepare(*args: object) -> object:
             with _disable_current_modes():
-                return build(*args)
+                return taps.cached_taps(*args)
 
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get("cached_on_device") is build:
-                patch.setattr(module, "cached_on_device", prepare)
+        patch.setattr(separable, "cached_taps", prepare)
         yield judge, ran

@@ -75,4 +75,4 @@ def test_the_results_are_those_of_the_cases(modules):
     assert record["cases_by_edge"] == Counter(case.edge for case in cases)
     assert record["cases"] == len(cases)
     assert record["differences"] == []
-    assert len(record["cases_by_kernel"]) > 10
+    assert set(record["cases_by_kernel"]) == {"sums:accumulate", "taps:apply"}

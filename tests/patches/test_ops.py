@@ -65,9 +65,12 @@ def test_put(accumulate: bool, dtype: torch.dtype) -> None:
     """Duplicates and negative positions; strided targets; the functional form."""
     target, source = (torch.randn(*shape).mul(3).to(dtype) for shape in [(4, 5), (3, 7)])
     index = torch.randint(-20, 20, (3, 7))
-    assert_alike(lambda: target.clone().put_(index, source, accumulate))
-    assert_alike(lambda: target.clone().t().put_(index, source, accumulate))
-    assert_alike(lambda: target[:, ::2].put(index % 8, source, accumulate))
+    # Sums of at most 22 terms are rounded once.
+    rounded = accumulate and (dtype.is_floating_point or dtype.is_complex)
+    wanted = {"tolerance": 22 if rounded else 0}
+    assert_alike(lambda: target.clone().put_(index, source, accumulate), **wanted)
+    assert_alike(lambda: target.clone().t().put_(index, source, accumulate), **wanted)
+    assert_alike(lambda: target[:, ::2].put(index % 8, source, accumulate), **wanted)
 
 
 @pytest.mark.parametrize(

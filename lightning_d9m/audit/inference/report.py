@@ -3,11 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_d9m.output.markdown import markdown_table, short
-from lightning_d9m.output.terminal import WIDTH, make_table, render
+from lightning_d9m.output.columns import Column, format_markdown_table, format_table
+from lightning_d9m.output.markdown import short
+from lightning_d9m.output.terminal import WIDTH
 
-# Outputs are the most of one sample; the times are those over the mode "as it is".
-_MODE_TITLES = ("mode", "outputs", "µs per sample", "time, full batches", "time, batches of one")
+_MODES: tuple[Column[Mapping[str, Any]], ...] = (
+    Column("mode", lambda mode: str(mode["mode"])),
+    Column("outputs", lambda mode: str(mode["outputs"] or "unknown")),  # the most of one sample
+    Column("µs per sample", lambda mode: short(mode["microseconds"])),
+    # Ratios to the mode "as it is".
+    Column("time, full batches", lambda mode: str(mode["ratio"])),
+    Column("time, batches of one", lambda mode: str(mode["ratio_alone"])),
+)
+_MODULES: tuple[Column[Mapping[str, Any]], ...] = (
+    Column("module", lambda entry: f"`{entry['name'] or '(model)'}`"),
+    Column("class", lambda entry: str(entry["kind"])),
+    Column("repeatable", lambda entry: str(entry["repeatability"])),
+    Column("batch", lambda entry: str(entry["invariance"])),
+    Column("differs at sizes", lambda entry: ", ".join(map(str, entry["sizes"]))),
+)
 _OFFERS = {
     "fixed shape": (
         "Always evaluate batches of {size}, with the last one padded: "
@@ -33,17 +47,7 @@ def render_text(result: Mapping[str, Any]) -> str:
     lines.append("")
     lines += _describe_modules(result)
     lines.append("")
-    rows = [
-        (
-            mode["mode"],
-            str(mode["outputs"] or "unknown"),
-            short(mode["microseconds"]),
-            str(mode["ratio"]),
-            str(mode["ratio_alone"]),
-        )
-        for mode in result["modes"]
-    ]
-    lines += render(make_table(_MODE_TITLES, rows), WIDTH, plain=True).splitlines()
+    lines += format_table(_MODES, result["modes"], WIDTH).splitlines()
     offer = find_offer(result)
     if offer is not None:
         lines += ["", offer]
@@ -71,31 +75,12 @@ def find_offer(result: Mapping[str, Any]) -> str | None:
 def render_markdown(result: Mapping[str, Any]) -> str:
     """Return the result as a page."""
     facts = ", ".join(f"{name} {result[name]}" for name in ("torch", "device", "threads"))
-    rows = [
-        (
-            f"`{entry['name'] or '(model)'}`",
-            entry["kind"],
-            entry["repeatability"],
-            entry["invariance"],
-            ", ".join(map(str, entry["sizes"])),
-        )
-        for entry in result["modules"]
-    ]
-    modes = [
-        tuple(
-            map(str, (mode[k] for k in ("mode", "outputs", "microseconds", "ratio", "ratio_alone")))
-        )
-        for mode in result["modes"]
-    ]
     parts = [
         f"# Audit of inference: {result['target']}",
         f"{facts}; {result['samples']} samples, batch sizes 1 and {result['sizes']}.",
         f"```\n{render_text(result)}\n```",
-        markdown_table(("module", "class", "repeatable", "batch", "differs at sizes"), rows),
-        markdown_table(
-            ("mode", "most outputs of a sample", "µs per sample", "full batches", "batches of one"),
-            modes,
-        ),
+        format_markdown_table(_MODULES, result["modules"]),
+        format_markdown_table(_MODES, result["modes"]),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_d9m.audit.training.runs import CONDITIONS, Fit, Training
+from lightning_d9m.output.columns import format_table
 from lightning_d9m.output.markdown import markdown_table, short
-from lightning_d9m.output.run_table import RunRow, format_table
+from lightning_d9m.output.run_table import RunRow, list_columns
 from lightning_d9m.output.svg.charts import draw_lines
+from lightning_d9m.output.terminal import WIDTH
 from lightning_d9m.text import pluralize
 
 _EXPLANATION = """\
@@ -121,7 +123,7 @@ def render_text(result: Mapping[str, Any]) -> str:
             parts.append(
                 f"{condition} determinism: {entry['distinct']} distinct of {result['runs']}"
             )
-            parts.append(format_table(_rows(entry)))
+            parts.append(_format_runs(entry))
         names = fit["without"]["scalars"]
         parts += ["\n".join(_describe_scalar(fit, c, name) for c in CONDITIONS) for name in names]
     parts.append(
@@ -153,8 +155,9 @@ def _describe_scalar(fit: Mapping[str, Any], condition: str, name: str) -> str:
     return f"{name}, {condition}: {entry['distinct']} values, {span}"
 
 
-def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
-    return [
+def _format_runs(entry: Mapping[str, Any]) -> str:
+    """Return the table of the runs in one condition."""
+    rows = [
         RunRow(
             run=run["run"],
             fit=1,
@@ -165,6 +168,7 @@ def _rows(entry: Mapping[str, Any]) -> list[RunRow]:
         )
         for run in entry["runs"]
     ]
+    return format_table(list_columns(rows), rows, WIDTH)
 
 
 def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
@@ -176,7 +180,7 @@ def render_markdown(result: Mapping[str, Any], command: Sequence[str]) -> str:
         parts.append(f"## {fit['fit']}")
         parts.append(f"![Spread by epoch]({fit['fit']}.svg)")
         parts += [
-            f"### Runs {condition} determinism\n\n```\n{format_table(_rows(fit[condition]))}\n```"
+            f"### Runs {condition} determinism\n\n```\n{_format_runs(fit[condition])}\n```"
             for condition in CONDITIONS
         ]
         parts.append("### Loss and metrics\n\n" + _scalar_table(fit))

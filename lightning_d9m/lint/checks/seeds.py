@@ -1,228 +1,257 @@
-"""Generators without a seed, seeds that differ from run to run, and seeds that ranks share."""
+"""Generators without a seed, and seeds that differ from run to run or that ranks share."""
 
 import ast
 import re
 from collections.abc import Iterator
 
-from lightning_d9m.lint.scopes import Scope, read_last_name, resolve
-from lightning_d9m.lint.values import Arguments, find_value, list_values
-from lightning_d9m.lint.walk import NodeContext, ReportFinding
+from lightning_d9m.lint.tree import (
+    UNKNOWN,
+    Call,
+    Report,
+    Scope,
+    Tree,
+    find_value,
+    is_named,
+    list_expressions,
+    list_targets,
+    read_last_name,
+    resolve,
+)
 
-GENERATORS = {
-    "numpy.random.default_rng",
-    "numpy.random.RandomState",
-    "numpy.random.SeedSequence",
-    *(f"numpy.random.{name}" for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")),
+_GENERATORS = {
     "random.Random",
+    *(f"numpy.random.{name}" for name in ("default_rng", "RandomState", "SeedSequence")),
+    *(f"numpy.random.{name}" for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")),
 }
-"""Constructors that take a seed from the system if they get none."""
-
 _GLOBAL_SEEDS = {
-    "random.seed",
-    "numpy.random.seed",
-    "torch.manual_seed",
-    "torch.cuda.manual_seed",
-    "torch.cuda.manual_seed_all",
-    "torch.mps.manual_seed",
-    "torch.xpu.manual_seed",
-    "torch.xpu.manual_seed_all",
-    "lightning.seed_everything",
-    "transformers.set_seed",
-    "accelerate.utils.set_seed",
-    "lightning_d9m.enable",
-    "lightning_d9m.deterministic",
-    "tensorflow.random.set_seed",
+    *("random.seed", "numpy.random.seed", "torch.manual_seed", "torch.mps.manual_seed"),
+    *(f"torch.{kind}.manual_seed{every}" for kind in ("cuda", "xpu") for every in ("", "_all")),
+    *("lightning.seed_everything", "transformers.set_seed", "accelerate.utils.set_seed"),
+    *("lightning_d9m.enable", "lightning_d9m.deterministic", "tensorflow.random.set_seed"),
 }
 _FROM_SYSTEM_WHEN_EMPTY = {"random.seed", "numpy.random.seed"}
 _ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
-_SYSTEM_DRAWS = ("random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits")
-CLOCK = (
+_SYSTEM_DRAWS = {"random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits"}
+_CLOCK = (
     r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
     r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
 )
-"""Pattern of the functions that read a clock."""
-_ENTROPY = re.compile(
-    rf"{CLOCK}|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
+_ENTROPY = (
+    rf"{_CLOCK}|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
     r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
 )
 _NUMBERED = re.compile(r"(^|_)(rank|worker|worker_id|workerid|process_index|process_id|proc_id)$")
 _NUMBERING = re.compile(r"(^|_)(get_rank|get_world_rank|rank|local_rank|process_index)$")
 _SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
 _SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate"}
+_RATES = {"lr", "learning_rate"}
+_LAMBDA_SCHEDULERS = {f"torch.optim.lr_scheduler.{n}LR" for n in ("Lambda", "Multiplicative")}
+_SEEDING = {"random.seed", "numpy.random.seed", "torch.manual_seed"}
+_LOADER = "torch.utils.data.DataLoader"
 _DEPTH = 4
 
 
-def check_seed(  # noqa: C901 - one case for each way to seed
-    node: ast.AST, context: NodeContext
-) -> Iterator[ReportFinding]:
+def check_seed(call: Call) -> Iterator[Report]:  # noqa: C901 - one case for each way to seed
     """Find calls with a missing or varying seed."""
-    assert isinstance(node, ast.Call)
-    name = context.resolve(node.func)
-    arguments = Arguments(node, context.scope)
-    seed = arguments.get(0, "seed", "x", "a", "entropy")
-    if name in _ALWAYS_FROM_SYSTEM or (name is None and _reseeds_generator(node, context)):
-        yield ReportFinding("D9M204", node)
+    node, name = call.node, call.name
+    seed = call.get(0, "seed", "x", "a", "entropy")
+    if name in _ALWAYS_FROM_SYSTEM or _reseeds_generator(call):
+        yield Report("D9M204", node)
     elif name in _SYSTEM_DRAWS:
-        if not _is_in_seed(context):
-            yield ReportFinding("D9M206", node)
-    elif name in GENERATORS or name in _FROM_SYSTEM_WHEN_EMPTY:
-        rule = "D9M201" if name in GENERATORS else "D9M204"
-        value = None if seed is None else find_value(seed, context.scope)
-        empty = seed is None or (isinstance(value, ast.Constant) and value.value is None)
-        if empty and not (arguments.starred or arguments.unpacked):
-            yield from _judge_empty(node, rule, context)
+        if not _is_in_seed(call):
+            yield Report("D9M206", node)
+    elif name in _GENERATORS | _FROM_SYSTEM_WHEN_EMPTY:
+        value = ast.Constant(None) if seed is None else find_value(seed, call.scope)
+        empty = isinstance(value, ast.Constant) and value.value is None
+        if empty and not (call.starred or call.unpacked):
+            if name in _FROM_SYSTEM_WHEN_EMPTY or not _is_seeded_later(*_find_area(call)):
+                yield Report("D9M201" if name in _GENERATORS else "D9M204", node)
         elif seed is not None:
-            yield from _judge(node, seed, context.scope)
-    elif name in _GLOBAL_SEEDS or _is_method(node, "manual_seed", name):
+            yield from _judge(node, seed, call.scope)
+    elif name in _GLOBAL_SEEDS or call.method == "manual_seed":
         if seed is not None:
-            yield from _judge(node, seed, context.scope)
+            yield from _judge(node, seed, call.scope)
     elif name == "torch.Generator":
-        yield from _check_generator(node, context)
+        yield from _check_generator(call)
     else:
-        for word in node.keywords:
-            if word.arg in _SEED_WORDS and _find_entropy(word.value, context.scope):
-                yield ReportFinding("D9M203", node)
+        words = (call.named[word] for word in _SEED_WORDS if word in call.named)
+        if any(_find_call(_ENTROPY, value, call.scope) for value in words):
+            yield Report("D9M203", node)
 
 
-def _judge_empty(node: ast.Call, rule: str, context: NodeContext) -> Iterator[ReportFinding]:
-    """Find a seed from the system, unless the generator is seeded afterwards."""
-    if rule == "D9M204" or not _is_seeded_later(*_find_area(context)):
-        yield ReportFinding(rule, node)
-
-
-def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[ReportFinding]:
+def _judge(node: ast.Call, seed: ast.AST, scope: Scope) -> Iterator[Report]:
     """Find errors in the expression of a seed."""
-    if found := _find_entropy(seed, scope):
-        yield ReportFinding(
-            "D9M203", node, reason=f"The seed is taken from {found}, which differs in each run."
-        )
+    if found := _find_call(_ENTROPY, seed, scope):
+        called = f"{found.removeprefix('builtins.')}()"
+        reason = f"The seed is taken from {called}, which differs in each run."
+        yield Report("D9M203", node, reason=reason)
     elif _adds_number(seed, scope, _DEPTH):
-        yield ReportFinding("D9M205", node)
+        yield Report("D9M205", node)
 
 
-def _find_entropy(node: ast.AST, scope: Scope) -> str:
-    """Return the name of a function in an expression that differs in each run, or an empty text."""
+def _find_call(pattern: str, node: ast.AST, scope: Scope) -> str:
+    """Return the name of a function that an expression, or what its names stand for, calls."""
     for part in list_expressions(node, scope, _DEPTH):
-        if isinstance(part, ast.Call):
-            name = resolve(part.func, scope) or ""
-            if _ENTROPY.match(name):
-                return name.removeprefix("builtins.") + "()"
+        name = resolve(part.func, scope) if isinstance(part, ast.Call) else ""
+        if re.match(pattern, name):
+            return name
     return ""
 
 
-def list_expressions(node: ast.AST, scope: Scope, depth: int) -> Iterator[ast.AST]:
-    """Yield the nodes of an expression and of the values of its names."""
-    for part in ast.walk(node):
-        yield part
-        if isinstance(part, ast.Name) and depth:
-            found, where = scope.find(part.id)
-            for binding in found:
-                if binding.kind == "assign" and isinstance(binding.node, ast.expr):
-                    yield from list_expressions(binding.node, where, depth - 1)
-
-
 def _adds_number(node: ast.AST, scope: Scope, depth: int) -> bool:
-    """Return whether an expression adds the number of a rank or worker to something."""
+    """Return whether an expression adds the number of a rank or worker to something.
+
+    A multiple, such as ``seed * world_size``, separates the seeds.
+    """
     for part in ast.walk(node):
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
-            sides = (part.left, part.right)
-            if any(_is_number(side, scope) for side in sides):
-                return not any(_counts_apart(side) for side in sides)
-        if isinstance(part, ast.Name) and depth:
-            found, where = scope.find(part.id)
-            if (
-                len(found) == 1
-                and found[0].kind == "assign"
-                and found[0].node is not None
-                and _adds_number(found[0].node, where, depth - 1)
-            ):
-                return True
+        match part:
+            case ast.BinOp(left, ast.Add(), right):
+                if any(_is_number(side, scope) for side in (left, right)):
+                    return not any(
+                        isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mult)
+                        for side in (left, right)
+                    )
+            case ast.Name(name) if depth:
+                value, where = scope.find_only(name)
+                if value is not None and _adds_number(value, where, depth - 1):
+                    return True
     return False
 
 
-def _counts_apart(node: ast.AST) -> bool:
-    """Return whether a term is a multiple, such as ``seed * world_size``, which separates seeds."""
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-
-
 def _is_number(node: ast.AST, scope: Scope) -> bool:
-    if isinstance(node, ast.Call):
-        name = resolve(node.func, scope) or read_last_name(node.func)
-        if name == "builtins.int" and node.args:
-            return _is_number(node.args[0], scope)
-        return bool(_NUMBERING.search(name.rpartition(".")[2]))
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return str(node.slice.value).upper() in {"RANK", "LOCAL_RANK"}
-    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-    return bool(_NUMBERED.search(name.lower()))
+    match node:
+        case ast.Call(function, args):
+            name = resolve(function, scope) or read_last_name(function)
+            if name == "builtins.int" and args:
+                return _is_number(args[0], scope)
+            return _NUMBERING.search(name.rpartition(".")[2]) is not None
+        case ast.Subscript(slice=ast.Constant(key)):
+            return str(key).upper() in {"RANK", "LOCAL_RANK"}
+    return _NUMBERED.search(read_last_name(node).lower()) is not None
 
 
-def _reseeds_generator(node: ast.Call, context: NodeContext) -> bool:
+def _reseeds_generator(call: Call) -> bool:
     """Return whether a call is ``seed()`` of a ``torch.Generator``, which takes no argument."""
-    if not isinstance(node.func, ast.Attribute) or node.func.attr != "seed":
+    if call.receiver is None or call.method != "seed" or call.node.args:
         return False
-    values, _ = list_values(node.func.value, context.scope)
-    return not node.args and any(
-        isinstance(value, ast.Call) and resolve(value.func, context.scope) == "torch.Generator"
-        for value in values
-    )
+    values, _ = call.scope.list_values(call.receiver)
+    return any(makes(value, "torch.Generator", call.scope) for value in values)
 
 
-def _is_method(node: ast.Call, method: str, name: str | None) -> bool:
-    return name is None and isinstance(node.func, ast.Attribute) and node.func.attr == method
+def makes(value: ast.AST, name: str, scope: Scope) -> bool:
+    """Return whether an expression is a call of a function, by its full name."""
+    return isinstance(value, ast.Call) and resolve(value.func, scope) == name
 
 
-def _is_in_seed(context: NodeContext) -> bool:
+def _is_in_seed(call: Call) -> bool:
     """Return whether an expression is part of a seed, which D9M203 covers."""
-    return any(
-        isinstance(parent, ast.Call)
-        and (context.resolve(parent.func) or "") in _GLOBAL_SEEDS | GENERATORS
-        for parent in context.parents
-    )
+    outer = (one for one in call.tree.around(call.node) if isinstance(one, ast.Call))
+    return any(resolve(one.func, call.scope) in _GLOBAL_SEEDS | _GENERATORS for one in outer)
 
 
-def _check_generator(node: ast.Call, context: NodeContext) -> Iterator[ReportFinding]:
+def _check_generator(call: Call) -> Iterator[Report]:
     """Find a ``torch.Generator`` that is not seeded in its scope or class."""
-    parent = context.parents[-1]
-    if isinstance(parent, ast.Attribute):
-        if parent.attr not in _SEEDING_METHODS:
-            yield ReportFinding("D9M202", node)
-        return
-    area, key = _find_area(context)
-    if area is None:
-        if isinstance(parent, ast.keyword):
-            yield ReportFinding("D9M202", node)
-    elif not _is_seeded_later(area, key) and not _is_passed_on(area, key, context):
-        yield ReportFinding("D9M202", node)
+    area, key = _find_area(call)
+    if isinstance(call.parent, ast.Attribute):
+        unseeded = call.parent.attr not in _SEEDING_METHODS
+    elif area is None:
+        unseeded = isinstance(call.parent, ast.keyword)
+    else:
+        # A function that it is passed to may seed it, if it is not torch's.
+        passed = any(
+            isinstance(one, ast.Call)
+            and passes(one, key)
+            and not resolve(one.func, call.scope).startswith("torch.")
+            for one in ast.walk(area)
+        )
+        unseeded = not passed and not _is_seeded_later(area, key)
+    if unseeded:
+        yield Report("D9M202", call.node)
 
 
-def _find_area(context: NodeContext) -> tuple[ast.AST | None, str]:
+def _find_area(call: Call) -> tuple[ast.AST | None, str]:
     """Return the scope or class in which the new object has a name, and the name."""
-    parent = context.parents[-1]
-    return context.find_area(parent.targets[0] if isinstance(parent, ast.Assign) else None)
+    parent = call.parent
+    return call.scope.find_area(parent.targets[0] if isinstance(parent, ast.Assign) else None)
 
 
 def _is_seeded_later(area: ast.AST | None, key: str) -> bool:
     return area is not None and any(
         isinstance(node, ast.Attribute)
         and node.attr in _SEEDING_METHODS
-        and key in {getattr(node.value, "id", ""), getattr(node.value, "attr", "")}
-        for node in ast.walk(area)
-    )
-
-
-def _is_passed_on(area: ast.AST, key: str, context: NodeContext) -> bool:
-    """Return whether a generator is passed to a function that may seed it."""
-    return any(
-        isinstance(node, ast.Call) and passes(node, key) and not _is_draw(node, context)
+        and is_named(node.value, key)
         for node in ast.walk(area)
     )
 
 
 def passes(call: ast.Call, key: str) -> bool:
     """Return whether a call has the named object as an argument."""
-    return any(key in {getattr(a, "id", ""), getattr(a, "attr", "")} for a in call.args)
+    return any(is_named(argument, key) for argument in call.args)
 
 
-def _is_draw(call: ast.Call, context: NodeContext) -> bool:
-    return (context.resolve(call.func) or "").startswith("torch.")
+def check_learning_rate(node: ast.Assign | ast.AugAssign, tree: Tree) -> Iterator[Report]:
+    """Find ``group["lr"] = ...`` with a value that depends on the clock."""
+    for target in list_targets(node):
+        match target:
+            case ast.Subscript(slice=ast.Constant("lr" | "learning_rate")):
+                if _find_call(_CLOCK, node.value, tree.scope[node]):
+                    yield Report("D9M212", node)
+
+
+def check_learning_rate_call(call: Call) -> Iterator[Report]:
+    """Find ``lr=...`` and functions of a scheduler that depend on the clock."""
+    values: list[ast.expr] = [call.named[word] for word in _RATES if word in call.named]
+    if call.name in _LAMBDA_SCHEDULERS and (given := call.get(1, "lr_lambda")) is not None:
+        function = call.scope.find_function(given)
+        if isinstance(function, ast.Lambda):
+            values.append(function.body)
+        parts = () if function is None else ast.walk(function)
+        values += [one.value for one in parts if isinstance(one, ast.Return) and one.value]
+    if any(_find_call(_CLOCK, value, call.tree.scope[value]) for value in values):
+        yield Report("D9M212", call.node)
+
+
+def check_worker_seed(call: Call) -> Iterator[Report]:
+    """Find a ``worker_init_fn`` that gives every worker the same seed."""
+    given = call.named.get("worker_init_fn")
+    function = None if given is None else call.scope.find_function(given)
+    parts = () if function is None else ast.walk(function)
+    for inner in [Call(part, call.tree) for part in parts if isinstance(part, ast.Call)]:
+        if inner.name in _SEEDING and inner.read(0, "seed", "a") not in (None, UNKNOWN):
+            yield Report("D9M207", inner.node)
+
+
+def check_rank_seeds(call: Call) -> Iterator[Report]:
+    """Find ``seed_everything`` without ``workers=True`` in a file whose loaders have workers."""
+    if call.name != "lightning.seed_everything":
+        return
+    if call.read(1, "workers", default=False) is not False:
+        return
+    calls = [Call(one, call.tree) for one in call.tree.nodes if isinstance(one, ast.Call)]
+    if any(one.name.startswith("lightning_d9m.") for one in calls):
+        return  # the callback seeds the workers of every rank
+    if any(
+        one.name == _LOADER
+        and one.read(5, "num_workers", default=0) != 0
+        and "worker_init_fn" not in one.named
+        for one in calls
+    ):
+        yield Report("D9M209", call.node, "depends")
+
+
+def check_dataset(call: Call) -> Iterator[Report]:
+    """Find a dataset that keeps a generator and draws from it for each sample."""
+    enclosing = call.scope.enclosing_class
+    if call.name not in _GENERATORS or not call.node.args or enclosing is None:
+        return
+    made, owner = getattr(call.scope.node, "name", ""), enclosing.node
+    match call.parent:
+        case ast.Assign([ast.Attribute(attr=key), *_]) if made == "__init__":
+            bases = map(read_last_name, getattr(owner, "bases", ()))
+            if not any(name.endswith("Dataset") for name in bases):
+                return
+            for function in getattr(owner, "body", ()):
+                match function:
+                    case ast.FunctionDef("__getitem__" | "__iter__"):
+                        if any(getattr(part, "attr", "") == key for part in ast.walk(function)):
+                            yield Report("D9M208", call.node, "depends")

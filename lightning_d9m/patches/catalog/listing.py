@@ -37,21 +37,17 @@ patched gradient runs.
 
 On CUDA,
 
-- the first use of each replacement is compared with the CPU, which copies its arguments to the host
-  once; if the results disagree, there is a warning and torch's kernel runs from then on;
+- nearly all replacements are one of two [primitives](primitives.md), each of which has a version in
+  torch ops and one in Triton, with the same bits. At the first use on a device a small example is
+  computed by the Triton kernel there and by torch ops on the CPU; with a warning, torch ops take
+  over from a kernel that differs or cannot run;
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;
-- gradients of pooling, padding and interpolation run as Triton kernels: one launch (one for each
-  dimension where an input contributes to many outputs, and one more for the filters of antialiased
-  modes), in which each input adds the outputs that it went to, in a fixed order, without atomics.
-  Max unpooling and `put_` take the greatest position of each place by integer atomics, and
-  maxima and minima of `index_reduce` are those of integers. The kernels have run under Triton's
-  interpreter, with the results of the torch ops, and they compile for NVIDIA's architectures 8.0,
-  9.0 and 10.0. Torch ops take over, with a warning, from a kernel that cannot run or gives a
-  different result than the CPU;
+- the Triton kernels have run under Triton's interpreter, with the bits of the torch ops, and they
+  compile for NVIDIA's architectures 8.0, 9.0 and 10.0;
 - a step with patches has to run once before a CUDA graph captures it, because kernels are compiled
-  and tables are copied from the host at the first use. Tables that a graph uses are kept."""
+  and taps are copied from the host at the first use. Taps that a graph uses are kept."""
 
 
 def list_op_facts(op: Op) -> list[tuple[str, str]]:

@@ -19,8 +19,8 @@ GATHER = "Each input reads the outputs it went to, in ascending order"
 """The replacement that most of the gradients share."""
 
 EXACT = (
-    "Each term becomes an integer relative to the greatest exponent of its place; integers add up "
-    "exactly, in any order."
+    "Each term is cut into pieces, relative to the greatest exponent of its place, which float64 "
+    "adds exactly, in any order."
 )
 """The replacement that sums have in common."""
 

@@ -1,22 +1,22 @@
 """Catalog entries of pooling and unpooling."""
 
-from lightning_d9m.patches.catalog.op import ATOMICS, GATHER, FlagEffect, Op, map_overloads
+from lightning_d9m.patches.catalog.op import (
+    ATOMICS,
+    EXACT,
+    GATHER,
+    ROUNDED_ONCE,
+    FlagEffect,
+    Op,
+    map_overloads,
+)
 
-_AVG_POOL = "lightning_d9m.patches.kernels.avg_pool"
+_AVG_POOL = "lightning_d9m.patches.kernels.separable"
 _MAX_POOL = "lightning_d9m.patches.kernels.max_pool"
 _PUT_UNPOOL = "lightning_d9m.patches.kernels.put_unpool"
 
-_CHOSEN = (
-    "Each input reads the windows that may contain it and adds those that chose it. Without Triton "
-    "the outputs are sorted by the input they chose."
-)
-_ONE_ORDER = (
-    "Equal to torch's CPU kernel on one thread; half and bfloat16 are added in float32, which is "
-    "more exact."
-)
 _MEAN_BITS = (
-    "Equal to torch's CPU kernel on one thread where windows do not overlap; where they do, the "
-    "sum is taken dimension by dimension, within a few rounding errors."
+    "Within a few rounding errors: the sum is taken dimension by dimension, and means multiply by "
+    "the reciprocal; half and bfloat16 are added in float32."
 )
 
 
@@ -36,8 +36,8 @@ def _make_gradient(
         documented=(documented,) if documented else (),
         torch_does=torch_does,
         cause=ATOMICS,
-        instead=f"{GATHER}, one dimension after the other." if averages else _CHOSEN,
-        bits=_MEAN_BITS if averages else _ONE_ORDER,
+        instead=f"{GATHER}, one dimension after the other." if averages else EXACT,
+        bits=_MEAN_BITS if averages else ROUNDED_ONCE,
         kernels=map_overloads(
             f"{_AVG_POOL if averages else _MAX_POOL}:{name}",
             *(overloads or (name, f"{name}.grad_input")),

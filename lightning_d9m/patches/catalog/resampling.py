@@ -11,8 +11,7 @@ from lightning_d9m.patches.catalog.op import (
 )
 
 _GRID_SAMPLE = "lightning_d9m.patches.kernels.grid_sample"
-_INTERPOLATION = "lightning_d9m.patches.kernels.interpolation"
-_PADDING = "lightning_d9m.patches.kernels.padding"
+_SEPARABLE_KERNELS = "lightning_d9m.patches.kernels.separable"
 
 _RAISES = "Raises in the backward pass."
 _DECOMPOSES = (
@@ -35,7 +34,7 @@ def _make_interpolation(
     since: str = "2.11",
 ) -> Op:
     overload = f"{prefix}upsample_{mode}_backward"
-    path = f"{_INTERPOLATION}:{mode}_backward"
+    path = f"{_SEPARABLE_KERNELS}:{mode}_backward"
     return Op(
         name=f"upsample_{mode}_backward",
         status="patched",
@@ -52,7 +51,7 @@ def _make_interpolation(
 
 def _make_padding(kind: str, dims: int) -> Op:
     overload = f"{kind}_pad{dims}d_backward"
-    path = f"{_PADDING}:{kind}_pad_backward"
+    path = f"{_SEPARABLE_KERNELS}:{kind}_pad_backward"
     reflects = kind == "reflection"
     return Op(
         name=overload,

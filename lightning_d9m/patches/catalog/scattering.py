@@ -43,7 +43,7 @@ SCATTERING: tuple[Op, ...] = (
         cause="The states of one label add their posteriors with atomics.",
         instead=(
             "The backward variables come from torch's forward kernel, run on the reversed problem; "
-            "the posteriors of the states of one label are added as integers, in any order."
+            "the posteriors of the states of one label are added exactly, in any order."
         ),
         bits="Within the rounding errors of the log-domain sums, which grow with the length.",
         kernels=map_overloads(
@@ -71,11 +71,10 @@ SCATTERING: tuple[Op, ...] = (
         torch_does="Raises; on a CPU only without accumulate.",
         cause="Several threads write to one place in no fixed order, and the last value stays.",
         instead=(
-            "Each place takes the greatest position of its values by integer atomics, then the "
-            "value there (few values for a large tensor are sorted); with accumulate, index_put_ "
-            "adds them."
+            "A stable sort finds the last position of each place, whose value is written; with "
+            "accumulate, sums are exact."
         ),
-        bits="Equal to torch's CPU kernel on one thread.",
+        bits=("Equal to torch's CPU kernel on one thread; with accumulate, sums are rounded once."),
         kernels=map_overloads(f"{_PUT_UNPOOL}:put", "put_"),
     ),
     Op(
@@ -174,9 +173,8 @@ SCATTERING: tuple[Op, ...] = (
         torch_does="Raises on CUDA for every reduction; the docstring mentions MPS only.",
         cause="The threads that meet on one place reduce with atomics, in no fixed order.",
         instead=(
-            "Factors are sorted by place and multiplied in order. A mean is an exact sum of "
-            "integers divided by a count; a maximum is that of integers in the numbers' order, by "
-            "integer atomics."
+            "Factors are sorted by place and multiplied in order. A mean is an exact sum, divided "
+            "by a count; a maximum is that of integers in the numbers' order, by integer atomics."
         ),
         bits=(
             "Products: equal to torch's CPU kernel, but half and bfloat16 in float32. Means: the "

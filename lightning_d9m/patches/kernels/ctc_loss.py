@@ -1,7 +1,7 @@
 """The gradient of ``CTCLoss``.
 
 torch's CUDA kernel adds the posteriors of the states that share a label with atomics. Here
-integers are added instead; see ``exact_sum``.
+their sum is exact; see ``exact_sums``.
 The backward variables are the forward variables of the reversed problem, so torch's own forward
 kernel (one thread per state, no race) computes them.
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import sum_by_index
+from lightning_d9m.patches.kernels.places import sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 
 

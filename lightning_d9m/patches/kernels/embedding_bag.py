@@ -1,13 +1,13 @@
 """The gradient of ``EmbeddingBag`` in mode max; the other modes are left to torch.
 
 torch's CUDA kernel adds the gradient of each bag to the rows that were the maximum, with atomics.
-Here integers are added instead; see ``exact_sum``.
+Here the sums are exact; see ``exact_sums``.
 """
 
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import sum_by_index
+from lightning_d9m.patches.kernels.places import sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 
 _MODE_MAX = 2

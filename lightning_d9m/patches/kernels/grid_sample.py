@@ -1,11 +1,11 @@
 """Gradients of ``grid_sample`` in 2 and 3 dimensions.
 
 torch's CUDA kernel starts one thread per output and adds into the input with atomics. Here the
-contributions to an element of the input are added as integers; see ``exact_sum``. Coordinates and
+contributions to an element of the input are added exactly; see ``exact_sums``. Coordinates and
 weights follow torch's ``GridSampler.h``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -14,22 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import (
-    FORMATS,
-    FloatFormat,
-    Limbs,
-    plan_limbs,
-    sum_by_index,
-)
-from lightning_d9m.patches.kernels.interpolation import CUBIC, weigh_cubic_inner, weigh_cubic_outer
+from lightning_d9m.patches.exact_sums import Part, accumulate, plan_pieces
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import accumulation_dtype
-from lightning_d9m.patches.triton.launch import run_kernel
+from lightning_d9m.patches.triton.launch import allocate
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
 _INT_MAX = 2**31 - 1
+_CUBIC = -0.75  # the parameter of torch's cubic convolution
 
 
 class Tap(NamedTuple):
@@ -107,34 +101,6 @@ def _differentiate(
     if not grad_output.numel():
         grad_image = torch.zeros_like(image, memory_format=torch.contiguous_format)
         return grad_image if output_mask[0] else None, torch.zeros_like(grid)
-    neighbors = {_BILINEAR: 2, _NEAREST: 1, _BICUBIC: 4}[mode] ** (image.dim() - 2)
-    return run_kernel(
-        "grid_sample:differentiate",
-        _differentiate_by_torch_ops,
-        grad_output,
-        image,
-        grid,
-        mode,
-        padding,
-        align_corners,
-        plan_limbs(image.dtype, prod(grid.shape[1:-1]) * neighbors),
-        FORMATS[image.dtype],
-        by_image=output_mask[0],
-    )
-
-
-def _differentiate_by_torch_ops(
-    grad_output: Tensor,
-    image: Tensor,
-    grid: Tensor,
-    mode: int,
-    padding: int,
-    align_corners: bool,
-    _limbs: Limbs,
-    _form: FloatFormat,
-    *,
-    by_image: bool,
-) -> tuple[Tensor | None, Tensor]:
     batch, channels, *sizes = image.shape
     outputs = prod(grid.shape[1:-1])
     dtype = accumulation_dtype(image.dtype)
@@ -144,43 +110,53 @@ def _differentiate_by_torch_ops(
         _find_taps(coordinates[..., -1 - side], size, mode, padding, align_corners)
         for side, size in enumerate(sizes)
     ]
-    pixels = image.reshape(batch, channels, prod(sizes)).to(dtype)
-    gradients = grad_output.reshape(batch, channels, outputs).to(dtype)
-    places, weights = [], []
-    slopes = [torch.zeros_like(coordinates[..., 0]) for _ in sizes]
-    for corner in product(*taps):
-        place, inside = torch.zeros_like(corner[0].place), torch.ones_like(corner[0].place) > 0
-        for tap, size in zip(corner, sizes, strict=True):
-            inside = inside & (tap.place >= 0) & (tap.place < size)
-            place = place * size + tap.place
-        place = torch.where(inside, place, 0)
-        if mode != _NEAREST:
-            read = pixels.gather(2, place.unsqueeze(1).expand(-1, channels, -1))
-            match = (read * gradients).sum(1)
-            for side in range(len(sizes)):
-                factor = _multiply(
-                    tap.slope if position == side else tap.weight
-                    for position, tap in enumerate(corner)
-                )
-                slopes[side] = slopes[side] + torch.where(inside, match * factor, 0)
-        first = torch.arange(batch, device=image.device)[:, None] * pixels.shape[2]
-        places.append(torch.where(inside, place + first, -1))
-        weights.append(_multiply(tap.weight for tap in corner))
-    grad_grid = torch.stack(slopes[::-1], dim=-1).to(grid.dtype).view(grid.shape)
-    if not by_image:
+    gradients = grad_output.reshape(batch, channels, outputs)
+    grad_grid = _differentiate_grid(image, gradients, taps, flat=mode == _NEAREST)
+    grad_grid = grad_grid.to(grid.dtype).view(grid.shape)
+    if not output_mask[0]:
         return None, grad_grid
-    # One row of channels for each neighbor of each output.
-    terms = torch.stack(weights, dim=-1)[..., None] * gradients.transpose(1, 2)[:, :, None]
-    sums = sum_by_index(
-        torch.stack(places, dim=-1).flatten(),
-        terms.reshape(1, -1, channels),
-        batch * pixels.shape[2],
-        image.dtype,
-    )
-    grad_image = sums.view(batch, -1, channels).transpose(1, 2)
-    # Strides of one, as torch's, even where a size is 1.
-    grad_image = grad_image.reshape(image.shape).clone(memory_format=torch.contiguous_format)
+
+    def parts() -> Iterator[Part]:
+        for corner in product(*taps):
+            place, inside = _find_corner(corner, sizes)
+            weight = _multiply(tap.weight for tap in corner)
+            index = torch.where(inside, place, -1).unsqueeze(2)
+            yield Part(index, terms, weight.unsqueeze(2).contiguous())
+
+    terms = gradients.contiguous().unsqueeze(3)
+    grad_image = allocate(image.shape, image.dtype, image.device)
+    pieces = plan_pieces(image.dtype, outputs * prod(map(len, taps)))
+    sums = grad_image.view(batch, channels, prod(sizes), 1)
+    accumulate(sums, parts, pieces, include=False)
     return grad_image, grad_grid
+
+
+def _differentiate_grid(
+    image: Tensor, gradients: Tensor, taps: Sequence[Sequence[Tap]], *, flat: bool
+) -> Tensor:
+    """Return the gradient with respect to the grid, of shape ``[batch, outputs, sides]``."""
+    channels, *sizes = image.shape[1:]
+    slopes = [torch.zeros_like(side[0].weight) for side in taps]
+    pixels = image.reshape(*image.shape[:2], prod(sizes))
+    for corner in product(*taps) if not flat else ():
+        place, inside = _find_corner(corner, sizes)
+        read = pixels.gather(2, place.unsqueeze(1).expand(-1, channels, -1))
+        match = (read.to(slopes[0].dtype) * gradients).sum(1)
+        for side in range(len(sizes)):
+            factor = _multiply(
+                tap.slope if position == side else tap.weight for position, tap in enumerate(corner)
+            )
+            slopes[side] = slopes[side] + torch.where(inside, match * factor, 0)
+    return torch.stack(slopes[::-1], dim=-1)
+
+
+def _find_corner(corner: Sequence[Tap], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the position of one neighbor of each output, and whether it is inside."""
+    place, inside = torch.zeros_like(corner[0].place), torch.ones_like(corner[0].place) > 0
+    for tap, size in zip(corner, sizes, strict=True):
+        inside = inside & (tap.place >= 0) & (tap.place < size)
+        place = place * size + tap.place
+    return torch.where(inside, place, 0), inside
 
 
 def _find_taps(
@@ -206,10 +182,10 @@ def _find_cubic_taps(
     after = position - base
     before = 1 - after
     factors = [
-        (weigh_cubic_outer(after + 1, CUBIC), _differentiate_outer(after + 1)),
-        (weigh_cubic_inner(after, CUBIC), _differentiate_inner(after)),
-        (weigh_cubic_inner(before, CUBIC), -_differentiate_inner(before)),
-        (weigh_cubic_outer(before + 1, CUBIC), -_differentiate_outer(before + 1)),
+        (_weigh_outer(after + 1, _CUBIC), _differentiate_outer(after + 1)),
+        (_weigh_inner(after, _CUBIC), _differentiate_inner(after)),
+        (_weigh_inner(before, _CUBIC), -_differentiate_inner(before)),
+        (_weigh_outer(before + 1, _CUBIC), -_differentiate_outer(before + 1)),
     ]
     taps = []
     for offset, (weight, change) in enumerate(factors, start=-1):
@@ -252,12 +228,22 @@ def _pad(
     return torch.where(representable, position, _OUTSIDE), slope
 
 
+def _weigh_inner(distance: Tensor, a: float) -> Tensor:
+    """Return the weight of cubic convolution at a distance of 0 to 1."""
+    return ((a + 2) * distance - (a + 3)) * distance * distance + 1
+
+
+def _weigh_outer(distance: Tensor, a: float) -> Tensor:
+    """Return the weight of cubic convolution at a distance of 1 to 2."""
+    return ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+
+
 def _differentiate_inner(distance: Tensor) -> Tensor:
-    return (3 * (CUBIC + 2) * distance - 2 * (CUBIC + 3)) * distance
+    return (3 * (_CUBIC + 2) * distance - 2 * (_CUBIC + 3)) * distance
 
 
 def _differentiate_outer(distance: Tensor) -> Tensor:
-    return (3 * CUBIC * distance - 10 * CUBIC) * distance + 8 * CUBIC
+    return (3 * _CUBIC * distance - 10 * _CUBIC) * distance + 8 * _CUBIC
 
 
 def _multiply(factors: Iterable[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import sum_by_index
+from lightning_d9m.patches.kernels.places import sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
 
 

@@ -1,7 +1,7 @@
 """``index_add``, accumulating ``index_put`` and the gradient of ``Embedding``: rows added by index.
 
 torch has deterministic versions, which sort by index and then go through the duplicates of a place
-one after the other. These kernels add integers instead, in any order; see ``exact_sum``.
+one after the other. The sums of these kernels are exact, in any order; see ``exact_sums``.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import add_at, sum_by_index
+from lightning_d9m.patches.kernels.places import add_to_places, sum_by_index
 from lightning_d9m.patches.primitives.fallback import Original, holds
 from lightning_d9m.patches.primitives.segment_reduce import Update, accumulation_dtype
 
@@ -24,7 +24,7 @@ def index_add(
     if alpha != 1:
         source = source.to(accumulation_dtype(source.dtype)) * alpha
     sizes, slices = self.shape[dim : dim + 1 or None], source.movedim(dim, 0)
-    return Update(lambda target: add_at(target.movedim(dim, 0), sizes, index, slices))
+    return Update(lambda target: add_to_places(target.movedim(dim, 0), sizes, index, slices))
 
 
 def embedding_dense_backward(
@@ -92,7 +92,7 @@ def _plan_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) ->
     if not holds(inside):
         return None
     rows = rows.reshape(keys.numel(), *rest)
-    return Update(lambda target: add_at(target, sizes, keys.flatten(), rows))
+    return Update(lambda target: add_to_places(target, sizes, keys.flatten(), rows))
 
 
 def _can_add_slices(self: Tensor, dim: int, index: Tensor, source: Tensor) -> bool:

@@ -4,7 +4,7 @@ torch's CUDA kernel starts one thread per element of the source, which reduces w
 refuses it for every reduction. Of floating point even the maximum depends on the order: of -0.0
 and 0.0, and of NaNs with different payloads, the first one stays.
 
-Here a mean is an exact sum (see ``exact_sum``), divided by a count; a maximum is that of integers
+Here a mean is an exact sum (see ``exact_sums``), divided by a count; a maximum is that of integers
 in the order of the numbers, in which -0.0 is less than 0.0 and all NaNs are one. Both are the same
 in any order. The factors of a product are sorted by place.
 """
@@ -14,19 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import (
-    FORMATS,
-    accumulate,
-    sum_by_index,
-    update_places,
-)
+from lightning_d9m.patches.kernels.places import add_to_sums, sum_by_index, update_places
 from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import (
     Update,
     accumulation_dtype,
     multiply_into,
 )
-from lightning_d9m.patches.triton.launch import run_kernel
 
 _REDUCTIONS = ("prod", "mean", "amax", "amin")
 
@@ -60,7 +54,7 @@ def index_reduce(
         if reduce == "prod":
             multiply_into(places, (keys,), keys, count, slices, include_self=include_self)
             return
-        update = _average if reduce == "mean" else partial(_extremum, greatest=reduce == "amax")
+        update = _average if reduce == "mean" else partial(_choose, greatest=reduce == "amax")
         update = partial(update, include_self=include_self)
         update_places(places, (count,), keys, slices, update)
 
@@ -76,23 +70,13 @@ def _average(rows: Tensor, keys: Tensor, values: Tensor, *, include_self: bool) 
         total.index_add_(0, keys, values)
     elif include_self:
         total = rows.to(dtype, copy=True)
-        accumulate(total.view(1, count, -1), keys, values.reshape(1, len(keys), -1), include=True)
+        add_to_sums(total.view(1, count, -1), keys, values.reshape(1, len(keys), -1), include=True)
     else:
         total = sum_by_index(keys, values.reshape(1, len(keys), -1), count, dtype).view_as(rows)
     terms = (divisors + include_self).clamp(min=1).to(dtype)
     rounding = None if rows.is_floating_point() else "floor"
     mean = torch.div(total, terms, rounding_mode=rounding)
     rows.copy_(torch.where(divisors > 0, mean.to(rows.dtype), rows))
-
-
-def _extremum(
-    rows: Tensor, keys: Tensor, values: Tensor, *, greatest: bool, include_self: bool
-) -> None:
-    if not rows.is_floating_point():
-        _choose(rows, keys, values, greatest=greatest, include_self=include_self)
-        return
-    more = {"greatest": greatest, "include_self": include_self}
-    run_kernel("extremum:choose", _choose, rows, keys, values, **more)
 
 
 def _choose(
@@ -120,7 +104,7 @@ def _order(values: Tensor, *, greatest: bool) -> Tensor:
         ordered = values.to(torch.int64)
         return ordered if greatest else ~ordered
     values = values.to(accumulation_dtype(values.dtype))
-    integer = FORMATS[values.dtype].integer
+    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
     limits = torch.iinfo(integer)
     bits = values.contiguous().view(integer)
     ordered = torch.where(bits < 0, bits ^ limits.max, bits)

@@ -1,21 +1,23 @@
-"""Gradients of max pooling: each input reads the windows that chose it.
+"""Gradients of max pooling: what the windows that chose an input add to it.
 
-torch's CUDA kernels start one thread per output and add to the chosen input with atomics. A
-window chooses one input; where windows overlap, several may choose the same.
+torch's CUDA kernels start one thread per output and add to the chosen input with atomics. Here the
+sums are exact; see ``exact_sums``.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
+from lightning_d9m.patches.exact_sums import Part, Pieces, accumulate, plan_pieces
 from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.gather_tables import cast_like
-from lightning_d9m.patches.primitives.pooling_windows import count_outputs, is_pooled, read_windows
-from lightning_d9m.patches.primitives.segment_reduce import sum_segments
-from lightning_d9m.patches.triton.launch import run_kernel
+from lightning_d9m.patches.triton.launch import allocate
+
+_GUARD = 24  # bits that a single piece keeps of the few windows of one input
 
 
 def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
@@ -32,18 +34,11 @@ def max_pool3d_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     """Return the gradient of ``max_pool3d`` with respect to its input."""
     dims = 3
     shape = (kernel_size, stride, padding, dilation, ceil_mode)
-    windows = read_windows(dims, kernel_size, stride, padding, dilation)
-    sizes = self.shape[-dims:]
-    if (
-        not _can_choose(grad_output, self, indices, dims)
-        or not self.shape[-dims - 1]
-        or any(min(w.size, w.stride, w.dilation) < 1 or 2 * w.padding > w.size for w in windows)
-        or list(grad_output.shape[-dims:])
-        != [count_outputs(*side, ceil_mode=ceil_mode) for side in zip(sizes, windows, strict=True)]
-    ):
+    if not (_can_choose(grad_output, self, indices, dims) and _has_shape(grad_output, self, shape)):
         raise_as_original(original, grad_output, self, *shape, indices)
-    reference = partial(_add_chosen, dims=dims, keep_format=True)
-    return run_kernel("max_pool:strided", reference, grad_output, self, indices, windows)
+    # An input has as many places in windows as a window has.
+    pieces = plan_pieces(self.dtype, prod(kernel_size) ** (dims // len(kernel_size)), _GUARD)
+    return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=True)
 
 
 def _adaptive_backward(
@@ -52,8 +47,8 @@ def _adaptive_backward(
     """Return the gradient of an adaptive max pooling with respect to its input."""
     if not _can_choose(grad_output, self, indices, dims):
         raise_as_original(original, grad_output, self, indices)
-    reference = partial(_add_chosen, dims=dims, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
-    return run_kernel("max_pool:adaptive", reference, grad_output, self, indices, dims)
+    pieces = plan_pieces(self.dtype, prod(grad_output.shape[-dims:]))
+    return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=dims == 2)  # noqa: PLR2004 - as torch's kernels
 
 
 def _fractional_backward(
@@ -71,9 +66,8 @@ def _fractional_backward(
         grad_output.shape[-dims:]
     ):
         raise_as_original(original, grad_output, self, kernel_size, output_size, indices)
-    (*sizes,) = (window.size for window in read_windows(dims, kernel_size, (), (0,)))
-    reference = partial(_add_chosen, dims=dims, keep_format=False)
-    return run_kernel("max_pool:fractional", reference, grad_output, self, indices, sizes)
+    pieces = plan_pieces(self.dtype, prod(output_size))
+    return _add_chosen(grad_output, self, indices, dims, pieces, keep_format=False)
 
 
 adaptive_max_pool2d_backward = partial(_adaptive_backward, dims=2)
@@ -86,27 +80,41 @@ def _add_chosen(
     grad_output: Tensor,
     self: Tensor,
     indices: Tensor,
-    _windows: object,
-    *,
     dims: int,
+    pieces: Pieces,
+    *,
     keep_format: bool,
 ) -> Tensor:
-    """Add, for each input, the gradients of the windows whose index names it, in ascending order.
-
-    The outputs are sorted by the input that they chose, in every plane.
-    """
-    planes, inputs = prod(self.shape[:-dims]), prod(self.shape[-dims:])
-    first = torch.arange(planes, dtype=torch.int64, device=self.device)[:, None] * inputs
-    places = indices.flatten(-dims).flatten(0, -2)
-    keys = torch.where((places >= 0) & (places < inputs), places + first, -1)
-    # As rows of one feature, which one thread adds from first to last.
-    sums = sum_segments(keys.flatten(), grad_output.reshape(-1, 1), planes * inputs)
-    return cast_like(sums.view(self.shape), self, keep_format=keep_format)
+    planes, outputs = prod(self.shape[:-dims]), prod(grad_output.shape[-dims:])
+    result = allocate(self.shape, self.dtype, self.device)
+    places = indices.reshape(planes, outputs, 1)
+    part = Part(places, grad_output.reshape(planes, 1, outputs, 1).contiguous())
+    sums = result.view(planes, 1, prod(self.shape[-dims:]), 1)
+    accumulate(sums, lambda: [part], pieces, include=False)
+    if keep_format and not self.is_contiguous():
+        memory_format = suggest_memory_format(self)
+        return torch.empty_like(result, memory_format=memory_format).copy_(result)
+    return result
 
 
 def _can_choose(grad_output: Tensor, self: Tensor, indices: Tensor, dims: int) -> bool:
+    """Return whether an output's gradient fits the input of a pooling, but for its sizes."""
     return (
-        is_pooled(grad_output, self, dims)
+        self.dim() in (dims + 1, dims + 2)
+        and grad_output.shape[:-dims] == self.shape[:-dims]
+        and grad_output.dim() == self.dim()
+        and grad_output.dtype == self.dtype
+        and self.is_floating_point()
+        and min(*self.shape[1:], *grad_output.shape[-dims:]) > 0
         and indices.shape == grad_output.shape
         and indices.dtype == torch.int64
     )
+
+
+def _has_shape(grad_output: Tensor, self: Tensor, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a ``max_pool3d`` with these arguments has an output of this shape."""
+    try:
+        pooled = torch.max_pool3d(self.new_empty(self.shape, device="meta"), *arguments)
+    except (RuntimeError, IndexError):
+        return False
+    return pooled.shape == grad_output.shape

@@ -11,19 +11,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import unravel
-from lightning_d9m.patches.primitives.fallback import Original, raise_as_original
-from lightning_d9m.patches.primitives.gather_tables import cast_like
+from lightning_d9m.patches.kernels.places import add_to_places, unravel
+from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Update, find_last
-from lightning_d9m.patches.triton.launch import run_kernel
-
-_MOST_MARKS = 16  # places for each value, beyond which a mark for each takes too much memory
 
 
 def put(
     original: Original, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
 ) -> Update:
-    """Write the source into a tensor, at positions counted as if it were flat."""
+    """Write the source into a tensor, at positions counted as if it were flat, or add it."""
     bound = partial(original, self, index, source, accumulate)
     size = self.numel()
     if (
@@ -36,35 +32,20 @@ def put(
     if not index.numel():
         return Update(lambda _: None)
     places, values = index.flatten(), source.flatten()
+    if not holds((places >= -size) & (places < size)):
+        raise_as_original(bound)
+    places = torch.where(places < 0, places + size, places)
 
     def write(target: Tensor) -> None:
-        try:
-            if accumulate:
-                _put(target, places, values, accumulate=True)
-            elif target.is_contiguous() and size <= _MOST_MARKS * values.numel():
-                run_kernel("put:put_last", _put_last, target, places, values)
-            else:
-                _put_last(target, places, values)
-        except (IndexError, RuntimeError):  # on a CPU; on CUDA the device reports it later
-            raise_as_original(bound)
+        target = target if target.dim() else target.view(1)
+        if accumulate and (target.is_floating_point() or target.is_complex()):
+            add_to_places(target, target.shape, places, values)
+            return
+        # Values for one place are equal, or integers, which are added exactly.
+        last = values if accumulate else values.index_select(0, find_last(places, size))
+        target.index_put_(unravel(places, target.shape), last, accumulate=accumulate)
 
     return Update(write)
-
-
-def _put_last(target: Tensor, places: Tensor, values: Tensor) -> None:
-    # All values for one place become equal, so the order of the writes has no effect.
-    wrapped = torch.where(places < 0, places + target.numel(), places)
-    last = find_last(wrapped, target.numel() + 1)
-    _put(target, places, values.index_select(0, last), accumulate=False)
-
-
-def _put(target: Tensor, places: Tensor, values: Tensor, *, accumulate: bool) -> None:
-    size = target.numel()
-    places = torch.where(places < 0, places + size, places)
-    places = torch.where(places < 0, size, places)  # out of range for index_put_ too
-    flat = target.is_contiguous()
-    indices = (places,) if flat else unravel(places, target.shape)
-    (target.view(-1) if flat else target).index_put_(indices, values, accumulate=accumulate)
 
 
 def max_unpool2d(
@@ -101,14 +82,6 @@ def _unpool(
         or not self.is_floating_point()
     ):
         raise_as_original(bound)
-    reference = partial(_write_last, bound)
-    return run_kernel("put:unpool", reference, self, indices, output_size)
-
-
-def _write_last(
-    bound: Original, self: Tensor, indices: Tensor, output_size: Sequence[int]
-) -> Tensor:
-    dims = len(output_size)
     planes = prod(self.shape[:-dims])
     size = prod(self.shape[-dims:])
     values, places = self.reshape(planes, size), indices.reshape(planes, size)
@@ -120,4 +93,4 @@ def _write_last(
     except RuntimeError:
         raise_as_original(bound)  # an index lies outside its plane
     result = torch.where(last >= 0, values.gather(1, last.clamp(min=0)), 0)
-    return cast_like(result.view(*self.shape[:-dims], *output_size), self, keep_format=False)
+    return result.view(*self.shape[:-dims], *output_size)

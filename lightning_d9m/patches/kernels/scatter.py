@@ -1,6 +1,6 @@
 """``scatter``, ``scatter_add`` and ``scatter_reduce``: elements reduced where an index says.
 
-torch's CUDA kernels multiply and add with atomics. Here sums are exact, see ``exact_sum``, and
+torch's CUDA kernels multiply and add with atomics. Here sums are exact, see ``exact_sums``, and
 factors are sorted by place. What torch does deterministically (assignment,
 and the reductions of ``scatter_reduce`` other than the product) is left to torch.
 """
@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import add_at, add_slices, gets_few, unravel
+from lightning_d9m.patches.kernels.places import add_to_places, add_to_sums, gets_few, unravel
 from lightning_d9m.patches.primitives.fallback import Original, holds, raise_as_original
 from lightning_d9m.patches.primitives.segment_reduce import Update, multiply_into
 
@@ -109,15 +109,18 @@ def _add(target: Tensor, axis: int, index: Tensor, values: Tensor) -> None:
         return
     alike = wanted[:axis] + wanted[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
     if not alike or target.is_complex() or gets_few(target, values):
-        add_at(target, shape, _find_places(index, shape, axis), values.flatten())
+        add_to_places(target, shape, _find_places(index, shape, axis), values.flatten())
         return
     outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
-    add_slices(
-        target,
-        (outer, shape[axis], inner),
+    whole = target.contiguous()
+    add_to_sums(
+        whole.view(outer, shape[axis], inner),
         index.reshape(outer, wanted[axis], inner),
         values.reshape(outer, wanted[axis], inner),
+        include=True,
     )
+    if whole is not target:
+        target.copy_(whole)
 
 
 def _find_places(index: Tensor, shape: torch.Size, axis: int) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 _INT32_LIMIT = 2**31 - 1
-_MODE_SUM = 0
 _LONG = 64  # average number of elements per run from which a block of threads per run pays
 
 
@@ -47,23 +46,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def sum_segments(keys: Tensor, values: Tensor, count: int) -> Tensor:
-    """Add the values that share a key.
-
-    Args:
-        keys: Integers of shape ``[m]``. A key outside ``0 .. count - 1`` is skipped.
-        values: Floating point, of shape ``[m]`` or ``[m, features]``.
-        count: Number of outputs.
-
-    Returns:
-        Of shape ``[count]`` or ``[count, features]``; 0 for a key that does not occur. Half and
-        bfloat16 are added and returned in float32.
-    """
-    sorted_keys, order = _sort(keys, count)
-    rows = values.index_select(0, order).to(accumulation_dtype(values.dtype))
-    return _reduce_runs(rows, _find_offsets(sorted_keys, count), "sum", 0)
-
-
 def multiply_into(
     target: Tensor,
     indices: tuple[Tensor, ...],
@@ -95,22 +77,6 @@ def multiply_into(
     reduced = _multiply_runs(rows, runs)
     # The elements of a run write equal values, so the order of the writes has no effect.
     target.index_put_(places, reduced.index_select(0, runs.run).to(target.dtype))
-
-
-def sum_bags(rows: Tensor, reads: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    """Add, for each output, the rows that it reads, from first to last.
-
-    This is ``embedding_bag`` in mode sum, in which one thread adds the rows of an output.
-
-    Args:
-        rows: Of shape ``[rows, features]``.
-        reads: The rows that output 0 reads, that output 1 reads, ...; of shape ``[entries]``.
-        offsets: Start of each output's reads; of shape ``[outputs]``.
-        weights: The factor of each entry, of the rows' dtype, or None if all are 1.
-    """
-    forward = torch.ops.aten._embedding_bag_forward_only  # noqa: SLF001 - below autograd, as this is
-    sums: Tensor = forward(rows, reads, offsets, False, _MODE_SUM, False, weights)[0]  # noqa: FBT003 - an argument of torch's
-    return sums
 
 
 def find_last(keys: Tensor, count: int) -> Tensor:

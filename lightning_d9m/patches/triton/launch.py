@@ -1,60 +1,66 @@
 """Launches of Triton kernels, with torch ops as the fallback.
 
-A replacement gives its computation twice: as a function of torch ops, which is the CPU's and the
-fallback, and as a function of this folder that launches a Triton kernel. Triton is loaded at the
-first use on a CUDA device.
+A primitive gives its computation twice, with the same bits: as a function of torch ops, which is
+the CPU's and the fallback, and as a function of this folder that launches a Triton kernel. Triton
+is loaded at the first use on a CUDA device. There a small example is computed by both first.
 """
 
-import struct
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from pkgutil import resolve_name
 from subprocess import SubprocessError
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.errors import D9mError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 INT32_LIMIT = 2**31 - 1
 _BLOCK, _SMALL_BLOCK = 512, 128  # elements that a program of four warps writes
 _SMALL = 2**17  # elements below which small blocks occupy more of a device
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
-_thread = threading.local()
+_checked: set[tuple[str, torch.device]] = set()
 
 
-def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Compute with a Triton kernel on CUDA, and with torch ops elsewhere.
+def run_kernel(
+    path: str,
+    reference: Callable[..., None],
+    example: Callable[[torch.device], tuple[Any, ...]],
+    out: Tensor,
+    *args: Any,
+) -> None:
+    """Write into a tensor with a Triton kernel on CUDA, and with torch ops elsewhere.
 
     Torch ops also take over, with a warning, from a kernel that cannot be loaded, compiled or
-    launched, and from one that was withdrawn because its result was wrong.
+    launched, and from one whose example has different bits on the CPU.
 
     Args:
         path: ``"module:function"`` in this folder: the function that launches the kernel.
-        reference: The function of torch ops, with the same arguments and results.
-        *args: The arguments; the first one is a tensor on the device in question.
-        **kwargs: More arguments.
+        reference: The function of torch ops, with the same arguments.
+        example: Returns small arguments on a device, at the first use there.
+        out: The tensor to write into.
+        *args: More arguments.
 
     Raises:
         RuntimeError: The device failed before, as by an assertion.
         D9mError: The kernel failed while a CUDA graph is captured: it is compiled at its first use,
             which cannot be part of a graph.
     """
-    first = args[0]
-    assert isinstance(first, Tensor)
-    if first.device.type not in _device_types or path in _withdrawn:
-        return reference(*args, **kwargs)
+    device = out.device
+    if device.type not in _device_types or path in _withdrawn:
+        reference(out, *args)
+        return
     try:
-        result: R = resolve_name(f"{__package__}.{path}")(*args, **kwargs)
+        kernel = _load(path)
+        if (path, device) not in _checked and not is_capturing():
+            _checked.add((path, device))
+            _check(path, kernel, reference, example, device)
+        if path not in _withdrawn:
+            kernel(out, *args)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # TritonError is a plain Exception; any failure falls back
@@ -64,12 +70,29 @@ def run_kernel(path: str, reference: Callable[P, R], *args: P.args, **kwargs: P.
                 f"({type(error).__name__}: {error}). It is compiled and loaded at its first use. "
                 "Run the same step once before the capture."
             ) from error
-        withdraw(path, explain_failure(error, first.device))
-        return reference(*args, **kwargs)
-    used = getattr(_thread, "used", None)
-    if used is not None:
-        used.append(path)
-    return result
+        _withdraw(path, explain_failure(error, device))
+    if path in _withdrawn:
+        reference(out, *args)
+
+
+@cache
+def _load(path: str) -> Callable[..., None]:
+    kernel: Callable[..., None] = resolve_name(f"{__package__}.{path}")
+    return kernel
+
+
+def _check(
+    path: str,
+    kernel: Callable[..., None],
+    reference: Callable[..., None],
+    example: Callable[[torch.device], tuple[Any, ...]],
+    device: torch.device,
+) -> None:
+    given, known = example(device), example(torch.device("cpu"))
+    kernel(*given)
+    reference(*known)
+    if not torch.equal(given[0].cpu().view(torch.uint8), known[0].view(torch.uint8)):
+        _withdraw(path, f"on {device} its bits for a small example are not the CPU's")
 
 
 def is_capturing() -> bool:
@@ -92,34 +115,22 @@ def explain_failure(error: Exception, device: torch.device) -> str:
     return reason
 
 
-def withdraw(path: str, reason: str) -> None:
-    """Use torch ops in place of a kernel from now on, with a warning."""
+def _withdraw(path: str, reason: str) -> None:
     _withdrawn.add(path)
     warnings.warn(
-        f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same on this "
-        "device, deterministically but more slowly.",
-        stacklevel=3,
+        f"The Triton kernel {path} cannot be used ({reason}). Torch ops compute the same bits on "
+        "this device, but more slowly.",
+        stacklevel=4,
     )
 
 
-@contextmanager
-def kernels_noted() -> Iterator[list[str]]:
-    """Collect the kernels that this thread uses in the body."""
-    before = getattr(_thread, "used", None)
-    used: list[str] = []
-    _thread.used = used
-    try:
-        yield used
-    finally:
-        _thread.used = before
-
-
-def launch_blocks(kernel: Any, like: Tensor, *args: Any, **constants: Any) -> None:
-    """Launch a kernel with one program for each block of elements of its result.
+def launch_blocks(kernel: Any, like: Tensor, elements: int, *args: Any, **constants: Any) -> None:
+    """Launch a kernel with one program for each block of elements, on the device of a tensor.
 
     The kernel takes the number of elements after ``args``, and ``BLOCK``.
     """
-    elements = like.numel()
+    if not elements:
+        return
     block = _SMALL_BLOCK if elements < _SMALL else _BLOCK
     with torch.cuda.device(like.device if like.is_cuda else -1):
         kernel[(-(-elements // block),)](
@@ -145,40 +156,11 @@ def _span(tensor: Tensor) -> int:
     return max(reach + 1, tensor.numel())
 
 
-def view_as_volumes(tensor: Tensor, dims: int) -> Tensor:
-    """Return a view of shape ``[batch, channels, depth, height, width]``.
-
-    Args:
-        tensor: With ``dims`` spatial dimensions after the channels, with or without a batch.
-        dims: From 1 to 3. Dimensions that are not there get the size 1.
-    """
-    if tensor.dim() == dims + 1:
-        tensor = tensor.unsqueeze(0)
-    for _ in range(3 - dims):
-        tensor = tensor.unsqueeze(2)
-    return tensor
-
-
-def allocate(
-    shape: Sequence[int], like: Tensor, memory_format: torch.memory_format | None = None
-) -> Tensor:
-    """Return memory that the kernel fills.
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return contiguous memory that the kernel fills.
 
     Torch fills ``torch.empty`` as well while deterministic algorithms are on, which is one more
     launch.
-    Without a memory format, it has that of ``like``.
     """
-    if memory_format is None:
-        memory_format = suggest_memory_format(like)
-    strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-    memory = torch.UntypedStorage(prod(shape) * like.itemsize, device=like.device)
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, 0, shape, strides)
-
-
-def encode_float(value: float, dtype: torch.dtype) -> int:
-    """Return the bits of a number in float64 for float64, else in float32.
-
-    Triton would pass every float as float32.
-    """
-    real, integer = ("d", "q") if dtype == torch.float64 else ("f", "i")
-    return int(struct.unpack(f"<{integer}", struct.pack(f"<{real}", value))[0])
+    memory = torch.UntypedStorage(prod(shape) * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(memory).view(tuple(shape))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.kernels.exact_sum import update_places
+from lightning_d9m.patches.kernels.places import update_places
 
 LAYOUTS = {
     "permuted": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),

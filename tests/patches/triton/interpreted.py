@@ -93,18 +93,22 @@ def _run_checks(module: str) -> dict[str, str | None]:
 
 
 @contextmanager
-def kernels_on_cpu():
-    """Let replacements use their kernels for tensors on the CPU."""
+def kernels_on_cpu(path: str):
+    """Let primitives use their kernels for tensors on the CPU; only that of a path is used."""
+    used, load = set(), launch._load
+
+    def note(wanted: str) -> object:
+        used.add(wanted)
+        return load(wanted)
+
+    launch._load = note
     launch._device_types.add("cpu")
     try:
         yield
     finally:
         launch._device_types.discard("cpu")
-
-
-def refuse(*args: object, **kwargs: object) -> None:
-    """Stand for torch's kernel, which is not called."""
-    raise AssertionError("The replacement left the arguments to torch's kernel.")
+        launch._load = load
+    assert used == {path}
 
 
 if __name__ == "__main__":

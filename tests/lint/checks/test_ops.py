@@ -1,13 +1,14 @@
 """The spellings and the catalogue agree, and names are followed to them."""
 
+import ast
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_d9m.lint.checks.op_conditions import CallSite
-from lightning_d9m.lint.checks.op_table import FUNCTIONS, METHODS, explain_op, rule_of
+from lightning_d9m.lint.checks.ops import FUNCTIONS, METHODS, check_op, explain_op, rule_of
 from lightning_d9m.lint.rules import RULES
+from lightning_d9m.lint.tree import Call, Tree
 from lightning_d9m.patches.catalog.catalog import OPS, find_op
 from lightning_d9m.patches.catalog.op import FlagEffect
 
@@ -57,15 +58,13 @@ SPELLED = {
 
 
 def spell_all():
-    """Return the names of ops that some spelling leads to, whatever its arguments."""
+    """Return the names of ops that a spelling without arguments leads to, and the SPELLED."""
     names = set(SPELLED)
-    for conditions in [*FUNCTIONS.values(), *((condition,) for condition in METHODS.values())]:
-        for condition in conditions:
-            try:
-                verdict = condition(CallSite(None, (), owned=True))
-            except AttributeError:
-                continue
-            names.add(verdict[0])
+    for name in FUNCTIONS:
+        call = ast.parse(f"import {name.partition('.')[0]}\n{name}()")
+        tree = Tree(call)
+        node = next(node for node in tree.nodes if isinstance(node, ast.Call))
+        names |= {report.op for report in check_op(Call(node, tree))}
     return names
 
 

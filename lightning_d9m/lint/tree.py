@@ -1,0 +1,516 @@
+"""The syntax tree of a module: the parent, scope and full name of each node, and its values.
+
+A name is followed through imports, aliases and assignments of the same file.
+"""
+
+import ast
+import builtins
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Final, Literal, TypeAlias
+
+from lightning_d9m.lint.rules import Certainty
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+ValueKind = Literal["tensor", "cpu tensor", "other", "unknown"]
+
+_SCOPES = (*FUNCTION_NODES, ast.ClassDef)
+_LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
+# Longest chain of aliases or values that is followed.
+_DEPTH = 8
+
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^torch\.nn\.modules\.\w+\.", "torch.nn."),
+        (r"^torch\.nn\.modules\.(?=[A-Z])", "torch.nn."),
+        (r"^torch\.functional\.", "torch."),
+        (r"^torch\.(?:_C\._nn|_C\._VariableFunctions|_VF)\.", "torch."),
+        (r"^torch\.(?:_tensor|nn\.parameter)\.Tensor\b", "torch.Tensor"),
+        (r"^torch\.utils\.data\.(?:dataloader|dataset)\.", "torch.utils.data."),
+        (r"^torch\.random\.(?=manual_seed|seed$)", "torch."),
+        (r"^(?:pytorch_lightning|lightning\.pytorch|lightning_fabric|lightning\.fabric)\b",
+         "lightning"),
+        (r"^lightning\.(?:[a-z_]+\.)*(?=Trainer$|Fabric$|seed_everything$)", "lightning."),
+    )
+)  # fmt: skip
+# Packages whose objects have methods with the same names as tensors.
+_FOREIGN = {
+    "asyncio", "builtins", "collections", "cupy", "cv2", "dask", "itertools", "jax", "keras",
+    "matplotlib", "mxnet", "numba", "numpy", "os", "pandas", "plotly", "polars", "pyspark",
+    "random", "re", "scipy", "seaborn", "sklearn", "statistics", "tensorflow", "xarray",
+}  # fmt: skip
+_FOREIGN_METHODS = {"numpy", "tolist", "item", "to_numpy", "to_pandas"}
+_NO_TENSOR = tuple(
+    f"torch.{name}"
+    for name in (
+        *("nn.", "optim.", "utils.", "distributed.", "distributions.", "jit.", "cuda."),
+        *("Generator", "compile", "device", "Size"),
+    )
+)
+
+
+class _Unknown:
+    """The value of an expression that the source does not show."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN: Final = _Unknown()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finding of a check at a node. Empty texts stand for the rule's texts."""
+
+    rule: str
+    node: ast.AST
+    certainty: Certainty = "certain"
+    reason: str = ""
+    fix: str = ""
+    op: str = ""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A binding of a name.
+
+    Attributes:
+        kind: How.
+        name: The full name, for an import.
+        node: The value of an assignment, the annotation of a parameter, or the definition.
+    """
+
+    kind: Literal["import", "assign", "parameter", "definition", "other"]
+    name: str = ""
+    node: ast.AST | None = None
+
+
+class Scope:
+    """A module, class or function with its bindings, which are read at their first use."""
+
+    def __init__(self, node: ast.AST, parent: "Scope | None", package: str) -> None:
+        self.node = node
+        self.parent = parent
+        self.package = package
+        self.stars: list[str] = []
+
+    @cached_property
+    def bindings(self) -> dict[str, list[Binding]]:
+        """The bindings of the scope, by name."""
+        found: dict[str, list[Binding]] = defaultdict(list)
+        if isinstance(self.node, FUNCTION_NODES):
+            given = self.node.args
+            extra = filter(None, (given.vararg, given.kwarg))
+            for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, *extra):
+                found[argument.arg].append(Binding("parameter", node=argument.annotation))
+        if not isinstance(self.node, ast.Lambda):
+            for name, binding in self._read_body(getattr(self.node, "body", ())):
+                found[name].append(binding)
+        return found
+
+    @cached_property
+    def attributes(self) -> dict[str, list[ast.AST]]:
+        """The values that a class's methods assign to attributes, by attribute."""
+        found: dict[str, list[ast.AST]] = defaultdict(list)
+        for node in ast.walk(self.node):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                for target in list_targets(node):
+                    if isinstance(target, ast.Attribute):
+                        found[target.attr].append(node.value)
+        return found
+
+    def find(self, name: str) -> tuple[list[Binding], "Scope"]:
+        """Return the visible bindings of a name and their scope; without any, [] and the module."""
+        scope: Scope = self
+        while True:
+            hidden = scope is not self and isinstance(scope.node, ast.ClassDef)
+            if not hidden and (found := scope.bindings.get(name)):
+                return found, scope
+            if scope.parent is None:
+                return [], scope
+            scope = scope.parent
+
+    def find_only(self, name: str) -> tuple[ast.AST | None, "Scope"]:
+        """Return the value of a name that is bound once, by an assignment, and its scope."""
+        found, where = self.find(name)
+        once = len(found) == 1 and found[0].kind == "assign"
+        return found[0].node if once else None, where
+
+    @property
+    def enclosing_class(self) -> "Scope | None":
+        """The scope of the class that the innermost method belongs to."""
+        scope: Scope | None = self
+        while scope is not None and not isinstance(scope.node, ast.ClassDef):
+            scope = scope.parent
+        return scope
+
+    def find_area(self, target: ast.AST | None) -> tuple[ast.AST | None, str]:
+        """Return where an assigned name or attribute is followed, and its name.
+
+        A ``name`` is followed in its scope, ``self.name`` in its class, anything else nowhere.
+        """
+        enclosing = self.enclosing_class
+        match target:
+            case ast.Name(name):
+                return self.node, name
+            case ast.Attribute(attr=name) if enclosing is not None:
+                return enclosing.node, name
+        return None, ""
+
+    def find_function(self, node: ast.AST) -> Function | None:
+        """Return the definition of a function: a lambda, by name, or a method by ``self.name``."""
+        enclosing = self.enclosing_class
+        found: list[Binding] = []
+        match node:
+            case ast.Lambda():
+                return node
+            case ast.Name(name):
+                found, _ = self.find(name)
+            case ast.Attribute(ast.Name("self") | ast.Attribute(attr="self"), name) if enclosing:
+                found = enclosing.bindings.get(name, [])
+        return next((entry.node for entry in found if isinstance(entry.node, FUNCTION_NODES)), None)
+
+    def list_values(self, node: ast.AST) -> tuple[list[ast.AST], ast.AST]:
+        """Return the possible values of an expression, and the node in which they are bound."""
+        enclosing = self.enclosing_class
+        match node:
+            case ast.Name(name):
+                found, where = self.find(name)
+                return [one.node for one in found if one.kind == "assign" and one.node], where.node
+            case ast.Attribute(attr=name) if enclosing is not None:
+                return enclosing.attributes.get(name, []), enclosing.node
+        return [node], self.node
+
+    def _read_body(self, body: Iterable[ast.AST]) -> Iterator[tuple[str, Binding]]:
+        for statement in body:
+            match statement:
+                case ast.Import(names):
+                    for alias in names:
+                        top = alias.name.partition(".")[0]
+                        yield (
+                            alias.asname or top,
+                            Binding("import", alias.name if alias.asname else top),
+                        )
+                case ast.ImportFrom():
+                    yield from self._read_from(statement)
+                case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                    yield name, Binding("definition", node=statement)
+                case ast.Assign() | ast.AnnAssign():
+                    value = statement.value or getattr(statement, "annotation", None)
+                    for target in list_targets(statement):
+                        yield from _read_target(target, value)
+                case _:
+                    items = getattr(statement, "items", ())
+                    for target in (
+                        getattr(statement, "target", None),
+                        *(item.optional_vars for item in items),
+                    ):
+                        yield from _read_target(target, None)
+                    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+                        yield from self._read_body(getattr(statement, block, ()))
+
+    def _read_from(self, statement: ast.ImportFrom) -> Iterator[tuple[str, Binding]]:
+        module = statement.module or ""
+        if statement.level:
+            parts = self.package.split(".")
+            base = ".".join(parts[: len(parts) - statement.level + 1])
+            module = f"{base}.{module}".strip(".")
+        for alias in statement.names:
+            if alias.name == "*":
+                self.stars.append(module)
+            else:
+                yield alias.asname or alias.name, Binding("import", f"{module}.{alias.name}")
+
+
+def list_targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
+    """Return the targets of an assignment."""
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+
+
+def _read_target(target: ast.AST | None, value: ast.AST | None) -> Iterator[tuple[str, Binding]]:
+    match target:
+        case ast.Name(name):
+            yield name, Binding("assign", node=value) if value else Binding("other")
+        case ast.Tuple(targets) | ast.List(targets):
+            values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+            paired = len(values) == len(targets)
+            for index, element in enumerate(targets):
+                yield from _read_target(element, values[index] if paired else None)
+        case ast.Starred(inner):
+            yield from _read_target(inner, None)
+
+
+class Tree:
+    """The nodes of a module in the order of the source.
+
+    Args:
+        module: The parsed module.
+        package: The dotted name of its package, for relative imports.
+
+    Attributes:
+        module: The parsed module.
+        nodes: All nodes but operators.
+        parent: The parent of each node.
+        scope: The innermost scope of each node; decorators and defaults belong to the outer one.
+    """
+
+    def __init__(self, module: ast.Module, package: str = "") -> None:
+        self.module = module
+        self.nodes: list[ast.AST] = []
+        self.parent: dict[ast.AST, ast.AST] = {}
+        self.scope: dict[ast.AST, Scope] = {}
+        waiting: list[tuple[ast.AST, Scope]] = [(module, Scope(module, None, package))]
+        while waiting:
+            node, scope = waiting.pop()
+            self.nodes.append(node)
+            self.scope[node] = scope
+            inner = Scope(node, scope, package) if isinstance(node, _SCOPES) else scope
+            children: list[tuple[ast.AST, Scope]] = []
+            for name, value in ast.iter_fields(node):
+                for child in value if isinstance(value, list) else (value,):
+                    if isinstance(child, ast.AST) and not isinstance(child, _LEAVES):
+                        self.parent[child] = node
+                        children.append((child, inner if name == "body" else scope))
+            waiting += reversed(children)
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, the nearest first."""
+        while (found := self.parent.get(node)) is not None:
+            yield found
+            node = found
+
+    def find_uses(self, area: ast.AST, key: str, skipped: ast.AST | None = None) -> list[ast.AST]:
+        """Return the loads of a name or attribute in an area, without those within ``skipped``."""
+        return [
+            node
+            for node in ast.walk(area)
+            if isinstance(getattr(node, "ctx", None), ast.Load)
+            and is_named(node, key)
+            and (skipped is None or skipped not in self.around(node))
+        ]
+
+
+class Call:
+    """A call: its name, its receiver, and its arguments by position and name.
+
+    Args:
+        node: The call.
+        tree: Its module.
+        shift: Added to the position of an argument: 1 for ``functools.partial``; -1 for a method,
+            whose receiver is the first argument.
+        owned: Whether its receiver is known to be a tensor, or it is not a method.
+
+    Attributes:
+        name: The full name of the function; empty if it is not known.
+        method: The name of a method of an unknown object; otherwise empty.
+        receiver: Its object.
+    """
+
+    def __init__(self, node: ast.Call, tree: Tree, shift: int = 0, owned: bool = True) -> None:
+        self.node, self.tree, self.scope = node, tree, tree.scope[node]
+        self.parent = tree.parent[node]
+        self.name = resolve(node.func, self.scope)
+        self.method, self.receiver = "", None
+        if not self.name and isinstance(node.func, ast.Attribute):
+            self.method, self.receiver = node.func.attr, node.func.value
+        self.shift, self.owned = shift, owned
+        self.positional = node.args[max(shift, 0) :]
+        self.named = {word.arg: word.value for word in node.keywords if word.arg is not None}
+
+    @property
+    def starred(self) -> bool:
+        """Whether positional arguments are unpacked."""
+        return any(isinstance(argument, ast.Starred) for argument in self.positional)
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether named arguments are unpacked."""
+        return any(word.arg is None for word in self.node.keywords)
+
+    def get(self, position: int | None, *names: str) -> ast.expr | None:
+        """Return an argument's expression; None if it is not given, or hidden by unpacking."""
+        for name in names:
+            if name in self.named:
+                return self.named[name]
+        index = -1 if position is None else position + min(self.shift, 0)
+        fits = 0 <= index < len(self.positional) and not self.starred
+        return self.positional[index] if fits else None
+
+    def read(self, position: int | None, *names: str, default: object = None) -> object:
+        """Return an argument's constant, its default if it is not given, or UNKNOWN."""
+        given = self.get(position, *names)
+        if given is not None:
+            return read_constant(given, self.scope)
+        hidden = self.unpacked or (self.starred and position is not None)
+        return UNKNOWN if hidden else default
+
+
+@cache
+def canonical(name: str) -> str:
+    """Return a single name for objects that torch and Lightning export under several names.
+
+    >>> canonical("torch.nn.modules.pooling.AvgPool3d"), canonical("pytorch_lightning.Trainer")
+    ('torch.nn.AvgPool3d', 'lightning.Trainer')
+    """
+    for pattern, replacement in _REWRITES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def resolve(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> str:
+    """Return the full name of an expression's value, such as ``torch.nn.Conv2d``.
+
+    Returns:
+        An empty text where it cannot be read: a parameter, the result of a call, a local
+        definition.
+    """
+    if isinstance(node, ast.Attribute):
+        base = resolve(node.value, scope, depth)
+        return canonical(f"{base}.{node.attr}") if base else ""
+    if not isinstance(node, ast.Name) or depth == 0:
+        return ""
+    found, where = scope.find(node.id)
+    for binding in found:
+        if binding.kind == "import":
+            return canonical(binding.name)
+        if binding.kind == "assign" and (name := resolve(binding.node, where, depth - 1)):
+            return name
+    if found or hasattr(builtins, node.id):
+        return "" if found else f"builtins.{node.id}"
+    # The search for an unbound name ends in the module.
+    stars = [star for star in where.stars if star.partition(".")[0] in {"torch", "lightning"}]
+    return canonical(f"{stars[-1]}.{node.id}") if stars else ""
+
+
+def read_last_name(node: ast.AST) -> str:
+    """Return the last name of ``a.b.c`` or ``c``; an empty string for any other expression."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def is_named(node: ast.AST, key: str) -> bool:
+    """Return whether a node is a name, or an attribute of any object, with this name."""
+    return isinstance(node, (ast.Name, ast.Attribute)) and read_last_name(node) == key
+
+
+def mentions(node: ast.AST, names: Iterable[str]) -> bool:
+    """Return whether one of some names occurs in an expression."""
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+
+
+def find_value(node: ast.AST, scope: Scope) -> ast.AST:
+    """Return the value of a name that is bound once, or any other expression unchanged."""
+    for _ in range(_DEPTH):
+        value, scope = scope.find_only(node.id) if isinstance(node, ast.Name) else (None, scope)
+        if value is None:
+            break
+        node = value
+    return node
+
+
+def list_expressions(node: ast.AST, scope: Scope, depth: int = 4) -> Iterator[ast.AST]:
+    """Yield the nodes of an expression and of the values of its names."""
+    for part in ast.walk(node):
+        yield part
+        if isinstance(part, ast.Name) and depth:
+            found, where = scope.find(part.id)
+            for binding in found:
+                if binding.kind == "assign" and isinstance(binding.node, ast.expr):
+                    yield from list_expressions(binding.node, where, depth - 1)
+
+
+def read_constant(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> object:
+    """Return an expression's constant, through names that are bound once; otherwise UNKNOWN."""
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Tuple(elements) | ast.List(elements):
+            values = [read_constant(element, scope, depth) for element in elements]
+            return UNKNOWN if UNKNOWN in values else tuple(values)
+        case ast.UnaryOp(ast.USub(), operand):
+            number = read_constant(operand, scope, depth)
+            return -number if isinstance(number, (int, float)) else UNKNOWN
+        case ast.Name(name) if depth:
+            bound, where = scope.find_only(name)
+            return read_constant(bound, where, depth - 1)
+    return UNKNOWN
+
+
+def read_kind(  # noqa: C901 - one case for each kind of expression
+    node: ast.AST | None, scope: Scope, depth: int = _DEPTH
+) -> ValueKind:
+    """Return the kind of an expression's value."""
+    kind: ValueKind = "unknown"
+    match node:
+        case _ if depth == 0:
+            pass
+        case ast.Name(name):
+            kind = _read_kind_of_name(*scope.find(name), depth)
+        case ast.Call():
+            kind = _read_kind_of_call(node, scope, depth)
+        case ast.Attribute(value, attribute):
+            if resolve(node, scope):
+                kind = "other"
+            elif attribute in {"T", "data", "grad"}:
+                kind = read_kind(value, scope, depth - 1)
+        case ast.BinOp(left, right=right):
+            if "tensor" in {read_kind(side, scope, depth - 1) for side in (left, right)}:
+                kind = "tensor"
+        case ast.Subscript(value):
+            kind = read_kind(value, scope, depth - 1)
+        case (
+            ast.Constant()
+            | ast.List()
+            | ast.Tuple()
+            | ast.Dict()
+            | ast.Set()
+            | ast.JoinedStr()
+            | ast.ListComp()
+        ):
+            kind = "other"
+    return kind
+
+
+def _read_kind_of_name(found: list[Binding], where: Scope, depth: int) -> ValueKind:
+    for binding in found:
+        if binding.kind == "import":
+            return "other"
+        if binding.kind == "parameter" and binding.node is not None:
+            name = _read_annotation(binding.node, where)
+            return "tensor" if name == "torch.Tensor" else _read_kind_of_package(name)
+        if binding.kind == "assign":
+            kind = read_kind(binding.node, where, depth - 1)
+            if kind != "unknown":
+                return kind
+    return "unknown"
+
+
+def _read_annotation(node: ast.AST, scope: Scope) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            node = ast.parse(node.value, mode="eval").body
+        except SyntaxError:
+            return ""
+    return resolve(node, scope)
+
+
+def _read_kind_of_call(node: ast.Call, scope: Scope, depth: int) -> ValueKind:
+    name = resolve(node.func, scope)
+    if name.startswith("torch."):
+        made = name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter"
+        return "other" if name.startswith(_NO_TENSOR) and not made else "tensor"
+    if name or not isinstance(node.func, ast.Attribute):
+        return _read_kind_of_package(name)
+    if node.func.attr in _FOREIGN_METHODS:
+        return "other"
+    kind = read_kind(node.func.value, scope, depth - 1)
+    return "cpu tensor" if node.func.attr == "cpu" and kind != "other" else kind
+
+
+def _read_kind_of_package(name: str) -> ValueKind:
+    return "other" if name.partition(".")[0] in _FOREIGN else "unknown"

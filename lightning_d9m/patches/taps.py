@@ -1,0 +1,188 @@
+"""Gradients of separable linear ops: each input reads the outputs that it went to.
+
+Interpolation, average pooling and padding are linear, and act on one dimension after the other. The
+matrix of one dimension is what torch's own forward pass does to the identity matrix, and the
+gradient multiplies by its transpose. Few elements of a row are not zero: the taps. One thread adds
+the taps of an input in ascending order, so no two threads meet.
+
+A row of the identity stands for many here, because outputs read only inputs nearby: it is 1 at
+every ``period``-th input. Which of them an output has read follows from the center of all that it
+reads, which is the forward pass of the positions.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.errors import D9mError
+from lightning_d9m.patches.triton.launch import allocate, is_capturing, run_kernel
+
+Forward = Callable[[Tensor], Tensor]
+"""The op along one dimension, on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``."""
+
+_PERIOD = 16
+_SOME = 2**22  # elements that a slice of torch ops adds
+
+
+class Taps(NamedTuple):
+    """The outputs that each input of one dimension went to, in ascending order.
+
+    Attributes:
+        begins: The position of each input's first tap, and the number of all; int32 of shape
+            ``[inputs + 1]``.
+        outputs: The outputs of input 0, of input 1, ...; int32.
+        weights: Their weights.
+        size: The number of outputs.
+        turns: For each tap number the inputs that have that many, their outputs and weights.
+    """
+
+    begins: Tensor
+    outputs: Tensor
+    weights: Tensor
+    size: int
+    turns: tuple[tuple[Tensor, Tensor, Tensor], ...]
+
+
+def find_taps(forward: Forward, size: int, dtype: torch.dtype) -> Taps:
+    """Return the taps of an op along a dimension.
+
+    Args:
+        forward: The op.
+        size: The number of inputs.
+        dtype: The dtype in which the op computes.
+    """
+    positions = torch.arange(size, dtype=torch.float64)
+    ones, centers = forward(torch.stack([torch.ones_like(positions), positions]))
+    centers = torch.where(ones == 0, 0, centers / ones)
+    samples = torch.rand(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = forward(samples)
+    period = min(_PERIOD, size)
+    while True:
+        inputs, outputs, weights = _probe(forward, centers, size, period, torch.float64)
+        # An input that was taken for another one gives other sums.
+        sums = torch.zeros_like(expected).index_add_(1, outputs, weights * samples[:, inputs])
+        if period == size or torch.allclose(sums, expected, rtol=0, atol=1e-9):
+            break
+        period = min(2 * period, size)
+    if dtype != torch.float64:
+        inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
+    order = (inputs * len(centers) + outputs).argsort()
+    return _collect(inputs[order], outputs[order], weights[order], size, len(centers))
+
+
+def _probe(
+    forward: Forward, centers: Tensor, size: int, period: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is read by which output, and with which weight."""
+    combs = (torch.arange(size) % period == torch.arange(period)[:, None]).to(dtype)
+    # A NaN reaches all that is read, with a weight of 0, too.
+    phase, outputs = forward(combs.masked_fill(combs > 0, torch.nan)).isnan().nonzero().unbind(1)
+    # Of the inputs of this phase, the nearest one to the center.
+    nearest = ((centers[outputs] - phase) / period).round().to(torch.int64)
+    last = (size - 1 - phase) // period
+    inputs = nearest.clamp(min=0).minimum(last) * period + phase
+    return inputs, outputs, forward(combs)[phase, outputs]
+
+
+def _collect(inputs: Tensor, outputs: Tensor, weights: Tensor, size: int, count: int) -> Taps:
+    begins = torch.searchsorted(inputs, torch.arange(size + 1))
+    rank = torch.arange(len(inputs)) - begins[inputs]
+    turns = []
+    for turn in range(int(rank.max()) + 1 if len(rank) else 0):
+        chosen = rank == turn
+        turns.append((inputs[chosen], outputs[chosen], weights[chosen]))
+    return Taps(begins.to(torch.int32), outputs.to(torch.int32), weights, count, tuple(turns))
+
+
+@cache
+def cached_taps(
+    device: torch.device,
+    make: Callable[..., Forward],
+    size: int,
+    dtype: torch.dtype,
+    *arguments: object,
+) -> Taps:
+    """Return the taps of ``make(*arguments)``, on a device.
+
+    Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
+    is evicted: taps are only as long as a side, a CUDA graph reads the memory at each replay, and
+    other streams may still read it.
+
+    Raises:
+        D9mError: A CUDA graph is being captured, of which the copy from the host cannot be a part.
+        RuntimeError: The op does not take the arguments.
+    """
+    if device.type == "cuda" and is_capturing():
+        raise D9mError(
+            "A CUDA graph is being captured, and a deterministic replacement has to copy a table "
+            f"for a side of {size} to {device} first. Run the same step once before the capture."
+        )
+    # For any later use, whatever the default device is.
+    with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
+        taps = find_taps(make(*arguments), size, dtype)
+    turns = tuple(tuple(part.to(device) for part in turn) for turn in taps.turns)
+    begins, outputs, weights = (part.to(device) for part in taps[:3])
+    return Taps(begins, outputs, weights, taps.size, turns)  # type: ignore[arg-type] # of three
+
+
+def apply_taps(gradient: Tensor, sides: Sequence[Taps], shape: Sequence[int]) -> Tensor:
+    """Propagate a gradient from outputs to inputs, along the last dimensions.
+
+    Args:
+        gradient: Real or complex, of shape ``[..., *outputs]``.
+        sides: The taps of each of the last dimensions.
+        shape: The shape of the result, ``[..., *inputs]``.
+
+    Returns:
+        Contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
+    """
+    if gradient.is_complex():
+        gradient, inner = torch.view_as_real(gradient.resolve_conj()), 2
+    else:
+        inner = 1
+    dtype = gradient.dtype
+    result = gradient.contiguous()
+    sizes = list(gradient.shape[: len(shape)])
+    for dim in range(-1, -len(sides) - 1, -1):
+        taps, sizes[dim] = sides[dim], shape[dim]
+        outer = prod(sizes[:dim])
+        wide = torch.float32 if dtype.itemsize == 2 and dim > -len(sides) else dtype  # noqa: PLR2004 - half
+        out = allocate((outer, shape[dim], inner), wide, result.device)
+        if out.numel():
+            source = result.view(outer, taps.size, inner)
+            run_kernel("taps:apply", _apply, _make_example, out, source, taps)
+        result, inner = out, inner * shape[dim]
+    if len(shape) == gradient.dim():
+        return result.view(shape)
+    return torch.view_as_complex(result.view(*shape, 2))
+
+
+def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
+    """Return arguments of :func:`_apply`: the gradient of a resized row."""
+    make: Callable[[], Forward] = _resize_row
+    taps = cached_taps(device, make, 7, torch.float32)
+    source = (torch.arange(3 * taps.size * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
+    out = torch.zeros(3, 7, 5, device=device)
+    return out, source.view(3, taps.size, 5).to(device), taps
+
+
+def _resize_row() -> Forward:
+    return lambda rows: torch.ops.aten.upsample_linear1d(rows[:, None], [17], False)[:, 0]  # noqa: FBT003 - an argument of torch's
+
+
+def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
+    step = max(1, _SOME // max(1, out.shape[1] * out.shape[2]))
+    for given, target in zip(source.split(step), out.split(step), strict=True):
+        sums = torch.zeros(target.shape, dtype=taps.weights.dtype, device=out.device)
+        for inputs, outputs, weights in taps.turns:
+            terms = given.index_select(1, outputs).to(sums.dtype) * weights.view(-1, 1)
+            if len(inputs) == sums.shape[1]:
+                sums += terms
+            else:
+                # Each input once.
+                sums.index_copy_(1, inputs, sums.index_select(1, inputs) + terms)
+        target.copy_(sums)

@@ -1,0 +1,135 @@
+"""Sums by pieces against sums of fractions, rounded once, in every order."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_d9m.patches.exact_sums import GUARD, add_at, exact_sum, plan_pieces
+
+NAN, INF = math.nan, math.inf
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN]
+
+
+def round_fraction(value: Fraction, dtype: torch.dtype) -> float:
+    """Return a fraction rounded to nearest, ties to even; it is not zero."""
+    info = torch.finfo(dtype)
+    bits = round(-math.log2(info.eps)) + 1
+    exponent = math.floor(math.log2(abs(value.numerator)) - math.log2(value.denominator))
+    exponent += (abs(value) >= Fraction(2) ** (exponent + 1)) - (
+        abs(value) < Fraction(2) ** exponent
+    )
+    unit = Fraction(2) ** (max(exponent, round(math.log2(info.smallest_normal))) - bits + 1)
+    rounded = round(value / unit) * unit
+    if abs(rounded) > info.max:
+        return INF if value > 0 else -INF
+    return float(rounded)
+
+
+def add_fractions(terms: list[float], dtype: torch.dtype) -> float:
+    """Return the sum of the terms; that of -0.0 alone is -0.0."""
+    special = [term for term in terms if not math.isfinite(term)]
+    if special:
+        return sum(special)
+    total = sum(map(Fraction, terms))
+    return round_fraction(total, dtype) if total else sum(terms, -0.0) * 0.0
+
+
+def read_bits(values: Tensor) -> list[int]:
+    """Return the bits of numbers, of NaNs one."""
+    values = torch.where(values.isnan(), NAN, values)
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
+
+
+@st.composite
+def drawn_terms(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
+    """Return terms that span at most the guard bits, from anywhere in the range of a dtype."""
+    info = torch.finfo(dtype)
+    least = round(math.log2(info.smallest_normal * info.eps))
+    base = draw(st.integers(least, math.floor(math.log2(info.max))))
+    one = st.builds(
+        lambda fraction, down: math.ldexp(fraction, max(base - down, least)),
+        st.floats(-1, 1),
+        st.integers(0, GUARD - 25),
+    )
+    special = st.sampled_from([0.0, -0.0])
+    rare = st.sampled_from(SPECIAL)
+    terms = draw(st.lists(st.one_of(one, one, one, special), max_size=20))
+    if draw(st.integers(0, 9)) == 0:
+        terms = draw(st.lists(st.one_of(one, rare), max_size=6))
+    return torch.tensor(terms, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_sums_are_rounded_once(dtype: torch.dtype, data: st.DataObject) -> None:
+    """Into places that hold a term or nothing, and over dimensions, in any order of the terms."""
+    terms = data.draw(drawn_terms(dtype))
+    first, *others = terms.tolist() or [0.0]
+    finite = [abs(term) for term in (first, *others) if term and math.isfinite(term)]
+    assume(not finite or max(finite) / min(finite) <= 2.0**GUARD)
+    expected = torch.tensor([add_fractions([first, *others], dtype)], dtype=torch.float64).to(dtype)
+    order = data.draw(st.permutations(range(len(others))))
+    values = torch.tensor(others, dtype=dtype)[order]
+    out = torch.tensor([7.0, first], dtype=dtype)
+    add_at(out, torch.ones(len(others), dtype=torch.int64), values)
+    assert out[0] == 7.0
+    assert read_bits(out[1:]) == read_bits(expected)
+    fresh = torch.full((2,), 5.0, dtype=dtype)
+    every = torch.cat([values, out.new_tensor([first])])
+    add_at(fresh, torch.zeros(len(every), dtype=torch.int64), every, include=False)
+    assert read_bits(fresh) == read_bits(torch.stack([expected[0] + 0.0, expected.new_zeros(())]))
+    assert read_bits(exact_sum(every)[None]) == read_bits(expected + 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_orders_agree_beyond_the_guard_bits(dtype: torch.dtype) -> None:
+    """Terms over 300 binary orders of magnitude, many times the same places, shuffled."""
+    torch.manual_seed(0)
+    scales = torch.randint(-120, 120, (3000,)).double()
+    values = (torch.randn(3000).double() * scales.exp2()).to(dtype)
+    places = torch.randint(-1, 8, (3000,))
+    results = set()
+    for _ in range(20):
+        order = torch.randperm(3000)
+        out = torch.ones(7, dtype=dtype)
+        add_at(out, places[order], values[order])
+        results.add(tuple(read_bits(out)))
+        results.add(tuple(read_bits(out)))
+    assert len(results) == 1
+    inside = [values[places == place].double().tolist() for place in range(7)]
+    assert out.tolist() == [add_fractions([1.0, *terms], dtype) for terms in inside]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64, torch.complex128], ids=str)
+def test_sums_over_dimensions(dtype: torch.dtype) -> None:
+    """Shapes as torch's, also without terms; another dtype is rounded to once."""
+    values = torch.randn(3, 4, 5, dtype=torch.float64).to(dtype)
+    for dims in ([0], [1, -1], [0, 1, 2], None, []):
+        for keep in (True, False):
+            actual = exact_sum(values, dims, keepdim=keep)
+            wanted = values.sum(dims, keepdim=keep) if dims != [] else values
+            assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+            torch.testing.assert_close(actual, wanted)
+    assert torch.equal(exact_sum(values[:0], [0]), values[:0].sum([0]))
+    assert torch.equal(exact_sum(values.t() if values.dim() < 2 else values.mT), exact_sum(values))
+    half = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
+    assert exact_sum(half, dtype=torch.float32) == 120000.0
+    assert exact_sum(half) == INF
+
+
+def test_as_many_bits_are_kept_for_any_number_of_terms() -> None:
+    """And few terms with few guard bits need a single piece."""
+    for dtype, digits in ((torch.float32, 23), (torch.float64, 52)):
+        for size in range(2, 40):
+            pieces = plan_pieces(dtype, 2**size)
+            assert pieces.size == size
+            kept = 52 - size + (pieces.number - 1) * (54 - size)
+            assert digits + GUARD <= kept < digits + GUARD + 54
+    assert plan_pieces(torch.float32, 28, 24).number == 1
