@@ -46,29 +46,10 @@ _PROCESSES = ("world.size", "world.nodes", "world.devices_per_node")
 
 # Installed packages whose code computes values that reach the model, or orders the computation.
 _PACKAGES = (
-    "lightning-d9m",
-    "numpy",
-    "lightning",
-    "pytorch-lightning",
-    "horovod",
-    "triton",
-    "xxhash",
-    "torchvision",
-    "torchaudio",
-    "torchdata",
-    "torchmetrics",
-    "scipy",
-    "scikit-learn",
-    "pillow",
-    "opencv-python",
-    "opencv-python-headless",
-    "transformers",
-    "accelerate",
-    "timm",
-    "flash-attn",
-    "transformer-engine",
-    "deepspeed",
-    "apex",
+    *("lightning-d9m", "numpy", "lightning", "pytorch-lightning", "horovod", "triton", "xxhash"),
+    *("torchvision", "torchaudio", "torchdata", "torchmetrics", "scipy", "scikit-learn"),
+    *("pillow", "opencv-python", "opencv-python-headless", "transformers", "accelerate", "timm"),
+    *("flash-attn", "transformer-engine", "deepspeed", "apex"),
 )
 
 # Variables by name only, never by prefix: a prefix would also record paths, addresses, ports and

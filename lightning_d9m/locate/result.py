@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from lightning_d9m.comparison.ledgers import Divergence
     from lightning_d9m.comparison.numeric_difference import Magnitude
     from lightning_d9m.lint.finding import Finding
-    from lightning_d9m.locate.op_evidence import OpFinding
-    from lightning_d9m.locate.samples import SampleComparison
+    from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
 
 
 @dataclass

@@ -10,23 +10,25 @@ from lightning_d9m.comparison.causes import (
     UNINITIALIZED,
     earliest_divergences,
     find_cause,
+    find_rank_cause,
     kind_of_place,
     name_module,
 )
+from lightning_d9m.comparison.rank_drift import find_rank_drift, reference_rank
+from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.launch.run_pair import Runner, RunPair, escape_name
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.locate.rank_drift import locate_rank_drift
+from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.locate.result import SearchResult, describe_place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_d9m.comparison.ledgers import Divergence
-
 _FIRST = "steps of the epoch"
 _SECOND = "modules of the step"
 _OPERATIONS = "operations of "
 _VALUES = "values"
+_RANK_PROBES = "weight,buffer,optimizer,gradient"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
@@ -94,7 +96,7 @@ class Search:
         self._look_at_operations(self._found.divergences[0])
         return None
 
-    def _look_at_operations(self, first: "Divergence") -> None:
+    def _look_at_operations(self, first: Divergence) -> None:
         """Look at the operations of a module, its inputs and the gradients that reach it.
 
         Operations of other modules are left out: the program may compute more there that differs
@@ -164,7 +166,7 @@ class Search:
         Args:
             dumps: The dumps of one batch that differs, which tell how large those of the epoch are.
         """
-        from lightning_d9m.locate.samples import compare_samples, measure_dump
+        from lightning_d9m.locate.op_evidence import compare_samples, measure_dump
 
         found = self._found
         if not dumps or found.pair is None or found.divergences[0].kind != "batch":
@@ -194,7 +196,7 @@ class Search:
             lines = find_cause_lines(self._runner.command, found.cause.kind, order_only=order_only)
             found.lines = lines[:_MOST_LINES]
 
-    def _is_caught(self, stage: str, found: "Sequence[Divergence]", steps: str) -> bool:
+    def _is_caught(self, stage: str, found: Sequence[Divergence], steps: str) -> bool:
         """Return whether a look saw the beginning of the known divergence or of an earlier one.
 
         It must begin at a probe within the steps: if state already differs when the first probed
@@ -252,13 +254,13 @@ class Search:
         return None
 
 
-def _is_within(found: "Divergence", stage: str) -> bool:
+def _is_within(found: Divergence, stage: str) -> bool:
     """Return whether a place lies in the module whose operations were probed."""
     module = stage.removeprefix(_OPERATIONS)
     return module == ROOT or f"{name_module(found)}.".startswith(f"{module}.")
 
 
-def _find_again(known: "Divergence", first: "Divergence") -> "Divergence | None":
+def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     """Return a known place as a different pair shows it, if it has the first kind that differs.
 
     With a race condition, the first differing place of that kind is a different one in each pair.
@@ -269,3 +271,55 @@ def _find_again(known: "Divergence", first: "Divergence") -> "Divergence | None"
     if (known.name, known.call) not in ((first.name, first.call), *others):
         return None
     return replace(first, name=known.name, call=known.call)
+
+
+def locate_rank_drift(runner: Runner, pair: RunPair, found: SearchResult) -> None:
+    """Find the step, rank, tensor and index of a drift that every run has; fill ``found``."""
+    drift = pair.rank_drift
+    found.pair, found.ranks = pair, len(pair.expected.files)
+    _report_ranks(found, "whole run", drift, steps_seen=False)
+    # Probes hold the digests of shards, which are not compared across ranks.
+    divided = pair.expected.header.stack.get(SHARDED_PARAMETERS)
+    if drift[0].moment == "initial" or divided:
+        _measure_ranks(runner, pair, found, drift[0].step)
+        return
+    low, high = pair.steps_of_epoch(drift[0].epoch)
+    steps = f"{low}:{max(high, low + 1)}"
+    run = runner.run("steps of the epoch", probes=_RANK_PROBES, probe_steps=steps)
+    narrowed = find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
+    if not narrowed or narrowed[0].epoch > drift[0].epoch:
+        found.looks.append("steps of the epoch: the drift did not occur again")
+        return
+    _report_ranks(found, "steps of the epoch", narrowed, steps_seen=True)
+    _measure_ranks(runner, pair, found, low)
+
+
+def _report_ranks(
+    found: SearchResult, stage: str, drift: tuple[Divergence, ...], *, steps_seen: bool
+) -> None:
+    found.divergences = drift
+    found.reference_rank = reference_rank(drift[0])
+    found.cause = find_rank_cause(drift[0], steps_seen=steps_seen)
+    found.looks.append(f"{stage}: {describe_place(drift)}")
+
+
+def _measure_ranks(runner: Runner, pair: RunPair, found: SearchResult, low: int) -> None:
+    """Save the values of the first place on all ranks, and measure how far they are apart."""
+    from lightning_d9m.locate.op_evidence import measure_saved
+
+    first = found.divergences[0]
+    kind = kind_of_place(first)
+    if kind is None:  # the state of a scheduler
+        return
+    # The step before shows that the ranks were still equal there.
+    steps = f"{max(low, first.step - 1)}:{first.step + 1}"
+    run = runner.run("values", dump=first.name, probes=_RANK_PROBES, probe_steps=steps)
+    again = find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else ()
+    place = (first.rank, first.step, first.kind, first.name)
+    if not again or (again[0].rank, again[0].step, again[0].kind, again[0].name) != place:
+        found.looks.append("values: the drift did not occur again")
+        return
+    found.looks.append(f"values: {describe_place(again)}")
+    found.magnitude = measure_saved(
+        first, kind, [run.dump, run.dump], ranks=(reference_rank(first), first.rank)
+    )

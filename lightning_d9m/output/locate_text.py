@@ -11,9 +11,8 @@ from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
-    from lightning_d9m.locate.op_evidence import OpFinding
+    from lightning_d9m.locate.op_evidence import OpFinding, SampleComparison
     from lightning_d9m.locate.result import SearchResult
-    from lightning_d9m.locate.samples import SampleComparison
 
 _INDENT = " " * 10
 _MOST_ULPS = 2**16

@@ -4,7 +4,6 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -37,29 +36,6 @@ def test_counts_what_is_appended_in_pieces_of_any_size(tmp_path_factory, lines, 
                 assert counter.count() == path.read_bytes().count(b'"moment":"epoch"')
     finally:
         run_progress._BLOCK = before
-
-
-def test_reads_only_what_was_appended(tmp_path, monkeypatch):
-    path = tmp_path / "fit-000" / "rank-0.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(EPOCH + OTHER * 10_000)
-    counter = EpochCounter(tmp_path)
-    assert counter.count() == 1
-    size, sought = path.stat().st_size, []
-    original = Path.open
-
-    def opened(self, *arguments):
-        stream = original(self, *arguments)
-        sought.append(stream)
-        return stream
-
-    monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(run_progress, "_BLOCK", 64)
-    with path.open("ab") as ledger:
-        ledger.write(EPOCH)
-    assert counter.count() == 2
-    assert min(counter._offsets.values()) > size - 64
-    assert len(sought) == 2
 
 
 def test_several_fits_are_added_up_and_one_epoch_is_no_epochs(tmp_path, capsys):

@@ -71,8 +71,8 @@ def git(*words, folder):
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "linked", "compressed index", "worktree"])
-def test_the_index_says_of_no_other_file_that_git_knows_it(repository, tmp_path_factory, kind):
-    """Where it does not say it, git is asked."""
+def test_a_program_that_git_does_not_track_is_a_change(repository, tmp_path_factory, kind):
+    """Whatever the form of the index."""
     root, commit = repository
     names = ("train.py", "sub/train.py", "sub/other.py", f"sub/{'x' * 200}/main.py")
     for name in names:
@@ -98,8 +98,7 @@ def test_the_index_says_of_no_other_file_that_git_knows_it(repository, tmp_path_
         assert captured["git.commit"] != commit
 
 
-def test_a_file_that_git_ignores_changes_of_is_left_to_git(repository):
-    """Its flags are others; git lists it."""
+def test_a_file_whose_changes_git_ignores_is_none(repository):
     folder, _ = repository
     git("update-index", "--assume-unchanged", "train.py", folder=folder)
     assert program._read_git.__wrapped__(folder, "train.py")["git.dirty"] is False

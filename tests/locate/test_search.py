@@ -8,10 +8,9 @@ import pytest
 from lightning_d9m.comparison.probe_diff import PlaceDifference
 from lightning_d9m.comparison.record_diff import FieldDifference
 from lightning_d9m.comparison.result import Divergence
-from lightning_d9m.locate import op_evidence, samples, source_scan
+from lightning_d9m.locate import op_evidence, source_scan
 from lightning_d9m.locate import search as search_module
-from lightning_d9m.locate.op_evidence import find_patch
-from lightning_d9m.locate.samples import SampleComparison
+from lightning_d9m.locate.op_evidence import SampleComparison, find_patch
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe
 
@@ -253,7 +252,7 @@ def test_values_of_a_different_kind_do_not_count():
 
 
 def test_large_batches_are_not_saved(monkeypatch):
-    monkeypatch.setattr(samples, "measure_dump", lambda _: 3 * 10**8)
+    monkeypatch.setattr(op_evidence, "measure_dump", lambda _: 3 * 10**8)
     found, looks = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 2)
     assert looks[-1][0] == "values"
     said = "samples: not compared, because the batches of the epoch have about 3 GB"
@@ -272,7 +271,7 @@ def test_samples_and_lines_are_reported(common, monkeypatch):
         return [finding] * 9
 
     compared = SampleComparison(16, 16, common)
-    monkeypatch.setattr(samples, "compare_samples", lambda _: compared)
+    monkeypatch.setattr(op_evidence, "compare_samples", lambda _: compared)
     monkeypatch.setattr(source_scan, "find_cause_lines", find_cause_lines)
     found, _ = search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 3)
     assert (found.samples, len(found.lines)) == (compared, 5)
