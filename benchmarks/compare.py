@@ -26,7 +26,7 @@ from pathlib import Path
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.probe_frames import frames_path
+from lightning_d9m.ledger.format.frames import frames_path
 from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
 

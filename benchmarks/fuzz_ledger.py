@@ -25,9 +25,9 @@ from xxhash import xxh3_64_intdigest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.format.probe_frames import frames_path
+from lightning_d9m.ledger.format.frames import frames_path
 from lightning_d9m.ledger.format.records import (
+    CHAIN_START,
     Digests,
     End,
     Evaluation,
@@ -35,6 +35,7 @@ from lightning_d9m.ledger.format.records import (
     LoaderFacts,
     ReplayDrift,
     RunFacts,
+    chain_record,
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
 

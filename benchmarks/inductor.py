@@ -33,8 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.probe_frames import Frames
-from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.frames import Frames, unpack_places
 from lightning_d9m.patches import registration
 
 # name: folder of the cache, variables, whether a checkpoint is resumed, rate of dropout

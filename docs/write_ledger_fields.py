@@ -7,10 +7,12 @@ compares it with the code.
 import inspect
 import re
 from pathlib import Path
+from typing import get_args
 
-from lightning_d9m.ledger.format.entry import Entry, Field, Mark, describe_fields
-from lightning_d9m.ledger.format.fields import MAX_WHOLE
-from lightning_d9m.ledger.format.records import RECORD_TYPES, LoaderFacts, RankDrift
+from msgspec import Meta
+from msgspec.structs import FieldInfo, fields
+
+from lightning_d9m.ledger.format.records import RECORD_TYPES, Entry, LoaderFacts, RankDrift
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"
@@ -36,21 +38,25 @@ def format_page() -> str:
 def _format_entry(title: str, entry: type[Entry]) -> str:
     text = inspect.getdoc(entry) or ""
     rows = [
-        f"| `{field.name}` | {_plain(field.type.allowed)} | {_describe(field)} | {meaning} |"
-        for field in describe_fields(entry)
-        for meaning in [_read_meaning(text, field.name)]
+        f"| `{part.name}` | {_name_values(part)} | {_describe(part, entry)} | {meaning} |"
+        for part in fields(entry)
+        if part.name != "extra"
+        for meaning in [_read_meaning(text, part.name)]
     ]
     head = ["| field | value | in a record | means |", "| --- | --- | --- | --- |"]
     return "\n".join([f"## {title}", "", text.splitlines()[0], "", *head, *rows, ""])
 
 
-def _plain(allowed: str) -> str:
-    return allowed.replace(str(MAX_WHOLE), "2^63 - 1")
+def _name_values(part: FieldInfo) -> str:
+    """Return the description of the outermost annotation."""
+    metas = [meta for meta in get_args(part.type) if isinstance(meta, Meta)]
+    return str(metas[-1].description)
 
 
-def _describe(field: Field) -> str:
-    presence = "required" if field.is_required else "may be missing"
-    return presence + (", never compared" if Mark.INFORMATIONAL in field.marks else "")
+def _describe(part: FieldInfo, entry: type[Entry]) -> str:
+    is_required = part.required or part.name == "schema"
+    presence = "required" if is_required else "may be missing"
+    return presence + (", never compared" if part.name in entry.uncompared else "")
 
 
 def _read_meaning(text: str, name: str) -> str:

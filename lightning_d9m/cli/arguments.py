@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.folder_search import find_last_pair
+from lightning_d9m.ledger.folder import find_last_pair
 
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000

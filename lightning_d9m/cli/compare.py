@@ -7,7 +7,7 @@ import shlex
 from lightning_d9m.cli.arguments import add_format_arguments, add_ledger_arguments, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
-from lightning_d9m.launch.status_line import show_progress
+from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.output.comparison_text import (
     format_comparison,

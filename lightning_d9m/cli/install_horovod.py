@@ -19,7 +19,7 @@ from lightning_d9m.horovod.build import (
     build_wheel,
     find_tools,
 )
-from lightning_d9m.launch.status_line import StatusLine
+from lightning_d9m.launch.progress import StatusLine
 
 _TRIAL_SECONDS = 180
 _QUIET_PROGRESS_SECONDS = 30

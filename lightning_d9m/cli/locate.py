@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import add_command_arguments, get_command, whole_number
-from lightning_d9m.launch.output_folder import make_output
+from lightning_d9m.launch.run import make_output
 from lightning_d9m.launch.run_pair import Runner
 from lightning_d9m.locate.search import Search
 from lightning_d9m.output.locate_text import describe

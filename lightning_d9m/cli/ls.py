@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import whole_number
-from lightning_d9m.launch.status_line import show_progress
-from lightning_d9m.ledger.folder_search import search_ledgers
+from lightning_d9m.launch.progress import show_progress
+from lightning_d9m.ledger.folder import search_ledgers
 from lightning_d9m.output.ledger_table import format_ledgers, make_row
 from lightning_d9m.output.terminal import terminal_width
 

@@ -11,8 +11,8 @@ from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
+from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
-from lightning_d9m.launch.status_line import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.output.distance_table import list_distances
 from lightning_d9m.output.html_page import GENERATOR, RepeatedRuns, render_page

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import TypeAlias
 
 from lightning_d9m.comparison.alignment import align_records
-from lightning_d9m.comparison.frame_diff import find_differences
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import (
     FieldDifference,
@@ -28,11 +27,10 @@ from lightning_d9m.comparison.result import (
     RankComparison,
 )
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.frames import Batch, Frames
 from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.ledger.keys import Item, describe_record
-from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.resumed_runs import LineageReader
 from lightning_d9m.ledger.stack import same_logical_ranks, stack_differences
 from lightning_d9m.text import escape
@@ -48,8 +46,6 @@ __all__ = [
 ]
 
 _TICK = 2**16
-_Probes = (Batch, Frames)
-_LOGGED = frozenset({"scalar", "scalars"})
 
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
@@ -91,7 +87,7 @@ def compare_ledgers(
         progress: Called from time to time with the number of records and places compared so far.
         watch: Called for each pair with (rank, record, its counterpart, comparison of the batch's
             probes). The counterpart is None if only one run has the record. Equal records are one
-            object. Equal records of an unknown kind are passed as None twice.
+            object; equal probes of several batches come as ``Frames``.
 
     Raises:
         LedgerError: If a record of either is malformed or was edited.
@@ -175,93 +171,81 @@ class _Tally:
 
     Attributes:
         found: The counts.
-        watched: Whether an observer gets the places that differ.
         refusals: What makes the runs incomparable.
         batch: The last batch that was counted.
         differing_batch: The last batch that was counted as differing.
     """
 
     found: RankComparison
-    watched: bool
     refusals: list[FieldDifference] = field(default_factory=list)
     batch: tuple[int, int] = (-1, -1)
     differing_batch: tuple[int, int] = (-1, -1)
 
     def count(self, one: Item, other: Item) -> BatchComparison | None:
         """Count two counterparts and their differences."""
-        if isinstance(one, Batch) and isinstance(other, Batch):
-            return self._count_batch(one, other)
-        if isinstance(one, Frames) and isinstance(other, Frames):
-            self._count_frames(one, other)
-            return None
         found = self.found
+        if isinstance(other, Batch | Frames):
+            return self._count_batch(one, other)
         found.records += 1
-        if isinstance(one, Digests):
+        if isinstance(other, Digests):
             found.digests += 1
-            found.epochs += one.moment == "epoch"
-        if one is other or isinstance(one, _Probes) or isinstance(other, _Probes):
+            found.epochs += other.moment == "epoch"
+        if one is other or isinstance(one, Batch | Frames):
             return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
-        elif found.only_logged or isinstance(one, End):
-            difference = record_difference(one, other)
-            found.differing += difference is not None
-            found.only_logged &= difference is None or difference.by_group.keys() <= _LOGGED
-            if difference is not None and found.first is None:
+        elif (difference := record_difference(one, other)) is not None:
+            found.differing += 1
+            self._note(difference.by_group)
+            if found.first is None:
                 found.first = difference
                 found.divergence = _at_record(found.rank, difference, list_entries(one, other))
-        else:
-            # After a first difference most records differ; how is of no interest.
-            found.differing += one != other
         return None
 
-    def leave_out(self, batch: Batch) -> None:
-        """Count a batch whose probes are not compared."""
-        number = (batch.epoch, batch.batch)
-        self.found.uncompared_batches += number != self.batch
-        self.batch = number
+    def leave_out(self, probes: Batch | Frames) -> None:
+        """Count batches whose probes are not compared."""
+        self.found.uncompared_batches += self._enter(probes)
 
     def count_alone(self, side: str, count: int, first: str) -> None:
         """Count what only one run has."""
         known: OneSided = getattr(self.found, side)
         setattr(self.found, side, OneSided(known.count + count, known.first or first))
 
-    def _count_frames(self, one: Frames, other: Frames) -> None:
-        """Count frames of the same batches and places."""
-        self.found.batches += one.count - ((one.epoch, one.batch) == self.batch)
-        self.batch = (one.epoch, one.last_batch)
-        self.found.places += one.size
-        if one is other:
-            return
-        frames = find_differences(one, other)
-        self.found.only_logged = False  # as long as it is True, frames come as batches
-        first, last = (one.batch + one.batches * number for number in (frames.first, frames.last))
-        self.found.differing_places += frames.places
-        self.found.differing_batches += frames.frames - ((one.epoch, first) == self.differing_batch)
-        self.differing_batch = (one.epoch, last)
+    def _note(self, groups: Iterable[str]) -> None:
+        """Note groups in which something differs."""
+        if self.found.trained_alike:
+            self.found.groups = tuple(dict.fromkeys((*self.found.groups, *groups)))
 
-    def _count_batch(self, one: Batch, other: Batch) -> BatchComparison | None:
-        number, found = (one.epoch, one.batch), self.found
-        found.batches += number != self.batch
-        self.batch = number
+    def _enter(self, probes: Batch | Frames) -> int:
+        """Return how many batches begin with some probes."""
+        known, self.batch = self.batch, (probes.epoch, probes.batch)
+        count = int(self.batch != known)
+        if isinstance(probes, Frames):
+            count += probes.count - 1
+            self.batch = (probes.epoch, probes.batch + probes.batches * (probes.count - 1))
+        return count
+
+    def _count_batch(self, one: Item, other: Batch | Frames) -> BatchComparison | None:
+        found = self.found
+        found.batches += self._enter(other)
         if one is other:
-            found.places += one.size
+            found.places += other.size
             return None
-        # Once the training differs, places are listed only for an observer.
-        compared = compare_batches(one, other, listed=self.watched or found.only_logged)
+        assert isinstance(one, Batch) and isinstance(other, Batch), "frames come if equal"  # noqa: PT018
+        compared = compare_batches(one, other)
         found.places += compared.places
-        where = describe_record(other)
         for side in ("only_expected", "only_actual"):
             if places := getattr(compared, side):
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
-                self.count_alone(f"{side}_places", len(places), f"{escape(name)} in {where}")
+                where = f"{escape(name)} in {describe_record(other)}"
+                self.count_alone(f"{side}_places", len(places), where)
         if compared.count:
-            found.differing_batches += number != self.differing_batch
-            self.differing_batch = number
+            found.differing_batches += self.batch != self.differing_batch
+            self.differing_batch = self.batch
             found.differing_places += compared.count
-            found.only_logged &= compared.by_kind.keys() <= _LOGGED
+            self._note(place.kind for place in compared.differing)
             if found.first is None:
-                found.first = batch_difference(compared, where)
+                found.first = batch_difference(compared, describe_record(other))
                 found.divergence = _at_place(found.rank, compared)
         return compared
 
@@ -311,15 +295,13 @@ def _compare_rank(
 ) -> tuple[RankComparison, list[FieldDifference]]:
     """Compare two files; stop if they are incomparable."""
     result = RankComparison(rank)
-    tally = _Tally(result, watched=watch is not None)
+    tally = _Tally(result)
     ticked = 0
-    # Only what comes before is described: after it most records differ.
-    records = align_records(*files, whole=watch is not None, named=lambda: result.only_logged)
-    for one, other in records:
+    for one, other in align_records(*files):
         found = None
-        batch = other if one is None else one
-        if not probes and isinstance(batch, Batch):
-            tally.leave_out(batch)
+        item = other if one is None else one
+        if not probes and isinstance(item, Batch | Frames):
+            tally.leave_out(item)
             continue
         if one is not None and other is not None:
             found = tally.count(one, other)
@@ -329,8 +311,6 @@ def _compare_rank(
             tally.count_alone("only_expected", 1, describe_record(one))
         elif other is not None:
             tally.count_alone("only_actual", 1, describe_record(other))
-        else:
-            result.records += 1
         if watch is not None:
             watch(rank, one, other, found)
         done = result.records + result.places

@@ -1,15 +1,13 @@
 """The differences between the probes of one batch in two runs."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import ne
 from typing import NamedTuple
 
-from lightning_d9m.ledger.format.fields import ProbeKey
-from lightning_d9m.ledger.format.probe_layouts import unpack_places
-from lightning_d9m.ledger.probe_batch import Batch
+from lightning_d9m.ledger.format.frames import Batch, unpack_places
+from lightning_d9m.ledger.format.records import ProbeKey
 
 # Kind of the place that stands for the step.
 OTHER = "other fields"
@@ -45,60 +43,52 @@ class BatchComparison:
         step: The global step when the batch began, in the later run.
         batch: Index within the epoch.
         places: Number of places in common.
-        count: Number of them that differ.
-        differing: The places that differ, in order of execution; empty unless ``listed``.
+        differing: The places that differ, in order of execution.
         only_expected: Places that only the earlier run has, in order.
         only_actual: Places that only the later run has, in order.
-        by_kind: (places that differ, places in common) for each kind in which some differ; empty
-            unless ``listed``.
+        common: Kind of each place in common.
     """
 
     epoch: int
     step: int
     batch: int
     places: int
-    count: int
     differing: list[PlaceDifference]
     only_expected: list[PlaceDifference]
     only_actual: list[PlaceDifference]
-    by_kind: Mapping[str, tuple[int, int]]
+    common: Sequence[str]
+
+    @property
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """(places that differ, places in common) for each kind in which some differ."""
+        found = Counter(entry.kind for entry in self.differing)
+        sizes = Counter(self.common)
+        return {kind: (count, max(count, sizes[kind])) for kind, count in found.items()}
+
+    @property
+    def count(self) -> int:
+        """Number of places that differ."""
+        return len(self.differing)
 
 
-def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> BatchComparison:
-    """Compare the probes of one batch with their counterparts, place by place.
-
-    Unless ``listed``, places are only counted, which takes a tenth of the time.
-    """
-    match = match_layouts(tuple(expected.layouts), tuple(actual.layouts))
-    ours, theirs = expected.digests(), actual.digests()
-    one = ours if match.expected is None else [ours[n] for n in match.expected]
-    other = theirs if match.actual is None else [theirs[n] for n in match.actual]
-    differing: list[PlaceDifference] = []
-    places: Sequence[ProbeKey] = ()
-    if one == other:
-        count = 0
-    elif listed:
-        places = _list_places(expected.layouts)
-        numbers = range(expected.size) if match.expected is None else match.expected
-        differing = [
-            PlaceDifference(n + expected.offset, *places[n], a.hex(), b.hex())
-            for n, a, b in zip(numbers, one, other, strict=True)
-            if a != b
-        ]
-        count = len(differing)
-    else:
-        count = sum(map(ne, one, other))
-    common = len(one)
+def compare_batches(expected: Batch, actual: Batch) -> BatchComparison:
+    """Compare the probes of one batch with their counterparts, place by place."""
+    match = _match_layouts(expected.layouts, actual.layouts)
+    ours, theirs = expected.list_digests(), actual.list_digests()
+    differing = []
     if expected.step != actual.step:
-        values = str(expected.step), str(actual.step)
-        differing.insert(0, PlaceDifference(expected.offset, OTHER, "global step", 0, *values))
-        count, common = count + 1, common + 1
+        steps = str(expected.step), str(actual.step)
+        differing.append(PlaceDifference(expected.offset, OTHER, "global step", 0, *steps))
+    differing += [
+        PlaceDifference(expected.offset + n, *place, ours[n].hex(), theirs[m].hex())
+        for place, n, m in match.common
+        if ours[n] != theirs[m]
+    ]
     return BatchComparison(
         epoch=expected.epoch,
         step=actual.step,
         batch=expected.batch,
-        places=common,
-        count=count,
+        places=len(match.common) + (expected.step != actual.step),
         differing=differing,
         only_expected=[
             PlaceDifference(expected.offset + n, *place, ours[n].hex(), None)
@@ -108,45 +98,38 @@ def compare_batches(expected: Batch, actual: Batch, *, listed: bool = True) -> B
             PlaceDifference(actual.offset + n, *place, None, theirs[n].hex())
             for n, place in match.only_actual
         ],
-        by_kind=_count_kinds(places, differing),
+        common=match.kinds,
     )
 
 
-class LayoutMatch(NamedTuple):
-    """The indices of the places that are counterparts; None if all are, in order."""
+class _LayoutMatch(NamedTuple):
+    """The places that are counterparts, with their index in each run; those of one run alone."""
 
-    expected: list[int] | None
-    actual: list[int] | None
+    common: list[tuple[ProbeKey, int, int]]
+    kinds: list[str]
     only_expected: list[tuple[int, ProbeKey]]
     only_actual: list[tuple[int, ProbeKey]]
 
 
 # A training has few layouts.
 @lru_cache(maxsize=4)
-def match_layouts(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> LayoutMatch:
+def _match_layouts(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> _LayoutMatch:
     """Return which places of two batches are counterparts, given the layouts of their parts."""
-    if expected == actual:
-        return LayoutMatch(None, None, [], [])
-    ours = {place: n for n, place in enumerate(_list_places(expected))}
-    theirs = {place: n for n, place in enumerate(_list_places(actual))}
-    common = [place for place in ours if place in theirs]
-    return LayoutMatch(
-        [ours[place] for place in common],
-        [theirs[place] for place in common],
-        [(n, place) for place, n in ours.items() if place not in theirs],
-        [(n, place) for place, n in theirs.items() if place not in ours],
+    ours, theirs = _number_places(expected), _number_places(actual)
+    return _LayoutMatch(
+        [(key[0], n, theirs[key]) for key, n in ours.items() if key in theirs],
+        [key[0][0] for key in ours if key in theirs],
+        [(n, key[0]) for key, n in ours.items() if key not in theirs],
+        [(n, key[0]) for key, n in theirs.items() if key not in ours],
     )
 
 
-def _list_places(tokens: Iterable[bytes]) -> list[ProbeKey]:
-    return [place for token in tokens for place in unpack_places(token)]
-
-
-def _count_kinds(
-    places: Sequence[ProbeKey], differing: list[PlaceDifference]
-) -> dict[str, tuple[int, int]]:
-    if not differing:
-        return {}
-    found = Counter(entry.kind for entry in differing)
-    sizes = Counter(kind for kind, _, _ in places)
-    return {kind: (count, max(count, sizes[kind])) for kind, count in found.items()}
+def _number_places(layouts: tuple[bytes, ...]) -> dict[tuple[ProbeKey, int], int]:
+    """Return the index of each place by (place, how often the batch has it before)."""
+    seen: Counter[ProbeKey] = Counter()
+    numbers: dict[tuple[ProbeKey, int], int] = {}
+    for token in layouts:
+        for place in unpack_places(token):
+            numbers[place, seen[place]] = len(numbers)
+            seen[place] += 1
+    return numbers

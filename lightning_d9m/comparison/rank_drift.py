@@ -7,9 +7,8 @@ from lightning_d9m.comparison.probe_diff import PlaceDifference, compare_batches
 from lightning_d9m.comparison.record_diff import list_entries
 from lightning_d9m.comparison.result import Divergence
 from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.frames import Batch, Frames
 from lightning_d9m.ledger.format.records import Digests, End, RankDrift
-from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
 
 # Weights must be equal. An optimizer may shard the others: they count only after a batch in which
@@ -81,6 +80,8 @@ def _compare_ranks(
                     for entry in list_entries(one, other)
                     if _must_be_equal(entry) or _is_known_entry(entry, other, known)
                 ]
+            elif isinstance(other, Frames) and not sharded:  # equal on both ranks
+                comparable |= _list_kinds(next(other.split()).as_batch())
             elif isinstance(one, Batch) and isinstance(other, Batch):
                 found = [] if one is other else compare_batches(one, other).differing
                 places = [
@@ -118,8 +119,7 @@ def _is_known_place(place: PlaceDifference, known: RankDrift | None) -> bool:
 
 
 def _list_kinds(batch: Batch) -> set[str]:
-    kinds = {kind for token in batch.layouts for kind, _, _ in unpack_places(token)}
-    return kinds & _MAYBE_SHARDED
+    return {kind for kind, _, _ in batch.list_places()} & _MAYBE_SHARDED
 
 
 def _make_divergence(

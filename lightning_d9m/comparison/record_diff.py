@@ -1,14 +1,21 @@
 """The differences between two records, for the check in a run and the comparison of ledgers."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
-from lightning_d9m.ledger.format.entry import Mark, describe_fields
-from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.records import Digests, Header, Opaque, Record, RunFacts
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    Evaluation,
+    Header,
+    Json,
+    Opaque,
+    Record,
+    RunFacts,
+)
 from lightning_d9m.ledger.keys import describe_record
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
@@ -19,6 +26,8 @@ Table: TypeAlias = Mapping[str, Json]
 NAMES_KEPT = 10
 _TOTAL = "(total)"
 _MAX_PATH_CHARACTERS = 2**26
+# A name that cannot be mistaken for a path.
+_PLAIN = re.compile(r"[^.\[\"]+")
 GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 # Settings in which two comparable runs may differ, each with the reason.
@@ -157,11 +166,12 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
     table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
-    unknown = {f"train.{number}": loader.extra for number, loader in enumerate(facts.train)}
-    unknown = {name: extra for name, extra in unknown.items() if extra}
-    for extra in (unknown, facts.extra):
-        for path, leaf in _flatten(extra).items():
-            _add_leaf(table, path, leaf)
+    extras = [dict(loader.extra) for loader in facts.train]
+    for unknown in ({"train": extras} if any(extras) else {}, facts.extra):
+        for path, leaf in _flatten(unknown).items():
+            while path in table:  # a name of ours
+                path += "."  # noqa: PLW2901 - a free one
+            table[path] = leaf
     return table
 
 
@@ -237,44 +247,41 @@ def name_call(name: str, call: int) -> str:
     return f"{name} (call {call})" if call else name
 
 
-def _comparable_fields(record: Record) -> dict[str, Json]:
-    """Return every leaf of a record but of the fields that are for people only."""
+def _comparable_fields(record: Record, apart: Sequence[str]) -> dict[str, Json]:
+    """Return every leaf of a record but of the fields that are never compared, or are apart."""
     fields = record.as_record()
-    for part in () if isinstance(record, Opaque) else describe_fields(type(record)):
-        if Mark.INFORMATIONAL in part.marks:
-            fields.pop(part.name, None)
+    for name in () if isinstance(record, Opaque) else (*record.uncompared, *apart):
+        fields.pop(name, None)
     return _flatten(fields)
 
 
 def _flatten(table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the leaves of nested tables and lists by dotted path; none stands in for another.
+    """Return the leaves of nested tables and lists by path, such as ``train[0].samples``.
 
-    If their paths need too much memory, the top-level entries are the leaves, as JSON.
+    Different tables have different leaves: a name that looks like a path is quoted. If the paths
+    need too much memory, the top-level entries are the leaves, as JSON.
     """
     leaves: dict[str, Json] = {}
     characters = 0
-    for name, entry in table.items():
-        for path, leaf in _leaves(entry, name):
-            _add_leaf(leaves, path, leaf)
-            characters += len(path)
-            if characters > _MAX_PATH_CHARACTERS:
-                return {key: json.dumps(value, sort_keys=True) for key, value in table.items()}
+    for path, leaf in _leaves(table, ""):
+        leaves[path] = leaf
+        characters += len(path)
+        if characters > _MAX_PATH_CHARACTERS:
+            return {_quote(key): json.dumps(value, sort_keys=True) for key, value in table.items()}
     return leaves
 
 
-def _add_leaf(leaves: dict[str, Json], path: str, leaf: Json) -> None:
-    """Add a leaf under a path that no other has: a dot in a name may look like a nested one."""
-    while path in leaves:
-        path += "."
-    leaves[path] = leaf
+def _quote(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
 
 
 def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
-    """Yield (path, leaf); three times as fast for a record as ``nested_values.list_leaves``."""
-    if isinstance(value, dict | list) and value:
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, entry in entries:
-            yield from _leaves(entry, f"{path}.{name}")
+    if isinstance(value, list | tuple) and value:
+        for number, entry in enumerate(value):
+            yield from _leaves(entry, f"{path}[{number}]")
+    elif isinstance(value, Mapping) and (value or not path):
+        for name, entry in value.items():
+            yield from _leaves(entry, f"{path}.{_quote(name)}" if path else _quote(name))
     else:
         yield path, value
 
@@ -298,8 +305,13 @@ def _differing(expected: Record, actual: Record) -> Iterator[tuple[str, int, lis
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
-        fields = [_comparable_fields(record) for record in (expected, actual)]
-        return {str(fields[0]["kind"]): (fields[0], fields[1])}
+        evaluations = [record for record in (expected, actual) if isinstance(record, Evaluation)]
+        apart = ("scalars",) if evaluations else ()
+        one, other = (_comparable_fields(record, apart) for record in (expected, actual))
+        scalars = [record.scalars for record in evaluations]
+        return {str(one["kind"]): (one, other)} | (
+            {"scalars": (scalars[0], scalars[1])} if scalars else {}
+        )
     tables: dict[str, tuple[Table, Table]] = {}
     named = list(GROUPS)
     for record in (expected, actual):

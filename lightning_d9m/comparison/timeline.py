@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from lightning_d9m.comparison.probe_diff import BatchComparison
 from lightning_d9m.comparison.record_diff import list_entries
 from lightning_d9m.comparison.weight_distance import DistanceSeries
-from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.frames import Batch, Frames
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.ledger.probe_batch import Batch
 
 MAX_STEPS = 512
 MAX_MARKS = 256
@@ -213,7 +212,11 @@ class Timeline:
     ) -> None:
         """Count a pair of records; a ``RecordObserver``."""
         item = one or other
-        if isinstance(item, Batch):
+        if isinstance(item, Frames):
+            for frame in item.split():
+                batch = frame.as_batch()
+                self.watch(rank, batch, batch, None)
+        elif isinstance(item, Batch):
             self._note_epoch(item.epoch, item.step)
             self._take_batch(rank, item, alone=one is None or other is None, found=found)
         elif isinstance(item, Digests):
@@ -249,10 +252,10 @@ class Timeline:
             self._differs(module_of(place.kind, place.name), where)
 
     def _note_layouts(self, batch: Batch) -> None:
-        key = hash(tuple(batch.layouts))
+        key = hash(batch.layouts)
         if key not in self._layouts and len(self._layouts) < MAX_CACHED_LAYOUTS:
-            places = (place for token in batch.layouts for place in unpack_places(token))
-            self._layouts[key] = self._note_modules(module_of(*place[:2]) for place in places)
+            places = (module_of(*place[:2]) for place in batch.list_places())
+            self._layouts[key] = self._note_modules(places)
         if key in self._layouts:
             self._layouts[key].add(batch.step, 1, 0)
 

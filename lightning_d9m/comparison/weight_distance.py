@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import unpack
 
-from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS
-from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.ledger.format.records import SKETCH_BUCKETS, Digests
 
 # Relative distances below it are those of the rounding of the sketches themselves.
 RESOLUTION = 1e-14

@@ -7,13 +7,17 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_d9m.compatibility import (
+    OLDEST_TORCH,
+    describe_missing_patches,
+    parse_release,
+)
 from lightning_d9m.control import environment
 from lightning_d9m.control.hash_seed import describe_hash_seed_problem
 from lightning_d9m.control.settings import HIGHEST_SEED
 from lightning_d9m.control.threads import DYNAMIC, threads_vary
 from lightning_d9m.control.torch_flags import capture_flags
 
-OLDEST_TORCH = (2, 11)
 Status = Literal["problem", "note", "ok"]
 
 # The values that a session accepts, its own choice first, and the effect of any other value.
@@ -106,15 +110,17 @@ def _run_checks() -> Iterator[CheckResult]:
 
 
 def _check_torch_version() -> CheckResult:
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    release = parse_release(torch.__version__)
     if release < OLDEST_TORCH:
         return CheckResult(
             "torch",
             "problem",
             torch.__version__,
-            "Older releases have nondeterministic operations that lightning_d9m does not know.",
+            "lightning_d9m has not run with older releases.",
             f"pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'",
         )
+    if problem := describe_missing_patches():
+        return CheckResult("torch", "note", torch.__version__, problem)
     if torch.version.hip is not None:
         return CheckResult(
             "torch",

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from lightning_d9m.compatibility import find_accelerator
 from lightning_d9m.control.numpy_state import (
     NumpyState,
     capture_numpy,
@@ -62,7 +63,7 @@ def seed_all(seed: int) -> None:
     seed_host(seed)
     # This only tells which accelerator torch was built for. Listing devices would start the driver,
     # after which a launcher can no longer fork.
-    if torch.accelerator.current_accelerator() is not None:
+    if find_accelerator() is not None:
         # Seeds every device, also those that are initialized later.
         torch.manual_seed(seed)
 
@@ -89,7 +90,7 @@ def seed_micro_batch(base: int, *, fit: int, epoch: int, logical_rank: int, batc
     """
     seed = derive_seed(base, "micro-batch", fit=fit, rank=logical_rank, epoch=epoch, index=batch)
     seed_host(seed)
-    device = torch.accelerator.current_accelerator()
+    device = find_accelerator()
     if device is None:
         return
     module = getattr(torch, device.type)
@@ -170,7 +171,7 @@ def rng_restored() -> Iterator[None]:
 
 def _list_initialized_devices() -> Iterator[tuple[str, Any]]:
     """Yield (name, module of torch) of each accelerator that this process has initialized."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = find_accelerator()
     built = set() if accelerator is None else {accelerator.type}
     for name in sorted({"cuda", "xpu"} | built):
         module = getattr(torch, name, None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_d9m.compatibility import can_patch
 from lightning_d9m.control import torch_flags
 from lightning_d9m.control.environment import CONTROL, EarlyVariables, control_is_on
 from lightning_d9m.control.seeding import rng_restored, seed_all
@@ -37,6 +38,7 @@ class Session:
         settings: The settings.
         fits: Number of fits that began while it was the active session.
         thread: The thread that opened it.
+        in_trainer: Whether a Trainer opened it for a run.
         seed_is_default: True if the seed is the default, so that a Trainer may choose another one.
 
     Raises:
@@ -48,6 +50,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fits = 0
+        self.in_trainer = False
         self.seed_is_default = False
         self.thread = threading.current_thread()
         self._scopes = 0
@@ -76,7 +79,7 @@ class Session:
         stack.enter_context(torch_flags.algorithms_switched(fill_uninitialized_memory=fill))
         # `is_built` does not start the driver, after which a launcher could no longer fork.
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
-        if patching and not _is_patched(self.settings):
+        if patching and not _is_patched(self.settings) and can_patch():
             stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
 
     def verify(self) -> None:
@@ -85,6 +88,13 @@ class Session:
             fill = self.settings.fill_uninitialized_memory
             torch_flags.verify_flags(fill_uninitialized_memory=fill)
         verify_threads(self.settings.threads)
+
+    def switch_again(self) -> list[str]:
+        """Set the flags that have changed since again, and return their names."""
+        if not self._switching:
+            return []
+        fill = self.settings.fill_uninitialized_memory
+        return torch_flags.switch_again(fill_uninitialized_memory=fill)
 
     def call_on_close(self, func: Callable[[], object]) -> None:
         """Call a function when the session closes, before it restores anything."""

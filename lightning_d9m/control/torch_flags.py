@@ -11,6 +11,7 @@ from torch.backends import cudnn as cudnn_backend
 from torch.backends import mkldnn as _mkldnn
 from torch.utils import deterministic as _memory
 
+from lightning_d9m.compatibility import has_compiler_flag, has_mkldnn_flag
 from lightning_d9m.control.environment import INDUCTOR, read_user_value
 from lightning_d9m.errors import SettingError
 
@@ -23,17 +24,20 @@ Flags = dict[str, bool]
 
 
 def capture_flags() -> Flags:
-    """Return torch's flags that this module sets, by dotted name."""
-    return {
+    """Return torch's flags that this module sets, by dotted name; an older torch lacks some."""
+    flags = {
         "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "torch.fill_uninitialized_memory": memory.fill_uninitialized_memory,
         "cudnn.deterministic": cudnn_backend.deterministic,
         "cudnn.benchmark": cudnn_backend.benchmark,
         "sdpa.cudnn": bool(cuda_backend.cudnn_sdp_enabled()),
-        "mkldnn.deterministic": mkldnn_backend.deterministic,
-        "inductor.deterministic": _inductor_deterministic(),
     }
+    if has_mkldnn_flag():
+        flags["mkldnn.deterministic"] = mkldnn_backend.deterministic
+    if has_compiler_flag():
+        flags["inductor.deterministic"] = _inductor_deterministic()
+    return flags
 
 
 def restore_flags(flags: Flags) -> None:
@@ -47,9 +51,11 @@ def restore_flags(flags: Flags) -> None:
     cudnn_backend.deterministic = flags["cudnn.deterministic"]
     cudnn_backend.benchmark = flags["cudnn.benchmark"]
     cuda_backend.enable_cudnn_sdp(flags["sdpa.cudnn"])
-    mkldnn_backend.deterministic = flags["mkldnn.deterministic"]
-    # `use_deterministic_algorithms` has imported this module and set it to its own mode.
-    sys.modules[_INDUCTOR].deterministic = flags["inductor.deterministic"]  # type: ignore[attr-defined]
+    if has_mkldnn_flag():
+        mkldnn_backend.deterministic = flags["mkldnn.deterministic"]
+    if has_compiler_flag():
+        # `use_deterministic_algorithms` has imported this module and set it to its own mode.
+        sys.modules[_INDUCTOR].deterministic = flags["inductor.deterministic"]  # type: ignore[attr-defined]
 
 
 def wanted_flags(*, fill_uninitialized_memory: bool) -> Flags:
@@ -83,6 +89,16 @@ def algorithms_switched(*, fill_uninitialized_memory: bool) -> Iterator[None]:
         yield
     finally:
         restore_flags(before)
+
+
+def switch_again(*, fill_uninitialized_memory: bool) -> list[str]:
+    """Set the flags that differ from those of a deterministic session; return their names."""
+    found = capture_flags()
+    wanted = wanted_flags(fill_uninitialized_memory=fill_uninitialized_memory)
+    changed = [name for name, value in found.items() if value != wanted[name]]
+    if changed:
+        restore_flags(found | wanted)
+    return changed
 
 
 def verify_flags(*, fill_uninitialized_memory: bool) -> None:

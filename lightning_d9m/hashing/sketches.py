@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_d9m.hashing.shards import is_sharded_dtensor
 from lightning_d9m.hashing.tensor_bytes import DenseTensor, flatten_tensor
-from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS, SKETCH_DIGITS
+from lightning_d9m.ledger.format.records import SKETCH_BUCKETS, SKETCH_DIGITS
 
 # Places of a row; a prime, so that the elements of a matrix's column lie in different ones.
 _WIDTH = 1021

@@ -9,7 +9,7 @@ import torch
 
 from lightning_d9m.control.environment import allows_nvls
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
-from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.format.records import Scalar
 from lightning_d9m.ledger.stack import capture_stack, format_differences, stack_differences
 
 # Variables that must have a value, and the effect of any other one.

@@ -10,12 +10,52 @@ from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.file_errors import explain_file_error
 from lightning_d9m.launch.fit_pairs import pair_fits
 from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.launch.processes import (
+    ProcessStart,
+    describe_command,
+    make_rank_variables,
+    run_processes,
+)
 from lightning_d9m.launch.progress import RunProgress
-from lightning_d9m.launch.rank_variables import make_rank_variables
-from lightning_d9m.launch.subprocess_run import ProcessStart, describe_command, run_processes
 from lightning_d9m.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
+
+
+def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
+    """Create a new folder; an existing one is an error.
+
+    Without a chosen one it is the next free number in ``parent``, after ``prefix``.
+
+    Raises:
+        LedgerError: If it exists already or cannot be created.
+    """
+    candidates = (
+        (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
+        if chosen is None
+        else [chosen]
+    )
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except FileNotFoundError as error:  # /proc, or a broken link: its parents exist
+            raise LedgerError(
+                f"The folder {folder} cannot be made: {error.strerror}. Give another with --output."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise _cannot_be_made(folder, error) from error
+        return folder.resolve()
+    if chosen is None:
+        raise LedgerError(
+            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
+            "--output."
+        )
+    raise LedgerError(
+        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
+        "--output, or remove it."
+    )
 
 
 @dataclass(frozen=True)
@@ -45,10 +85,12 @@ def make_run_folder(output: Path, name: str) -> Path:
     try:
         folder.mkdir()
     except OSError as error:
-        raise LedgerError(
-            f"The folder {folder} cannot be made: {explain_file_error(error)}"
-        ) from error
+        raise _cannot_be_made(folder, error) from error
     return folder
+
+
+def _cannot_be_made(folder: Path, error: OSError | ValueError) -> LedgerError:
+    return LedgerError(f"The folder {folder} cannot be made: {explain_file_error(error)}")
 
 
 def run_once(
@@ -141,7 +183,9 @@ def read_fits(
     evaluations = [] if with_weights else list_evaluations(folder)
     fits = {path.name: read_ledger(path) for path in (*list_fits(folder), *evaluations)}
     if not fits:
-        others = "" if with_weights else " In any other loop, use lightning_d9m.Recorder."
+        others = (
+            "" if with_weights else " Any other loop needs an optimizer of torch or a Recorder."
+        )
         raise CommandError(
             f"The command {describe_command(command)} ended well but wrote no ledger. Let it fit a "
             "model with a Trainer of Lightning, in the environment in which lightning_d9m is "

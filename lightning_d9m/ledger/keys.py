@@ -3,17 +3,16 @@
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.frames import Batch, Frames
 from lightning_d9m.ledger.format.records import (
     Digests,
     End,
     Evaluation,
+    Json,
     Opaque,
     Record,
     ReplayDrift,
 )
-from lightning_d9m.ledger.probe_batch import Batch
 from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from lightning_d9m.ledger.format.fields import Scalar
+from lightning_d9m.ledger.format.records import Scalar
 
 _MAX_COMMAND = 1024
 # A repository whose files git cannot look through in this time is left out, so that no start waits.
@@ -56,9 +56,7 @@ def _is_own(script: Path) -> bool:
 @cache
 def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     folder = folder.resolve()
-    folders = (folder, *folder.parents)
-    root = next((own for own in folders if os.path.lexists(own / ".git")), None)
-    if root is None:
+    if not any(os.path.lexists(own / ".git") for own in (folder, *folder.parents)):
         return {}
     status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
     if status is None:
@@ -68,23 +66,9 @@ def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     if not commits or commits[0] == "(initial)":
         return {}
     dirty = any(not line.startswith("#") for line in lines)
-    if script is not None and not dirty and not _is_in_index(root, folder / script):
+    if script is not None and not dirty:
         dirty = _run_git(folder, "ls-files", "--error-unmatch", "--", script) is None
     return {"git.commit": commits[0], "git.dirty": dirty}
-
-
-def _is_in_index(root: Path, script: Path) -> bool:
-    """Return True if git's index lists a file as an ordinary one; False if only git can tell.
-
-    A second process of git would take half as long as the first one.
-    """
-    name = os.fsencode(script.relative_to(root))
-    try:
-        # An entry ends with flags, which are the size of its name, the name and a zero.
-        entry = b"%s%s\0" % (len(name).to_bytes(2, "big"), name)
-        return entry in (root / ".git" / "index").read_bytes()
-    except OSError:  # the index of a linked work tree or a submodule is elsewhere
-        return False
 
 
 def _run_git(folder: Path, *words: str) -> str | None:

@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.encoding import kind_prefix
-from lightning_d9m.ledger.format.probe_frames import Frames
+from lightning_d9m.ledger.format.frames import Frames
 from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import Digests, End, ProbeLayout, Record, Resume, RunFacts
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    End,
+    ProbeLayout,
+    Record,
+    Resume,
+    RunFacts,
+    kind_prefix,
+)
 
 _Entry: TypeAlias = bytes | Frames
 
-_RESUME, _END, _RUN, _DIGESTS = map(kind_prefix, (Resume, End, RunFacts, Digests))
+_RESUME, _END = kind_prefix(Resume), kind_prefix(End)
+_RUN, _DIGESTS = kind_prefix(RunFacts), kind_prefix(Digests)
 _MAX_LENGTH = 10_000
 _FIRST_RANK = "rank-0.jsonl"
 

@@ -6,19 +6,19 @@ Only capturing a stack imports torch; comparing stacks does not.
 import os
 import platform
 import re
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.errors import StackDifferenceError
-from lightning_d9m.ledger.format.fields import Scalar
-from lightning_d9m.ledger.nccl_files import capture_nccl_files
+from lightning_d9m.ledger.format.records import Scalar
 from lightning_d9m.ledger.tables import table_differences
 from lightning_d9m.text import escape, pluralize
 
@@ -268,11 +268,13 @@ def _word_after(marker: str, text: str) -> str | None:
 def _capture_devices() -> dict[str, Scalar]:
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    from lightning_d9m.compatibility import count_devices, find_accelerator
+
+    accelerator = find_accelerator(available=True)
     stack: dict[str, Scalar] = {"device.kind": accelerator.type if accelerator else "cpu"}
     if accelerator is None:
         return stack
-    stack["device.count"] = torch.accelerator.device_count()
+    stack["device.count"] = count_devices()
     if accelerator.type != "cuda":
         return stack
     stack["device.driver"] = _read_driver()
@@ -366,3 +368,70 @@ def format_differences(differences: Sequence[StackDifference]) -> str:
         f"    this run:  {escape(other, _MAX_VALUE)}"
         for field, one, other in differences
     )
+
+
+COMPILER_CACHE = "compiler.cache"
+"""The field for Inductor's cache on disk when the run began: ``cold`` (empty), ``warm`` or
+``disabled``."""
+
+# Settings of Inductor that change which kernels it makes, or what they compute.
+_FLAGS = (
+    *("deterministic", "max_autotune", "freezing", "fallback_random"),
+    "emulate_precision_casts",
+)
+
+
+def capture_compiler() -> dict[str, Scalar]:
+    """Record Inductor's settings, its cache and its compiler of C++, for a run that compiles."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    settings: Any = config
+    graphs = Path(cache_dir()) / "fxgraph"
+    found = "warm" if graphs.is_dir() and any(graphs.iterdir()) else "cold"
+    stack: dict[str, Scalar] = {
+        COMPILER_CACHE: "disabled" if settings.force_disable_caches else found,
+        "compiler.cxx": _read_cxx(),
+    }
+    for name in _FLAGS:
+        if hasattr(settings, name):
+            stack[f"flag.inductor.{name}"] = bool(getattr(settings, name))
+    return stack
+
+
+@cache
+def _read_cxx() -> str | None:
+    """Return the first line of ``--version`` of the compiler; None without one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    with suppress(Exception):  # torch raises InvalidCxxCompiler if it finds none
+        command = [get_cpp_compiler(), "--version"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603 - torch named it
+        return text.partition("\n")[0][:256]
+    return None
+
+
+# The links of the devices, the rings and trees between them, and the limits of each algorithm.
+_NAMED = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_TUNER_CONFIG_FILE")
+_USER, _SYSTEM = "NCCL_CONF_FILE", "/etc/nccl.conf"  # lines of VARIABLE=VALUE
+
+
+def capture_nccl_files() -> dict[str, str]:
+    """Return the hash of each file that NCCL reads, by dotted name.
+
+    A file that does not exist, or cannot be read, has no entry: NCCL continues without it.
+    """
+    hashes = {}
+    for name, path in _list_files():
+        with suppress(OSError, RuntimeError):  # there may be no home
+            content = Path(path).expanduser().read_bytes()
+            hashes[f"file.{name}"] = blake2b(content, digest_size=8).hexdigest()
+    return hashes
+
+
+def _list_files() -> Iterator[tuple[str, str]]:
+    for name in _NAMED:
+        if path := os.environ.get(name):
+            yield name, path
+    yield _USER, os.environ.get(_USER) or "~/.nccl.conf"
+    yield "nccl.conf", _SYSTEM

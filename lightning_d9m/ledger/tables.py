@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from lightning_d9m.ledger.format.fields import Json
+from lightning_d9m.ledger.format.records import Json
 
 # Name, value in the earlier run, value in the later one.
 TableValue: TypeAlias = tuple[str, Json, Json]

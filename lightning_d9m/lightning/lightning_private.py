@@ -2,7 +2,7 @@
 """Access to private attributes of Lightning; no other file of this package touches them.
 
 Where Lightning has a similar public name, the docstring says why it does not serve. The test file
-of the same name checks every function on the installed version; Lightning 2.5 is the oldest
+of the same name checks every function on the installed version; Lightning 2.2 is the oldest
 supported one.
 """
 
@@ -145,7 +145,8 @@ def has_loaded_progress(trainer: "Trainer") -> bool:
 
     ``restarting`` is false for a checkpoint that was saved at the end of an epoch.
     """
-    return bool(trainer.fit_loop._loaded_from_state_dict)
+    loop = trainer.fit_loop  # before Lightning 2.5, `restarting` is true for every checkpoint
+    return bool(getattr(loop, "_loaded_from_state_dict", loop.restarting))
 
 
 def clear_restart(loop: Any) -> None:

@@ -66,6 +66,7 @@ class TrainerSession:
             if stage == "fit":
                 stack.callback(self._give_back_number)
             self._session = stack.enter_context(deterministic(settings))
+            self._session.in_trainer = True
             self._loaders = LoaderControl(
                 settings.seed,
                 fit=self.fit,

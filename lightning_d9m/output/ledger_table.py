@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import Ledger
-from lightning_d9m.ledger.folder_search import FoundLedger
+from lightning_d9m.ledger.folder import FoundLedger, Ledger
 from lightning_d9m.output.terminal import make_table, measure, render, style
 from lightning_d9m.text import cut_digests, escape, printable
 

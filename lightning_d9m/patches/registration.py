@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._prims_common.wrappers import _maybe_resize_out
-from torch.library import Library, get_kernel
+from torch.library import Library
 
+from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog.catalog import select_ops
 from lightning_d9m.patches.catalog.op import Op
@@ -60,8 +61,10 @@ def patches_applied(
 
     Raises:
         SettingError: A name is not in the catalog or has no kernel, or the patches are already
-            applied under this key.
+            applied under this key, or torch is too old for patches.
     """
+    if problem := describe_missing_patches():
+        raise SettingError(problem)
     excluded = tuple(sorted(set(exclude)))
     ops = [op for op in select_ops(torch.__version__, excluded, include) if _exists(op)]
     if device_key in _active:
@@ -112,7 +115,7 @@ def _find_original(overload: str, device_key: str) -> Callable[..., Any]:
     name = f"aten::{overload}"
     # get_kernel would also return a fallback, which is not a kernel of the backend.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key):  # noqa: SLF001 - torch has no public check
-        return cast(Callable[..., Any], get_kernel(name, device_key).call_boxed)
+        return get_boxed_kernel(name, device_key)
 
     def call_nothing(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError(f"This build of torch has no {device_key} kernel for {name}.")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.format.fields import ProbeKey
+from lightning_d9m.ledger.format.records import ProbeKey
 from lightning_d9m.probes.trace import ProbePoint, StatePoint
 
 _INDEX = "index.jsonl"

@@ -17,9 +17,14 @@ from lightning_d9m.hashing.digest import digest_value
 from lightning_d9m.hashing.digest_queue import DigestQueue
 from lightning_d9m.hashing.model_tensors import NamedTensors
 from lightning_d9m.hashing.pytree_leaves import list_pytree_leaves
-from lightning_d9m.ledger.format.fields import DIGEST_BYTES, Json, ProbeKey
-from lightning_d9m.ledger.format.probe_frames import MAX_BLOCK, MAX_LAYOUTS
-from lightning_d9m.ledger.format.records import MAX_GROWTH, ProbesRecord
+from lightning_d9m.ledger.format.frames import MAX_BLOCK, MAX_LAYOUTS
+from lightning_d9m.ledger.format.records import (
+    DIGEST_BYTES,
+    MAX_GROWTH,
+    Json,
+    ProbeKey,
+    ProbesRecord,
+)
 
 RECORD_PLACES = 4096
 # Longer names are cut; places whose cut names are equal count as calls of one place.

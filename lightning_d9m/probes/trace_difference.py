@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from lightning_d9m.ledger.format.fields import ProbeKey
+from lightning_d9m.ledger.format.records import ProbeKey
 from lightning_d9m.probes.trace import Trace
 
 

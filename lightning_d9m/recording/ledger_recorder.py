@@ -14,8 +14,7 @@ from typing import Literal
 from lightning_d9m.control.settings import validate_choice
 from lightning_d9m.errors import DriftError, LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.stack import check_stack
 from lightning_d9m.recording.collective import Ranks

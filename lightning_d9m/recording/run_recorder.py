@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -18,8 +19,7 @@ from lightning_d9m.hashing.training_state import (
     describe_model,
     take_partial_snapshot,
 )
-from lightning_d9m.ledger.format.fields import Json, Scalar
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts, Scalar
 from lightning_d9m.ledger.program import capture_program
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.recording.collective import Ranks
@@ -45,7 +45,10 @@ class RunRecorder:
         loss: The last loss, on its device; None without one.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
+        open_recorders: Those of this process with an open ledger.
     """
+
+    open_recorders: ClassVar["WeakSet[RunRecorder]"] = WeakSet()
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -122,6 +125,7 @@ class RunRecorder:
         )
         self._model = model if wrapped is None else wrapped
         self.model_tensors = ModelTensors(model)
+        self.open_recorders.add(self)
         self._recorder.begin(facts, resumed)
 
     def take(
@@ -192,6 +196,7 @@ class RunRecorder:
     def end(self, end: End) -> None:
         """Close the ledger, if one is open."""
         recorder, self._recorder = self._recorder, None
+        self.open_recorders.discard(self)
         self._model = self.model_tensors = self.loss = None
         if recorder is not None:
             recorder.end(end)
@@ -231,7 +236,7 @@ def describe_training(  # noqa: PLR0913 - one keyword for each fact
         program=capture_program() if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
-    train = [describe_loader(loader) for loader in loaders]
+    train = tuple(describe_loader(loader) for loader in loaders)
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None

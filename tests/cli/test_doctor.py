@@ -136,7 +136,13 @@ def test_a_missing_lightning_is_noted_and_horovod_not_looked_at(healthy, report,
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.9.1+cpu", "problem"), ("2.11.0a0+git1", "ok"), ("2.13.0", "ok"), ("3.0.0", "ok")],
+    [
+        ("2.3.1+cpu", "problem"),
+        ("2.9.1", "note"),
+        ("2.11.0a0+git1", "ok"),
+        ("2.13.0", "ok"),
+        ("3.0.0", "ok"),
+    ],
 )
 def test_an_old_torch_is_found(healthy, report, monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)

@@ -9,7 +9,7 @@ import pytest
 from lightning_d9m.cli import install_horovod
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
-from lightning_d9m.launch.status_line import StatusLine
+from lightning_d9m.launch.progress import StatusLine
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from scripts import load_script
 
 from lightning_d9m.errors import D9mError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.probe_layouts import Layouts
+from lightning_d9m.ledger.format.frames import Layouts
 from lightning_d9m.ledger.format.records import Header
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
@@ -217,28 +217,28 @@ CASES = [
     ),
     ("cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
     (
-        "launch.subprocess_run",
+        "launch.processes",
         lambda g: g.module._start(["true"], g.module.ProcessStart({}, g.folder / "none" / "log")),
         ("The log … cannot be made: …", "The log {folder}/none/log cannot", "No such file"),
     ),
     ("cli.repeat.command", repeat_what_fails, ("In ……: …", "In run 1 of 2", ": why")),
     (
-        "launch.output_folder",
+        "launch.run",
         lambda g: g.module.make_output(g.folder),
         "exists already, and nothing is",
     ),
     (
-        "launch.output_folder",
+        "launch.run",
         use_full_folder,
         ("… holds 1000 repetitions already.", "d9m-runs holds 1000 repetitions already."),
     ),
     (
-        "launch.output_folder",
+        "launch.run",
         lambda g: (g.refuse(Path, "mkdir", ABSENT), g.module.make_output(g.folder / "new")),
         "Give another with --output.",
     ),
     (
-        "launch.output_folder",
+        "launch.run",
         lambda g: g.module.make_output(g.file() / "new"),
         (
             "The folder … cannot be made: …",
@@ -255,15 +255,6 @@ CASES = [
         "launch.run",
         lambda g: g.module.read_fits(g.folder, ["true"]),
         ("The command … ended well but wrote no ledger.", "The command 'true' ended"),
-    ),
-    (
-        "launch.run",
-        lambda g: g.module.make_run_folder(g.folder / "none", "run-001"),
-        (
-            "The folder … cannot be made: …",
-            "The folder {folder}/none/run-001 cannot",
-            "No such file",
-        ),
     ),
     (
         "cli.report",
@@ -414,7 +405,7 @@ CASES = [
         ("… cannot be read: …", "{folder} cannot be read: ", "Input/output error"),
     ),
     (
-        "ledger.format.frame_reader",
+        "ledger.format.frames",
         read_a_malformed_block,
         (
             "…, the block at byte …: …. The file was not",

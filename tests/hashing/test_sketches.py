@@ -13,7 +13,7 @@ from lightning_d9m.hashing import sketches
 from lightning_d9m.hashing.flat_parameters import FlatLayout
 from lightning_d9m.hashing.sketches import sketch_tensors
 from lightning_d9m.hashing.training_state import take_partial_snapshot
-from lightning_d9m.ledger.format.fields import SKETCH_BUCKETS
+from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
 
 KNOWN_SMALL = [6.0, 7.0, -8.0, 1.0, -2.0, -3.0, -4.0, 5.0]
 KNOWN_LARGE = [

@@ -93,8 +93,6 @@ def test_the_index_says_of_no_other_file_that_git_knows_it(repository, tmp_path_
         git("worktree", "add", "-q", "--detach", str(top), folder=root)
     for name in (*names, "rain.py", "sub/rain.py", "other.py", "absent.py"):
         path = top / name
-        found = program._is_in_index(top.resolve(), path.parent.resolve() / path.name)
-        assert found == (name in names and kind in ("ordinary", "linked"))
         captured = program._read_git.__wrapped__(path.parent, path.name)
         assert captured["git.dirty"] == (name not in names)
         assert captured["git.commit"] != commit
@@ -104,16 +102,7 @@ def test_a_file_that_git_ignores_changes_of_is_left_to_git(repository):
     """Its flags are others; git lists it."""
     folder, _ = repository
     git("update-index", "--assume-unchanged", "train.py", folder=folder)
-    assert not program._is_in_index(folder, folder / "train.py")
     assert program._read_git.__wrapped__(folder, "train.py")["git.dirty"] is False
-
-
-def test_a_tracked_program_takes_one_process_of_git(repository, monkeypatch):
-    folder, _ = repository
-    calls, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: (calls.append(a), run(*a, **k))[1])
-    assert program._read_git.__wrapped__(folder, "train.py")["git.dirty"] is False
-    assert len(calls) == 1
 
 
 def test_variables_of_a_hook_name_no_other_repository(repository, tmp_path_factory, monkeypatch):

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor import config
 
 from lightning_d9m.errors import StackDifferenceError
 from lightning_d9m.ledger import stack as stack_module
-from lightning_d9m.ledger.compiler import CACHE
 from lightning_d9m.ledger.stack import (
+    COMPILER_CACHE,
     INFORMATIONAL,
+    capture_compiler,
     capture_stack,
     check_stack,
     stack_differences,
@@ -232,7 +234,7 @@ class TestDifferences:
     def test_informational_fields_exist(self):
         """A misspelt one would be compared after all."""
         known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
-        assert set(INFORMATIONAL) <= known | {"device.order", CACHE}
+        assert set(INFORMATIONAL) <= known | {"device.order", COMPILER_CACHE}
 
     @given(tables, tables)
     def test_none_means_equal(self, one, other):
@@ -281,3 +283,82 @@ class TestPolicy:
         message = check_stack({"a\x1b[2J": "\x1b[31m"}, {}, "warn")
         assert message is not None
         assert "\x1b" not in message
+
+
+@pytest.fixture
+def graphs(monkeypatch, tmp_path):
+    """Return the folder of compiled graphs of an empty cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "fxgraph"
+
+
+def test_the_cache_is_cold_until_there_is_a_graph(graphs):
+    assert capture_compiler()["compiler.cache"] == "cold"
+    graphs.mkdir()
+    assert capture_compiler()["compiler.cache"] == "cold"
+    (graphs / "ab").mkdir()
+    assert capture_compiler()["compiler.cache"] == "warm"
+    with config.patch(force_disable_caches=True):
+        assert capture_compiler()["compiler.cache"] == "disabled"
+
+
+def test_settings_are_compared_and_the_cache_is_not(graphs):
+    first = capture_compiler()
+    (graphs / "ab").mkdir(parents=True)
+    with config.patch(max_autotune=not config.max_autotune):
+        found = stack_differences(first, capture_compiler())
+    assert [entry[0] for entry in found] == ["flag.inductor.max_autotune"]
+
+
+def test_the_compiler_of_cxx_is_named_where_there_is_one(monkeypatch):
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "echo")
+    stack_module._read_cxx.cache_clear()
+    assert "echo" in stack_module._read_cxx()
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "no-such-program")
+    stack_module._read_cxx.cache_clear()
+    assert stack_module._read_cxx() is None
+    stack_module._read_cxx.cache_clear()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Return a folder; this machine's own files are hidden."""
+    monkeypatch.setattr(stack_module, "_SYSTEM", str(tmp_path / "nccl.conf"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for name in (*stack_module._NAMED, stack_module._USER):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [*stack_module._NAMED, stack_module._USER])
+def test_other_content_is_a_difference_and_another_path_is_none(name, machine, monkeypatch):
+    graph, copy, other = machine / "secret-one", machine / "secret-two", machine / "other"
+    graph.write_text("<ring>0 1 2</ring>")
+    copy.write_text("<ring>0 1 2</ring>")
+    other.write_text("<ring>0 2 1</ring>")
+    stacks = []
+    for path in (graph, copy, other):
+        monkeypatch.setenv(name, str(path))
+        stacks.append(capture_stack())
+    assert stack_differences(stacks[0], stacks[1]) == []
+    ((field, before, after),) = stack_differences(stacks[0], stacks[2])
+    assert field == f"file.{name}"
+    assert before != after
+    assert "secret" not in str(stacks)
+
+
+def test_the_files_of_the_user_and_of_the_machine_are_found(machine):
+    (machine / "nccl.conf").write_text("NCCL_ALGO=Tree\n")
+    assert set(stack_module.capture_nccl_files()) == {"file.nccl.conf"}
+    (machine / "home" / ".nccl.conf").write_text("NCCL_ALGO=Ring\n")
+    found = stack_module.capture_nccl_files()
+    assert set(found) == {"file.nccl.conf", "file.NCCL_CONF_FILE"}
+    assert len(set(found.values())) == 2
+
+
+def test_a_file_that_cannot_be_read_has_no_field(machine, monkeypatch):
+    """As NCCL, which continues without it."""
+    monkeypatch.setenv("NCCL_GRAPH_FILE", str(machine / "missing"))
+    monkeypatch.setenv("NCCL_TOPO_FILE", str(machine))
+    assert stack_module.capture_nccl_files() == {}

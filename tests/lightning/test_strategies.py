@@ -20,9 +20,9 @@ from lightning_d9m import SettingError
 from lightning_d9m.cli.main import main
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.rank_drift import find_rank_drift
-from lightning_d9m.ledger.compiler import CACHE
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.ledger.stack import COMPILER_CACHE
 from lightning_d9m.lightning import strategies
 
 SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"
@@ -345,7 +345,7 @@ def test_notebooks_fork():
 def test_checkpointing_and_compiling_change_no_bit(one, name):
     """``aot_eager`` compiles; Inductor's kernels may round differently."""
     stacks = [ledger(one / cell).header.stack for cell in ("single device", name)]
-    assert [CACHE in stack for stack in stacks] == [False, "compiled" in name]
+    assert [COMPILER_CACHE in stack for stack in stacks] == [False, "compiled" in name]
     assert compare_ledgers(ledger(one / "single device"), ledger(one / name)).equal
 
 

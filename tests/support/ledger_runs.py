@@ -7,10 +7,16 @@ from hashlib import blake2b
 import pytest
 
 from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.format.probe_frames import Frames
-from lightning_d9m.ledger.format.probe_layouts import unpack_places
-from lightning_d9m.ledger.format.records import Digests, End, Header, LoaderFacts, RunFacts
+from lightning_d9m.ledger.format.frames import Frames, unpack_places
+from lightning_d9m.ledger.format.records import (
+    CHAIN_START,
+    Digests,
+    End,
+    Header,
+    LoaderFacts,
+    RunFacts,
+    chain_record,
+)
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.resumed_runs import open_lineage
 

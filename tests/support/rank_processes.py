@@ -7,7 +7,7 @@ import sys
 
 from forking_python import shared_python
 
-from lightning_d9m.launch.rank_variables import make_rank_variables
+from lightning_d9m.launch.processes import make_rank_variables
 
 
 def run_ranks(script, count, *arguments, **variables):

@@ -10,6 +10,7 @@ import torch
 from lightning_d9m.audit.inference.batches import list_batches
 from lightning_d9m.audit.inference.subject import Subject
 from lightning_d9m.audit.inference.trace import ModuleTrace, ModuleValue
+from lightning_d9m.compatibility import find_accelerator, synchronize
 from lightning_d9m.hashing.digest import digest_value
 
 _TIMINGS = 9
@@ -93,7 +94,7 @@ def _time(call: Callable[[], Any]) -> float:
     for _ in range(_TIMINGS):
         begin = time.perf_counter()
         call()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        if find_accelerator(available=True) is not None:
+            synchronize()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_d9m.audit.ops.case import Call, Case, Inputs, NotHereError
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
+from lightning_d9m.compatibility import synchronize
 from lightning_d9m.control.torch_flags import algorithms_switched, capture_flags, restore_flags
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.catalog.torch_docs import Line, find_documented_lines
@@ -144,7 +145,7 @@ def _side_stream(device: str) -> torch.cuda.Stream:
 
 def _wait(device: str) -> None:
     if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(device)
+        synchronize(device)
 
 
 def _add_ratios_and_errors(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.audit.ops.rows import RowFile
 from lightning_d9m.errors import CommandError, SettingError
-from lightning_d9m.launch.status_line import StatusLine
+from lightning_d9m.launch.progress import StatusLine
 
 if TYPE_CHECKING:
     from typing_extensions import Self

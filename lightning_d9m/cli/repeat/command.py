@@ -24,8 +24,7 @@ from lightning_d9m.cli.repeat.processes import (
 )
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.launch.fit_pairs import pair_fits
-from lightning_d9m.launch.output_folder import make_output
-from lightning_d9m.launch.run import Run, make_run_folder, read_fits, run_once
+from lightning_d9m.launch.run import Run, make_output, make_run_folder, read_fits, run_once
 from lightning_d9m.output.repeat_text import RepeatReport
 
 _MIN_RUNS = 2

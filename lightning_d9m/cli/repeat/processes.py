@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_d9m.launch.rank_variables import count_threads
+from lightning_d9m.launch.processes import count_threads
 from lightning_d9m.text import pluralize
 
 RANKS_VARIABLE = "LIGHTNING_D9M_LOGICAL_RANKS"

@@ -5,42 +5,47 @@ chain hash of the previous line (16 zeros before the first) and the bytes of thi
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
 
-The digests of probes are frames in a file of their own, ``frame_reader``. A record ``frames`` says
-how many bytes of them precede the next record; those after the last such record come at the end.
+The digests of probes are frames in a file of their own. A record ``frames`` says how many bytes of
+them precede the next record; those after the last such record come at the end.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.format.encoding import decode_record, kind_prefix
-from lightning_d9m.ledger.format.fields import DIGEST_BYTES, FieldError
-from lightning_d9m.ledger.format.frame_reader import FrameReader
-from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
+from lightning_d9m.ledger.format.frames import (
+    FrameReader,
+    Frames,
+    Layouts,
+    check_frames,
+    frames_path,
+)
 from lightning_d9m.ledger.format.opened_file import open_regular
-from lightning_d9m.ledger.format.probe_frames import Frames, check_frames, frames_path
-from lightning_d9m.ledger.format.probe_layouts import Layouts
 from lightning_d9m.ledger.format.records import (
+    CHAIN_START,
+    MAX_HEADER,
+    MAX_LINE,
     SCHEMA,
     Digests,
     End,
+    FieldError,
     FramesEnd,
     Header,
     ProbeLayout,
     ProbesRecord,
     Record,
+    chain_record,
+    decode_record,
+    kind_prefix,
 )
 from lightning_d9m.text import quote
 
-# A record of 100,000 tensors with long names has 20 MB; the header is a few kB.
-MAX_LINE = 64 * 2**20
-MAX_HEADER = 2**20
 _HEADER, _END = kind_prefix(Header), kind_prefix(End)
-_FRAMES, _LAYOUT, _PROBES = map(kind_prefix, (FramesEnd, ProbeLayout, ProbesRecord))
+_FRAMES, _LAYOUT = kind_prefix(FramesEnd), kind_prefix(ProbeLayout)
+_PROBES = kind_prefix(ProbesRecord)
 ABOUT_FRAMES = (_FRAMES, _LAYOUT, _PROBES)
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
 
@@ -67,8 +72,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.truncated = False
         self.complete = False
         self._layouts = Layouts()
-        self._chain_hash = CHAIN_START
-        self._start = CHAIN_START
+        self._chain_hash = self._start = CHAIN_START
         self._stream = open_regular(path)
         try:
             self.header = self._read_header()
@@ -83,29 +87,30 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def bodies(self) -> Iterator[bytes]:
         """Yield the JSON text of each record after the header, verified but not parsed."""
-        previous = self._chain_hash
-        head = b""
+        body = b""
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
                 self._end_torn(line)
                 break
             self.line += 1
-            head = line[:-_TAIL]
-            current = blake2b(previous + head, digest_size=8).hexdigest().encode()
-            if line[-_TAIL:] != b',"check":"%b"}\n' % current:
+            body = line[:-_TAIL] + b"}"
+            expected, chain_hash = chain_record(body, self._chain_hash)
+            if line != expected:
                 raise self._broken(line)
-            if not head.startswith(b'{"kind":"'):
-                self.parse(head + b"}")  # says what is wrong
-            previous = self._chain_hash = current
-            yield head + b"}"
-        self.complete = head.startswith(_END)
+            self._chain_hash = chain_hash
+            if not body.startswith(b'{"kind":"'):
+                self.parse(body)  # says what is wrong
+            yield body
+        self.complete = body.startswith(_END)
 
     def entries(self) -> Iterator[bytes | Frames]:
         """Yield the JSON text of each record after the header, and frames in order among them.
 
         The text of a record that is about frames (``ABOUT_FRAMES``) comes after them.
         """
-        frames = self._open_frames()
+        path = frames_path(self.path)
+        exists = os.path.exists(path)  # noqa: PTH110 - a name that is too long does not exist
+        frames = FrameReader(path, self._start.decode()) if exists else None
         try:
             for body in self.bodies():
                 if body.startswith(_FRAMES):
@@ -134,8 +139,7 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header; of a ledger of schema 2, without frames."""
-        for body in self.bodies():
-            yield self.parse(body)
+        return map(self.parse, self.bodies())
 
     def parse(self, body: bytes) -> Record:
         """Parse the record that ``bodies`` yielded last.
@@ -145,12 +149,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         """
         try:
             record = decode_record(body)
-            if isinstance(record, ProbeLayout):
-                self._layouts.add(record)
         except FieldError as error:
             raise self._malformed(error) from error
         if isinstance(record, Header):
             raise self._malformed(FieldError("kind", "is 'header' a second time"))
+        if isinstance(record, ProbeLayout):
+            self._layouts.add(record)
         return record
 
     def close(self) -> None:
@@ -167,7 +171,6 @@ class RankReader(AbstractContextManager["RankReader"]):
                 f"{self.path} is empty: the run was ended before it wrote its first record. Record "
                 "the run again."
             )
-        body = line[:-_TAIL] + b"}"
         if not line.startswith(_HEADER + b","):
             raise self._not_a_ledger(f"begins with {quote(line[:40].decode('latin-1'))}")
         if not line.endswith(b"\n"):
@@ -177,6 +180,7 @@ class RankReader(AbstractContextManager["RankReader"]):
                 f"{self.path} ends within its first record: the run was killed while it wrote it. "
                 "Record the run again."
             )
+        body = line[:-_TAIL] + b"}"
         try:
             header = decode_record(body)
         except FieldError as error:
@@ -191,11 +195,6 @@ class RankReader(AbstractContextManager["RankReader"]):
             raise self._broken(line)
         self._start = self._chain_hash
         return header
-
-    def _open_frames(self) -> FrameReader | None:
-        """Open the file of frames; None if there is none."""
-        path = frames_path(self.path)
-        return FrameReader(path, self._start.decode()) if os.path.exists(path) else None  # noqa: PTH110 - a name that is too long does not exist
 
     def _frames_before(self, body: bytes, frames: FrameReader | None) -> Iterator[Frames]:
         """Yield the frames that precede a record ``frames``, and check that these are all."""
@@ -219,14 +218,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         """Parse the probes of schema 1."""
         record = self.parse(body)
         assert isinstance(record, ProbesRecord), "told by the first bytes"
-        places = self._layouts.size(record.layout)
         try:
-            check_frames(record, places)
+            check_frames(record, self._layouts.size(record.layout))
         except FieldError as error:
             raise self._malformed(error) from error
         place = record.epoch, record.step, record.batch, record.steps, record.batches
-        token, width = self._layouts.get(record.layout), places * DIGEST_BYTES
-        return Frames(*place, record.count, token, width, record.digests)
+        return Frames(*place, record.count, self._layouts.get(record.layout), record.digests)
 
     def _refuse_newer(self, body: bytes, error: FieldError) -> None:
         """Raise if a header that cannot be parsed has a newer schema."""

@@ -1,18 +1,14 @@
-"""The ledger's writer."""
+"""The ledger's writer: files to which whole records are appended, whatever ends the process."""
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.file_errors import explain_file_error
-from lightning_d9m.ledger.format.appended_file import AppendedFile, State
-from lightning_d9m.ledger.format.encoding import encode_record
-from lightning_d9m.ledger.format.fields import FieldError, Json
-from lightning_d9m.ledger.format.hash_chain import CHAIN_START, chain_record
-from lightning_d9m.ledger.format.probe_frames import (
+from lightning_d9m.ledger.format.frames import (
     FIRST_FRAME,
     MAGIC,
     FramePosition,
@@ -20,9 +16,96 @@ from lightning_d9m.ledger.format.probe_frames import (
     encode_frames,
     frames_path,
 )
-from lightning_d9m.ledger.format.reader import MAX_HEADER, MAX_LINE
-from lightning_d9m.ledger.format.records import FramesEnd, ProbesRecord, parse_record
+from lightning_d9m.ledger.format.records import (
+    CHAIN_START,
+    MAX_HEADER,
+    MAX_LINE,
+    FieldError,
+    FramesEnd,
+    Json,
+    ProbesRecord,
+    Record,
+    chain_record,
+    encode_record,
+    parse_record,
+)
 from lightning_d9m.text import quote
+
+State = TypeVar("State")
+
+
+class AppendedFile(Generic[State]):
+    """A new file to which whole pieces are appended, each in one system call.
+
+    Args:
+        path: The file, which must not exist.
+        state: What follows from the pieces in the file, such as the hash that chains them.
+
+    Attributes:
+        size: Bytes of all pieces.
+        state: The state after the last of them.
+
+    Raises:
+        OSError: When the file exists or cannot be made.
+    """
+
+    def __init__(self, path: Path, state: State) -> None:
+        self.path = path
+        self.size = 0
+        self.state = state
+        self._begun = (0, state)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o666)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if something, such as Ctrl-C, interrupted the last append."""
+        return self._begun[0] != self.size
+
+    def resolve(self) -> None:
+        """Find out whether an interrupted append was completed; take back a part of a piece.
+
+        Raises:
+            OSError: When the file was deleted or changed by another program.
+        """
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            raise OSError("the file was deleted while the run wrote it")
+        if status.st_size == self._begun[0]:
+            self.size, self.state = self._begun
+        elif self.size < status.st_size < self._begun[0]:
+            os.ftruncate(self._file, self.size)
+        elif status.st_size != self.size:
+            raise OSError("another program has changed the file")
+
+    def append(self, piece: bytes, state: State) -> None:
+        """Append all of a piece, or nothing of it.
+
+        Raises:
+            OSError: When it cannot be written.
+        """
+        self._begun = (self.size + len(piece), state)
+        try:
+            written = os.write(self._file, piece)
+            while written < len(piece):
+                # After a short write on a full disk, the next write raises the error.
+                written += os.write(self._file, piece[written:])
+        except OSError:
+            os.ftruncate(self._file, self.size)
+            self._begun = (self.size, self.state)
+            raise
+        self.size, self.state = self._begun
+
+    def close(self) -> None:
+        """Write the file to the disk and close it.
+
+        Raises:
+            OSError: When the disk reports that it could not keep the data.
+        """
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)
 
 
 class LedgerWriter(AbstractContextManager["LedgerWriter"]):
@@ -58,8 +141,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         """The chain hash of the last record: 16 hex digits."""
         return self._lines.state[0].decode()
 
-    def write(self, record: Mapping[str, Json]) -> None:
-        """Append one record.
+    def write(self, record: Record | Mapping[str, Json]) -> None:
+        """Append one record, typed or as it is written.
 
         After a failure the writer refuses records: a ledger with a gap must not look complete.
 
@@ -68,12 +151,13 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 then ends with the record before it and stays readable.
         """
         self._check_open()
-        kind = record.get("kind")
+        fields = record if isinstance(record, Mapping) else record.as_record()
+        kind = fields.get("kind")
         try:
             if kind == "probes":
-                self._write_frames(record)
+                self._write_frames(fields)
             else:
-                self._write_line(record)
+                self._write_line(fields)
         except FieldError as error:
             raise LedgerError(
                 f"A record {quote(kind)} for {self.path} is malformed: {error}."
@@ -136,11 +220,9 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
 
     def _append_lines(self, bodies: list[bytes], limit: int = MAX_LINE) -> None:
         if self._frames is not None:
-            try:
+            with self._appending(self._frames):
                 self._frames.resolve()
-            except OSError as error:
-                raise self._fail(self._frames, error) from error
-        try:
+        with self._appending(self._lines):
             self._lines.resolve()
             check, referred = self._lines.state
             if self._frames is not None and self._frames.size != referred:
@@ -150,37 +232,39 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             data = b""
             for body in bodies:
                 line, check = chain_record(body, check)
-                _check_size(line, limit)
+                if len(line) > limit:
+                    raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
                 data += line
             if not self._lines.size:
                 self._start = check
             if data:
                 self._lines.append(data, (check, referred))
-        except OSError as error:
-            raise self._fail(self._lines, error) from error
 
     def _write_frames(self, record: Mapping[str, Json]) -> None:
-        frames = parse_record(dict(record))
+        frames = parse_record(record)
         assert isinstance(frames, ProbesRecord), "the kind says so"
         check_frames(frames, self._layouts.get(frames.layout, 0))
         file = self._frames
         if file is None:
             state = (FIRST_FRAME, int(self._start, 16))
             file = self._frames = self._open(frames_path(self.path), state)
-        try:
+        with self._appending(file):
             if file.is_interrupted:
                 file.resolve()
             data, position, check = encode_frames(frames, *file.state)
             file.append(data if file.size else MAGIC + data, (position, check))
-        except OSError as error:
-            raise self._fail(file, error) from error
 
-    def _fail(self, file: AppendedFile[Any], error: OSError) -> LedgerError:
-        self._failure = (
-            f"The ledger {file.path} cannot be written: {explain_file_error(error)} Records of "
-            f"this run are missing from here on; the first {file.size} bytes stay readable."
-        )
-        return LedgerError(self._failure)
+    @contextmanager
+    def _appending(self, file: AppendedFile[Any]) -> Iterator[None]:
+        """Refuse further records if one cannot be appended."""
+        try:
+            yield
+        except OSError as error:
+            self._failure = (
+                f"The ledger {file.path} cannot be written: {explain_file_error(error)} Records "
+                f"of this run are missing from here on; the first {file.size} bytes stay readable."
+            )
+            raise LedgerError(self._failure) from error
 
     def _open(self, path: Path, state: State) -> AppendedFile[State]:
         try:
@@ -189,8 +273,3 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(
                 f"The ledger {path} cannot be made: {explain_file_error(error)}"
             ) from error
-
-
-def _check_size(line: bytes, limit: int) -> None:
-    if len(line) > limit:
-        raise OSError(f"a record of {len(line)} bytes exceeds the {limit} that are allowed")

@@ -1,5 +1,6 @@
 """The callback that ``LIGHTNING_D9M=1`` adds to each Trainer."""
 
+import logging
 import os
 from functools import cache
 from importlib import import_module
@@ -61,9 +62,16 @@ def make_callback(package: str) -> AddedCallback:
             f"{package} was imported after a Trainer of {loaded_packages()[0]} was built. Import "
             "both packages at the top of the program, or use one of them."
         )
+    fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
+    logging.getLogger(f"{fabric}.utilities.registry").addFilter(_is_not_ours)
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Return whether a record is not Lightning's, for each Trainer, that it adds our callback."""
+    return "entry point 'lightning_d9m'" not in record.getMessage()
 
 
 @cache

@@ -32,6 +32,7 @@ class _AutoloadState:
     started = False
     session: "Session | None" = None
     problem: Exception | None = None
+    unsupported: str | None = None  # which package is too old; empty if none is
 
 
 def load() -> None:
@@ -65,17 +66,40 @@ def _attempt(func: Callable[[], None]) -> None:
         _AutoloadState.problem = error
 
 
+def _is_unsupported() -> bool:
+    """Warn once if a package is too old; the program then runs without determinism."""
+    from lightning_d9m.compatibility import describe_unsupported
+
+    if _AutoloadState.unsupported is None:
+        _AutoloadState.unsupported = describe_unsupported() or ""
+        if _AutoloadState.unsupported:
+            print(
+                f"lightning_d9m: LIGHTNING_D9M={os.environ['LIGHTNING_D9M']} has no effect: "
+                f"{_AutoloadState.unsupported}",
+                file=sys.stderr,
+            )
+    return bool(_AutoloadState.unsupported)
+
+
 def _start() -> None:
     from lightning_d9m.control.env_settings import read_switch
     from lightning_d9m.lightning.autoload.import_hook import call_after_import
 
-    if not read_switch(os.environ):
+    if not read_switch(os.environ) or _is_unsupported():
         return
     for package in _PACKAGES:
         register = partial(_attempt, partial(_register, package))
         call_after_import(f"{package}.strategies", register)
     if not _is_half_loaded():
         _open_session()
+        # A program without a Trainer; a Trainer's callback takes precedence.
+        _record_steps()
+
+
+def _record_steps() -> None:
+    from lightning_d9m.loop.optimizer_steps import load as load_steps
+
+    load_steps()
 
 
 def _is_half_loaded() -> bool:
@@ -124,7 +148,12 @@ def _make_callbacks(package: str) -> list[Any]:
 
         if not read_switch(os.environ):
             return []
-        if not _AutoloadState.started:
+        from lightning_d9m.control.session import active_session
+
+        started = _AutoloadState.started or active_session() is not None
+        if not started and _is_unsupported():
+            return []
+        if not started:
             raise TooLateError(
                 f"LIGHTNING_D9M={value} asks for a seed before the model is built, and "
                 "lightning_d9m was not called when torch was imported: TORCH_DEVICE_BACKEND_"

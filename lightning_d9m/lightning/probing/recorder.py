@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_d9m.control.method_wrapping import wrap_method
 from lightning_d9m.hashing.model_tensors import ModelTensors, plain_name
-from lightning_d9m.ledger.format.fields import Json
+from lightning_d9m.ledger.format.records import Json
 from lightning_d9m.lightning.probing.batch_state import take_gradients, take_states
 from lightning_d9m.lightning.probing.dispatch_mode import OpMode
 from lightning_d9m.lightning.probing.module_hooks import hook_model

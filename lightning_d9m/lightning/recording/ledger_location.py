@@ -70,7 +70,7 @@ def _choose_parent(
             parent = _local_path(folder) / _NAME
             break
     else:
-        parent = _state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
+        parent = state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
     if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
         rank_zero().rank_zero_info(
             f"The ledger is written to {parent}, because {preferred} is the folder of the "
@@ -107,7 +107,7 @@ def _writes_into_cwd(trainer: "Trainer") -> bool:
     return any(folder.is_relative_to(Path.cwd()) for folder in written)
 
 
-def _state_folder() -> Path:
+def state_folder() -> Path:
     """Return a folder for the ledgers of this working folder among the user's files of state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     cwd = Path.cwd()

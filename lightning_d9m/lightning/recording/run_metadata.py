@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.ledger.compiler import capture_compiler
-from lightning_d9m.ledger.format.fields import Scalar
-from lightning_d9m.ledger.format.records import Header, RunFacts
-from lightning_d9m.ledger.stack import LOGICAL_RANKS
+from lightning_d9m.ledger.format.records import Header, RunFacts, Scalar
+from lightning_d9m.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.lightning.lightning_private import is_compiled, list_loaders
 from lightning_d9m.lightning.trainer_session import TrainerSession
 from lightning_d9m.recording.collective import Ranks

@@ -10,8 +10,7 @@ import torch
 
 from lightning_d9m.hashing.model_tensors import ModelTensors
 from lightning_d9m.hashing.output_digest import LogicalOutputDigest, OutputDigest
-from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.records import End, Evaluation, Resume
+from lightning_d9m.ledger.format.records import End, Evaluation, Json, Resume
 from lightning_d9m.lightning.ranks.trainer_ranks import ranks_of
 from lightning_d9m.lightning.recording.fit_summary import FitSummary
 from lightning_d9m.lightning.recording.ledger_location import make_ledger_folder
@@ -129,7 +128,7 @@ class TrainerRecorder:
             epoch=trainer.current_epoch,
             step=trainer.global_step,
             batch=batches.ready,
-            inexact=reasons,
+            inexact=tuple(reasons),
         )
         self._run.append(record.as_record())
 

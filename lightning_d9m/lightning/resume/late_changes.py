@@ -51,9 +51,8 @@ def describe_hook(names: list[str]) -> str:
 def describe_validation(names: list[str]) -> str:
     """Return why a checkpoint that was saved within a validation cannot be resumed exactly."""
     return (
-        f"The checkpoint was saved within a validation that had changed {names[0]}, as one of "
-        "averaged weights does, and a resumed run begins the validation again. Use one that was "
-        "saved before it or after it."
+        f"The checkpoint was saved within a validation that had changed {names[0]}, and a resumed "
+        "run begins the validation again. Use one that was saved before it or after it."
     )
 
 

@@ -3,13 +3,12 @@
 import json
 import sys
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 from process_end import has_ended
 
 from lightning_d9m.cli.main import main
-from lightning_d9m.launch import subprocess_run
+from lightning_d9m.launch import processes
 
 # Writes the ledger that rank 0 of a training writes, without importing torch.
 RANK = """
@@ -127,7 +126,7 @@ def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):
 
 def test_the_process_that_failed_first_is_shown(repeat, monkeypatch):
     # Rank 1 fails; rank 0 fails because of that, and ends before rank 1 does.
-    monkeypatch.setattr(subprocess_run, "_SETTLE_SECONDS", 60.0)  # a busy machine is slow
+    monkeypatch.setattr(processes, "_SETTLE_SECONDS", 60.0)  # a busy machine is slow
     code = (
         "import os, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
         "while rank == 0 and not Path('failed').exists(): time.sleep(0.01)\n"
@@ -150,7 +149,7 @@ def test_a_process_that_hangs_is_shown(repeat, tmp_path, monkeypatch):
             ended.extend([True] * has_ended(int((tmp_path / "pid").read_text()), seconds=0))
         return 0.0
 
-    monkeypatch.setattr(subprocess_run, "time", SimpleNamespace(monotonic=read_clock))
+    monkeypatch.setattr(processes, "_read_clock", read_clock)
     code = "import os, signal\nfrom pathlib import Path\n"
     code += "if os.environ['RANK'] == '1': signal.pause()\n"
     code += f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"

@@ -23,8 +23,7 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.probe_frames import Frames
-from lightning_d9m.ledger.format.probe_layouts import unpack_places
+from lightning_d9m.ledger.format.frames import Frames, unpack_places
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])

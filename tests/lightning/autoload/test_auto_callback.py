@@ -1,6 +1,7 @@
 """The callback that is added gives way to the program's own; what cannot be had is refused."""
 
 import importlib
+import logging
 
 import pytest
 import torch
@@ -40,6 +41,18 @@ def test_added_to_both_packages(package, tmp_path):
     (callback,) = train(package, [], tmp_path)
     assert isinstance(callback, AddedCallback)
     assert (tmp_path / "d9m/fit-000/rank-0.jsonl").exists()
+
+
+def test_lightning_does_not_log_that_it_adds_the_callback(asked, caplog):
+    logger = logging.getLogger("lightning.fabric.utilities.registry")
+    with caplog.at_level("INFO", logger.name):
+        make_callback("lightning.pytorch").early_variables.restore()
+        for name in ("other", "lightning_d9m"):
+            logger.info("Adding 1 callbacks from entry point '%s': C", name)
+    assert [record.message for record in caplog.records] == [
+        "Adding 1 callbacks from entry point 'other': C"
+    ]
+    del asked
 
 
 @pytest.mark.usefixtures("asked", "unseeded")

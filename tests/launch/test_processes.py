@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from process_end import has_ended
 
 from lightning_d9m.errors import CommandError
-from lightning_d9m.launch import process_tree, subprocess_run
-from lightning_d9m.launch.subprocess_run import ProcessStart, run_processes
+from lightning_d9m.launch import processes
+from lightning_d9m.launch.processes import ProcessStart, run_processes
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -29,8 +28,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Li
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     """Shorten the waits for processes that do not end."""
-    monkeypatch.setattr(subprocess_run, "_SETTLE_SECONDS", 0.05)
-    monkeypatch.setattr(subprocess_run, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "_SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, monkeypat
     def read_clock():
         return 4.0 if watch.ticks and pid.exists() and pid.read_text() else 0.0
 
-    monkeypatch.setattr(subprocess_run, "time", SimpleNamespace(monotonic=read_clock))
+    monkeypatch.setattr(processes, "_read_clock", read_clock)
     with pytest.raises(CommandError, match="still running after 3 s"):
         watch(START.format(child=child, apart=apart, pid=str(pid)) + PAUSE, timeout=3.0)
     assert has_ended(int(pid.read_text()))
@@ -119,7 +118,7 @@ def test_other_children_of_this_process_are_left_alone(watch):
 
 
 def test_only_the_group_is_ended_without_a_subreaper(watch, tmp_path, monkeypatch):
-    monkeypatch.setattr(process_tree, "_exchange_subreaper", lambda _: None)
+    monkeypatch.setattr(processes, "_exchange_subreaper", lambda _: None)
     pid = tmp_path / "pid"
     watch(START.format(child=STUBBORN, apart=False, pid=str(pid)))
     assert has_ended(int(pid.read_text()))
@@ -128,14 +127,14 @@ def test_only_the_group_is_ended_without_a_subreaper(watch, tmp_path, monkeypatc
 @linux
 def test_the_subreaper_is_reset_after_the_command(watch):
     watch("print('done')")
-    assert process_tree._exchange_subreaper(0) == 0
+    assert processes._exchange_subreaper(0) == 0
 
 
 # Runs a command like `d9m` does, in a process that can be signaled.
 WATCHER = """
 import os, signal, sys
 from pathlib import Path
-from lightning_d9m.launch import subprocess_run as process
+from lightning_d9m.launch import processes as process
 # A test run in the background may ignore these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,7 +1,6 @@
 """Reading frames: whatever is not an unedited file of frames gets one clear error."""
 
 import os
-import random
 from struct import pack
 
 import pytest
@@ -11,8 +10,7 @@ from xxhash import xxh3_64_intdigest
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format import frame_reader
-from lightning_d9m.ledger.format.probe_frames import Frames, frames_path
+from lightning_d9m.ledger.format.frames import frames_path
 from lightning_d9m.ledger.format.records import End
 from lightning_d9m.ledger.format.writer import LedgerWriter
 
@@ -62,7 +60,8 @@ def test_frames_are_read_in_order(ledger):
     where = [batch[:3] for batch in read(ledger)]
     assert where == [(0, 0, 0), (0, 1, 1), (1, 2, 0), (1, 3, 1)]
     kinds = [type(record).__name__ for record in read_ledger(ledger).records(0)]
-    assert kinds == ["ProbeLayout", "Frames", "FramesEnd", "Digests", "Frames", "FramesEnd", "End"]
+    frames = ["Frames", "Frames", "FramesEnd"]
+    assert kinds == ["ProbeLayout", *frames, "Digests", *frames, "End"]
 
 
 def test_any_bit(ledger):
@@ -163,57 +162,6 @@ def test_a_block_that_goes_beyond_what_its_line_says(ledger, runs):
     write_lines(ledger, [*header, layout, {"kind": "frames", "bytes": 40, "last": "0" * 16}])
     with pytest.raises(LedgerError, match="field 'count' makes it end beyond byte 40"):
         read(ledger)
-
-
-def write_blocks(ledger, draw, layouts=(1, 2)):
-    """Write blocks, of which some in a row have equal heads."""
-    blocks = []
-    for _ in range(draw.randrange(1, 8)):
-        if draw.random() < 0.3:
-            place = [draw.choice([0, 1, 2**63 - 30]) for _ in range(3)]
-            blocks.append((0, 0, 0, 0, pack("<qqq", *place)))
-        head = draw.randrange(2), draw.randrange(1, 4), draw.randrange(3), draw.randrange(1, 3)
-        size = 16 * layouts[head[0]] * head[1]
-        count = draw.choice([1, 2, 9, 40])
-        blocks += [(*head, draw.randbytes(size)) for _ in range(count)]
-    forge(ledger, *blocks)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_blocks_that_are_read_together_are_read_as_one_by_one(runs, tmp_path, monkeypatch, seed):
-    """Also where one of them was edited, the file was cut, or a batch is beyond its bounds."""
-    draw = random.Random(seed)
-    path = tmp_path / "rank-0.jsonl"
-    with LedgerWriter(path) as writer:
-        writer.write(runs.header().as_record())
-        for number in range(2):
-            places = PLACES[: number + 1]
-            writer.write({"kind": "layout", "id": number, "places": places})
-    lines = path.read_bytes()
-    write_blocks(path, draw)
-    path.write_bytes(lines)
-    data = bytearray(frames_path(path).read_bytes())
-    if draw.random() < 0.4:
-        data[draw.randrange(8, len(data))] ^= 1 << draw.randrange(8)
-    if draw.random() < 0.3:
-        del data[draw.randrange(8, len(data)) :]
-    frames_path(path).write_bytes(data)
-
-    def read_all():
-        batches = []
-        try:
-            with read_ledger(path).open(0) as reader:
-                for frames in reader.records():
-                    if isinstance(frames, Frames):
-                        own = [(f.epoch, f.step, f.batch, f.digests) for f in frames.split()]
-                        batches += own
-        except LedgerError as error:
-            return [], str(error)
-        return batches, reader.truncated
-
-    together = read_all()
-    monkeypatch.setattr(frame_reader, "_FEW_BLOCKS", 10**9)
-    assert read_all() == together
 
 
 def test_a_block_among_many_that_were_edited_is_named(runs, tmp_path):

@@ -1,0 +1,381 @@
+"""The ledger of a program that has no recorder: hooks around every optimizer step of a process.
+
+With ``LIGHTNING_D9M=1``, ``load`` installs them when torch is imported. The first step opens a
+ledger, every 100th step is recorded like an epoch, and the end of the process as the final state.
+While a Trainer or a ``Recorder`` writes a ledger, nothing is recorded here.
+
+Ranks do not communicate for it, because a program need not step on every rank.
+"""
+
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import wraps
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lightning_d9m.control.env_settings import read_settings, read_variable, variable_of
+from lightning_d9m.control.session import Session, active_session
+from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.launch.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.ledger.format.records import Digests, End
+from lightning_d9m.lightning.recording.ledger_location import state_folder
+from lightning_d9m.loop.probing import LoopProbes, read_probe_settings
+from lightning_d9m.loop.trained_modules import find_trained_module, list_parameters
+from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.recording.collective import Ranks
+from lightning_d9m.recording.ledger_recorder import Policy
+from lightning_d9m.recording.run_recorder import RunRecorder, describe_training
+
+EVERY = variable_of("every_n_steps")
+_EVERY = 100
+# A program that makes a new model for each of many tasks would otherwise fill the disk.
+_MOST_LEDGERS = 100
+_FOLDER_SECONDS = 60.0
+_FOLDER_KEY = "lightning_d9m/optimizer_steps"
+
+
+class StepRun:
+    """The ledger of the optimizers that exist when one of them makes its first step."""
+
+    def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
+        if interrupting := [name for name in (INTERRUPT, RESUME) if os.environ.get(name)]:
+            raise SettingError(
+                f"The variable {interrupting[0]} is set, and this training has no Trainer and no "
+                "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
+                "loop; see docs/loops.md."
+            )
+        self._session = session
+        self._every = _read_every()
+        self.optimizers = optimizers
+        self._model = find_trained_module(optimizers)
+        self._sizes = {id(own): _count(own) for own in optimizers}
+        self._steps = self._records = 0
+        policy = Policy(**read_settings(Policy, os.environ))
+        policy.check_reference()
+        self._run = RunRecorder(policy)
+        rank, size = _find_rank()
+        settings = read_probe_settings(ProbeSettings(), size)
+        further = settings.as_record() | {"every_n_steps": self._every} | _override(session)
+        ranks = Ranks(rank)
+        self._probe_settings = settings
+        self._probes: LoopProbes | None = None
+        with self._ended_by_an_error():
+            self._run.begin(
+                ranks,
+                self._model,
+                lambda: describe_training(
+                    ranks,
+                    session.settings,
+                    {"world.size": size},
+                    self._model,
+                    self._model,
+                    fit=number,
+                    further=further,
+                    optimizers=optimizers,
+                ),
+                lambda: _make_folder(rank, size, number),
+            )
+            self._record("initial")
+            self._start_probes()
+
+    def covers(self, optimizer: Optimizer) -> bool:
+        """Return whether this ledger records all that an optimizer changes."""
+        if self._sizes.get(id(optimizer)) == _count(optimizer):
+            return True
+        held = {id(p) for p in (*self._model.parameters(), *self._model.buffers())}
+        if not all(id(parameter) in held for parameter in list_parameters([optimizer])):
+            return False
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            self._start_probes()
+        self._sizes[id(optimizer)] = _count(optimizer)
+        return True
+
+    def end_step(self) -> None:
+        """Count a step, and record every N-th one."""
+        with self._ended_by_an_error():
+            if self._probes is not None:
+                self._probes.end_batch(None, {})
+            self._steps += 1
+            if self._steps % self._every == 0:
+                if self._probes is not None:
+                    self._probes.flush()
+                self._record("epoch")
+                self._records += 1
+            self._start_batch()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Record the final state, and close the ledger."""
+        with self._ended_by_an_error():
+            if self._probes is not None:
+                self._probes.close()
+            if error is None:
+                self._record("final")
+        self._run.end(End(status="finished") if error is None else End.failed(error))
+
+    @contextmanager
+    def _ended_by_an_error(self) -> Iterator[None]:
+        """Close the ledger if the body raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._run.end(End.failed(error))
+            raise
+
+    def _start_probes(self) -> None:
+        """Hook the model and the optimizers that are known now, if there are probes."""
+        if self._probes is not None:
+            self._probes.close()
+        settings, rank = self._probe_settings, self._run.ranks.rank
+        if settings.kinds and settings.takes_rank(rank):
+            append, optimizers = self._run.append, tuple(self.optimizers)
+            self._probes = LoopProbes(settings, self._model, optimizers, rank, append)
+            self._start_batch()
+
+    def _start_batch(self) -> None:
+        if self._probes is not None:
+            point = ProbePoint(self._records, self._steps, self._steps % self._every)
+            self._probes.start_batch(point, None)
+
+    def _record(self, moment: str) -> None:
+        epoch = self._records
+        if moment == "final":  # that of the last step
+            epoch = max(0, self._steps - 1) // self._every
+        if self._probes is not None:
+            self._probes.save_state(StatePoint(epoch, self._steps, moment))
+        taken = self._run.take(
+            moment,
+            epoch=epoch,
+            step=self._steps,
+            optimizers=self.optimizers,
+            verify=self._verify,
+        )
+        self._run.record(_add_gradients(taken, self._model))
+
+    def _verify(self) -> None:
+        """Set the flags again that the program has changed, as the user asked from outside."""
+        if active_session() is not self._session:
+            return
+        try:
+            self._session.verify()
+        except SettingError as error:
+            warnings.warn(f"{error} LIGHTNING_D9M=1 sets the flag again now.", stacklevel=2)
+            self._session.switch_again()
+
+
+class OptimizerSteps:
+    """The hooks of a process, and the ledger that they write now."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._made: list[weakref.ref[Optimizer]] = []
+        self._run: StepRun | None = None
+        self._ledgers = 0
+        self._stopped = False
+        self._undo: list[Callable[[], object]] = []
+
+    def install(self) -> None:
+        """Install the hooks; ``remove`` removes them."""
+        original = Optimizer.__init__
+
+        @wraps(original)
+        def note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._made.append(weakref.ref(optimizer))
+
+        Optimizer.__init__ = note  # type: ignore[method-assign,assignment]
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(self._after_step)
+        self._undo = [
+            before.remove,
+            after.remove,
+            lambda: setattr(Optimizer, "__init__", original),
+        ]
+        if read_settings(ProbeSettings, os.environ):
+            # The first step's own forward pass is probed, too.
+            register = torch.nn.modules.module.register_module_forward_pre_hook
+            self._undo.append(register(self._before_forward).remove)
+        # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
+        self._undo.append(Finalize(None, self.finish, exitpriority=0).cancel)
+
+    def remove(self) -> None:
+        """Finish the ledger and remove the hooks."""
+        self.finish()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def finish(self) -> None:
+        """Finish the ledger that is open, if this process opened it."""
+        run, self._run = self._run, None
+        if run is not None and self._process == os.getpid():
+            self._attempt(lambda: run.finish(getattr(sys, "last_value", None)))
+
+    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        if self._run is None and torch.is_grad_enabled() and module.training:
+            optimizers = self._list_optimizers()
+            trained = {id(parameter) for parameter in list_parameters(optimizers)}
+            if any(id(parameter) in trained for parameter in module.parameters()):
+                self._before_step(optimizers[0])
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._is_idle():
+            return
+        with self._lock:
+            if self._process != os.getpid():  # forked: the ledger belongs to the parent process
+                self._process, self._run, self._ledgers = os.getpid(), None, 0
+            if self._run is not None and not self._run.covers(optimizer):
+                self.finish()
+            if self._run is None:
+                self._attempt(lambda: self._open(optimizer))
+
+    def _after_step(self, *_: object) -> None:
+        if self._run is not None and not self._is_idle():
+            with self._lock:
+                self._attempt(self._run.end_step)
+
+    def _is_idle(self) -> bool:
+        """Return whether this step is not recorded here."""
+        session = active_session()
+        if self._stopped or session is None or session.in_trainer or torch.compiler.is_compiling():
+            return True
+        own = None if self._run is None else self._run._run  # noqa: SLF001 - of this module
+        if any(recorder is not own for recorder in RunRecorder.open_recorders):
+            return True
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+    def _open(self, optimizer: Optimizer) -> None:
+        session = active_session()
+        assert session is not None, "checked before"
+        if self._ledgers == _MOST_LEDGERS:
+            raise D9mError(f"This process has written {_MOST_LEDGERS} ledgers, one for each model.")
+        optimizers = self._list_optimizers()
+        if optimizer not in optimizers:  # it was unpickled
+            optimizers.append(optimizer)
+        number, self._ledgers = self._ledgers, self._ledgers + 1
+        self._run = StepRun(session, optimizers, number)
+
+    def _list_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that exist, in the order in which they were made."""
+        self._made = [made for made in self._made if made() is not None]
+        return [own for made in self._made if (own := made()) is not None]
+
+    def _attempt(self, func: Callable[[], object]) -> None:
+        """Call a function; without a reference its error only ends the recording, with a warning.
+
+        The program did not ask for a ledger itself, and must not fail for lack of one.
+        """
+        try:
+            func()
+        except Exception as error:
+            self._stopped, self._run = True, None
+            if isinstance(error, D9mError) and os.environ.get(variable_of("reference")):
+                raise
+            cause = str(error) if isinstance(error, D9mError) else repr(error)
+            warnings.warn(
+                f"lightning_d9m no longer records the optimizer steps of this program: {cause}",
+                stacklevel=2,
+            )
+
+
+def load() -> None:
+    """Record the optimizer steps of this process from now on."""
+    OptimizerSteps().install()
+
+
+def _read_every() -> int:
+    every = read_variable(EVERY, os.environ, int)
+    if every is not None and every < 1:
+        raise SettingError(f"The variable {EVERY} is {every}; allowed: a whole number from 1.")
+    return every or _EVERY
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _override(session: Session) -> dict[str, str]:
+    """Set the flags again that the program has changed before its first step; return them."""
+    names = session.switch_again()
+    return {"overridden": ", ".join(names)} if names else {}
+
+
+def _find_rank() -> tuple[int, int]:
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _make_folder(rank: int, size: int, number: int) -> Path:
+    """Return the folder of a ledger; rank 0 makes it and passes its path through the store.
+
+    The other ranks wait for a limited time: rank 0 may not step at all.
+    """
+    if size == 1:
+        return _create_folder()
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public one
+    key = f"{_FOLDER_KEY}/{number}"
+    if rank == 0:
+        folder = _create_folder()
+        store.set(key, str(folder.absolute()))
+        return folder
+    try:
+        store.wait([key], timedelta(seconds=_FOLDER_SECONDS))
+    except RuntimeError as error:
+        raise D9mError(
+            f"Rank {rank} made its first optimizer step and rank 0 made none within "
+            f"{_FOLDER_SECONDS:g} s, so there is no ledger to add to."
+        ) from error
+    folder = Path(store.get(key).decode())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _create_folder() -> Path:
+    given = os.environ.get(LEDGER_VARIABLE)
+    folder = create_ledger_folder(Path(given) if given else state_folder())
+    if not given:
+        print(  # noqa: T201 - where the program's user finds it
+            f"lightning_d9m: the optimizer steps of this program are recorded in {folder}. Set "
+            f"{LEDGER_VARIABLE} to choose another folder.",
+            file=sys.stderr,
+        )
+    return folder
+
+
+def _add_gradients(taken: Digests, model: torch.nn.Module) -> Digests:
+    """Add the gradients that the program has not cleared yet."""
+    gradients = {
+        name: digest_value(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    if not gradients:
+        return taken
+    total = digest_value(sorted(gradients.items()))
+    return replace(
+        taken,
+        groups={**taken.groups, "gradients": gradients},
+        totals={**taken.totals, "gradients": total},
+    )

@@ -1,0 +1,235 @@
+"""Programs without a recorder: the hooks around optimizer steps write their ledgers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
+from lightning_d9m.ledger.folder import list_fits
+from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.loop import optimizer_steps
+from lightning_d9m.loop.optimizer_steps import OptimizerSteps
+from lightning_d9m.loop.trained_modules import find_trained_module
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+{setup}
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(7):
+    loss = model(torch.randn(16, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+{end}
+"""
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Return a function that calls a program under the hooks and returns its ledgers."""
+
+    def run(program, name="runs", **variables):
+        monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path / name))
+        monkeypatch.setenv("LIGHTNING_D9M_EVERY_N_STEPS", "2")
+        for variable, value in variables.items():
+            monkeypatch.setenv(f"LIGHTNING_D9M_{variable}", str(value))
+        steps = OptimizerSteps()
+        with deterministic(seed=1):
+            steps.install()
+            try:
+                program()
+            finally:
+                steps.remove()
+        return list_fits(tmp_path / name) if (tmp_path / name).is_dir() else []
+
+    return run
+
+
+def fit(model, *optimizers, steps=5, disturb=None):
+    for step in range(steps):
+        loss = model(torch.randn(8, 4)).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        if step == disturb:
+            with torch.no_grad():
+                model.weight.view(torch.int32)[0, 0] ^= 1
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def train(**words):
+    model = nn.Linear(4, 1)
+    fit(model, torch.optim.Adam(model.parameters()), **words)
+
+
+def moments(folder):
+    return [
+        (record.moment, record.epoch, record.step)
+        for record in read_ledger(folder).line_records(0)
+        if isinstance(record, Digests)
+    ]
+
+
+def test_every_nth_step_and_the_end_are_recorded(record):
+    (folder,) = record(train)
+    assert moments(folder) == [
+        ("initial", 0, 0),
+        ("epoch", 0, 2),
+        ("epoch", 1, 4),
+        ("final", 2, 5),
+    ]
+    assert read_ledger(folder).outcome(0).end.status == "finished"
+    assert "gradients" in read_ledger(folder).outcome(0).final.totals
+
+
+def test_two_runs_are_equal_and_one_flipped_bit_is_found(record):
+    first, again = (record(train, name)[0] for name in ("first", "again"))
+    assert compare(first, again).verdict == "equal"
+    (changed,) = record(lambda: train(disturb=2), "changed")
+    result = compare(first, changed)
+    found = result.ranks[0].divergence
+    assert (result.verdict, found.moment, found.step) == ("different", "epoch", 4)
+
+
+def test_a_reference_stops_the_run_that_differs(record):
+    (first,) = record(train, "first")
+    with pytest.raises(DriftError, match="weight"):
+        record(lambda: train(disturb=0), "second", REFERENCE=first)
+
+
+def test_probes_see_the_first_steps_forward_pass(record):
+    (folder,) = record(train, PROBES="output,gradient,weight")
+    records = [r for r in read_ledger(folder).records(0) if type(r).__name__ != "Digests"]
+    places = str([getattr(r, "places", None) or getattr(r, "layouts", None) for r in records])
+    assert "output" in places
+
+
+def test_all_that_optimizers_change_is_held_under_stable_names():
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    class Critic(nn.Linear):
+        pass
+
+    agent, extra, twin = Agent(), Critic(2, 1), Critic(2, 1)
+    temperature = torch.zeros((), requires_grad=True)
+    optimizers = [
+        torch.optim.SGD(agent.actor.parameters()),
+        torch.optim.SGD([*twin.parameters(), *extra.parameters()]),
+        torch.optim.SGD([temperature]),
+    ]
+    found = find_trained_module(optimizers)
+    assert [name for name, _ in found.named_children()] == ["Agent", "Critic", "Critic_2"]
+    assert found.Critic is twin
+    assert dict(found.named_buffers()) == {"loose_0": temperature}
+    assert "Agent.critic.weight" in dict(found.named_parameters())
+    assert find_trained_module(optimizers[:1]) is agent
+
+
+def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_begins_one(record):
+    def program():
+        model = nn.Linear(4, 1)
+        fit(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        fit(model, torch.optim.Adam(model.parameters()), steps=2)
+        train(steps=3)
+
+    first, second = record(program)
+    assert moments(first)[-1] == ("final", 1, 4)
+    assert moments(second)[-1] == ("final", 1, 3)
+
+
+def test_a_recorder_takes_precedence(record, tmp_path):
+    def program():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(tmp_path, model, optimizer) as run:
+            run.begin()
+            fit(model, optimizer)
+            run.step()
+            run.epoch()
+
+    assert len(record(program)) == 1
+
+
+def test_the_program_goes_on_where_no_ledger_can_be_written(record, tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.warns(UserWarning, match="no longer records the optimizer steps"):
+        record(train)
+
+
+def test_an_interruption_needs_a_recorder(record):
+    with pytest.warns(UserWarning, match=r"Add a Recorder to the loop"):
+        assert record(train, INTERRUPT="survey") == []
+
+
+def test_flags_that_the_program_changes_are_set_again(record):
+    def program():
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as ultralytics does
+        train(steps=1)
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.backends.mkldnn.deterministic = False
+        with pytest.warns(UserWarning, match=r"mkldnn.deterministic .* sets the flag again"):
+            train(steps=2)
+
+    first, _ = record(program)
+    overridden = read_ledger(first).header.settings["overridden"]
+    assert overridden == "torch.deterministic_warn_only"
+
+
+def test_a_store_gives_ranks_one_folder_and_does_not_wait_without_end(tmp_path, monkeypatch):
+    from torch.distributed import HashStore, distributed_c10d
+
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(optimizer_steps, "_FOLDER_SECONDS", 0.1)
+    monkeypatch.setenv("LIGHTNING_D9M_LEDGER_DIR", str(tmp_path))
+    folder = optimizer_steps._make_folder(0, 2, 0)
+    assert optimizer_steps._make_folder(1, 2, 0) == folder
+    with pytest.raises(optimizer_steps.D9mError, match="rank 0 made none within"):
+        optimizer_steps._make_folder(1, 2, 1)
+
+
+def run_program(folder, *, setup="", end="", **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
+    environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(setup=setup, end=end)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_program_that_does_not_know_us_leaves_a_ledger(tmp_path):
+    """Without a name for the folder nothing is written into the working folder."""
+    done = run_program(tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
+    assert done.returncode == 0, done.stderr
+    (folder,) = list_fits(next((tmp_path / "state" / "lightning_d9m").iterdir()))
+    assert f"recorded in {folder}" in done.stderr
+    assert [record[2] for record in moments(folder)] == [0, 3, 6, 7]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(tmp_path):
+    end = (
+        "if os.fork(): os.wait()\nelse: optimizer.step(); os._exit(0)\nraise ValueError('planted')"
+    )
+    variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path)}
+    done = run_program(tmp_path, setup="import os", end=end, **variables)
+    assert "planted" in done.stderr
+    parent, child = list_fits(tmp_path)
+    end = read_ledger(parent).outcome(0).end
+    assert (end.status, end.error) == ("failed", "ValueError: planted")
+    assert read_ledger(child).outcome(0).end is None
