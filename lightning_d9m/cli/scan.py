@@ -2,17 +2,20 @@
 
 import argparse
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_d9m.cli.arguments import whole_number
 from lightning_d9m.errors import SettingError
 from lightning_d9m.lint.files import list_files
+from lightning_d9m.lint.fixes import FileFix, fix_text
 from lightning_d9m.lint.join import join_ops, read_records
 from lightning_d9m.lint.programs import find_seeded
 from lightning_d9m.lint.rules import RULES
 from lightning_d9m.lint.scanner import LARGEST, choose_version, scan_entries
+from lightning_d9m.lint.source import read_source
 from lightning_d9m.output.lint_text import (
     render_github,
     render_json,
@@ -21,6 +24,7 @@ from lightning_d9m.output.lint_text import (
     render_text,
 )
 from lightning_d9m.output.terminal import paint, terminal_width
+from lightning_d9m.text import pluralize
 
 # The findings of these two rules depend on all files.
 _FLAGGED, _UNSEEDED = "D9M103", "D9M210"
@@ -88,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a run's ledger, or an audit's JSON: add a table of findings and measurements by op",
     )
+    edit = parser.add_mutually_exclusive_group()
+    edit.add_argument(
+        "--fix",
+        action="store_true",
+        help="edit the files where there is one right answer (a missing seed becomes 0, a listing "
+        "or a set of strings is sorted), then report what is left",
+    )
+    edit.add_argument("--diff", action="store_true", help="print what --fix would edit")
     parser.add_argument("--rules", action="store_true", help="list the rules and exit")
 
 
@@ -104,6 +116,16 @@ def run(arguments: argparse.Namespace) -> int:
     entries = list(list_files(paths, arguments.exclude, ignored=arguments.no_gitignore))
     entries = [replace(entry, path=_shorten(entry.path)) for entry in entries]
     scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
+    if arguments.fix or arguments.diff:
+        edited = [entry.path for entry, scan in zip(entries, scans, strict=True) if scan.edits]
+        fixes = [
+            fix_text(read_source(Path(path)).text, path, torch_version, rules) for path in edited
+        ]
+        if arguments.diff:
+            print("".join(fix.as_diff() for fix in fixes), end="")
+            return 1 if fixes else 0
+        _fix(fixes)
+        scans = scan_entries(entries, torch_version, rules, arguments.jobs, arguments.max_bytes)
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans)
     found = [finding for scan in scans for finding in scan.findings]
     unseeded = {finding.file for finding in found if finding.rule == _UNSEEDED}
@@ -136,6 +158,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _write(arguments.output, text)
     return 1 if findings else 0
+
+
+def _fix(fixes: Sequence[FileFix]) -> None:
+    for fix in fixes:
+        fix.write()
+    counted = pluralize(sum(fix.count for fix in fixes), "finding")
+    print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
 
 
 def choose_rules(select: Iterable[str] | None, ignore: Iterable[str] | None) -> frozenset[str]:

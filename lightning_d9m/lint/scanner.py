@@ -75,11 +75,13 @@ class FileScan:
         findings: Sorted by place.
         lines: Number of lines.
         turns_on: True if it turns deterministic algorithms on.
+        edits: For findings with one right answer: what to write there, with ``{}`` for the code.
     """
 
     findings: list[Finding] = field(default_factory=list)
     lines: int = 0
     turns_on: bool = False
+    edits: dict[Finding, str] = field(default_factory=dict)
 
 
 def choose_version(given: str | None) -> str:
@@ -152,10 +154,11 @@ def scan_file(
         found = [_describe_problem(path, 1, problem)] if "D9M001" in rules else []
         return FileScan(found)
     with _scanning_prepared():
-        return _scan_source(source, path, torch_version, rules)
+        return scan_source(source, path, torch_version, rules)
 
 
-def _scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
+def scan_source(source: Source, path: str, torch_version: str, rules: frozenset[str]) -> FileScan:
+    """Scan one module; see :func:`scan_file`."""
     problems = [_describe_problem(path, one.line, one.reason, one.cell) for one in source.problems]
     module = parse(source.text)
     reports: dict[Report, None] = {}
@@ -169,11 +172,13 @@ def _scan_source(source: Source, path: str, torch_version: str, rules: frozenset
         problems.append(_describe_problem(path, 1, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
+    edits: dict[Finding, str] = {}
     for report in reports:
         if report.rule in rules and (not report.op or find_op(report.op).is_needed(torch_version)):
             f = _describe(report, path, lines)
             once = RULES[f.rule].once  # in the file; others once at a place
             kept.setdefault((f.rule,) if once else (f.line, f.column, f.rule, f.op), f)
+            edits |= {f: report.edit} if report.edit and not source.cells else {}
     found = [
         _locate(finding, source) for finding in suppress(kept.values(), source.text, path, rules)
     ]
@@ -181,6 +186,7 @@ def _scan_source(source: Source, path: str, torch_version: str, rules: frozenset
         findings=sorted(finding for finding in (*problems, *found) if finding.rule in rules),
         lines=len(lines),
         turns_on=any(report.rule == settings.TURNED_ON for report in reports),
+        edits={finding: edits[finding] for finding in found if finding in edits},
     )
 
 

@@ -66,7 +66,11 @@ UNKNOWN: Final = _Unknown()
 
 @dataclass(frozen=True)
 class Report:
-    """A finding of a check at a node. Empty texts stand for the rule's texts."""
+    """A finding of a check at a node. Empty texts stand for the rule's texts.
+
+    ``edit`` is code to write in the place of the node, with ``{}`` for its own code; empty if there
+    is more than one right answer.
+    """
 
     rule: str
     node: ast.AST
@@ -74,6 +78,7 @@ class Report:
     reason: str = ""
     fix: str = ""
     op: str = ""
+    edit: str = ""
 
 
 @dataclass(frozen=True)

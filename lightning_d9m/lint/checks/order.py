@@ -44,7 +44,11 @@ def check_listing(call: Call) -> Iterator[Report]:
         return
     if is_order_used(call.node, call.tree):
         settled = is_settled_later(call.node, call.tree)
-        yield Report("D9M302", call.node, "depends" if settled else certainty)
+        edit = "" if settled or certainty != "certain" else "sorted({})"
+        if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
+            named = edit and not isinstance(call.parent, ast.withitem)
+            edit = "sorted({}, key=lambda entry: entry.name)" if named else ""
+        yield Report("D9M302", call.node, "depends" if settled else certainty, edit=edit)
 
 
 def _expects_one_file(call: Call) -> bool:

@@ -25,9 +25,9 @@ _PASSED_ON = {
 _NUMBERED = {"enumerate", "zip"}
 _COLLECTING = {
     "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
-    "add_module", "register_module", "register_buffer", "register_parameter", "submit", "send",
+    "add_module", "register_module", "register_buffer", "register_parameter", "send",
 }  # fmt: skip
-_SAYING = {"print", "warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
+_SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
 _DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
 
 
@@ -171,22 +171,30 @@ def _is_name_used(statement: ast.Assign | ast.AnnAssign, tree: Tree) -> bool:
                 if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
                     return False
             case _:  # a further assignment counts as a use; chains of names are not followed
-                used = used or isinstance(parent, ast.Assign) or is_order_used(use, tree)
+                said = is_message(use, tree)
+                used |= not said and (isinstance(parent, ast.Assign) or is_order_used(use, tree))
     return used
 
 
 def _collects(loop: ast.For | ast.AsyncFor, *, numbered: bool = False) -> bool:
     """Return whether the body of a loop depends on the order of iterations."""
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    # What is made within the loop collects what one iteration gives.
+    made = {
+        node.id
+        for statement in loop.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     waiting: list[ast.AST] = list(loop.body)
     while waiting and not numbered:
         node = waiting.pop()
-        numbered = _shows_order(node, names)
+        numbered = _shows_order(node, names, made)
         waiting += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
     return numbered
 
 
-def _shows_order(node: ast.AST, names: set[str]) -> bool:
+def _shows_order(node: ast.AST, names: set[str], made: set[str]) -> bool:
     match node:
         case ast.Yield() | ast.YieldFrom():
             return True
@@ -199,8 +207,11 @@ def _shows_order(node: ast.AST, names: set[str]) -> bool:
         case ast.Assign([ast.Subscript(), *_], value):
             return any(map(_is_drawn_or_counted, ast.walk(value)))
         case ast.Call(function):
-            name = read_last_name(function)
-            return name in _COLLECTING or name.startswith(_DRAWING)
+            name, owner = read_last_name(function), getattr(function, "value", None)
+            collects = name in _COLLECTING and not (
+                isinstance(owner, ast.Name) and owner.id in made
+            )
+            return collects or name.startswith(_DRAWING)
     return False
 
 

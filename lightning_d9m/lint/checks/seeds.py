@@ -49,6 +49,8 @@ _LAMBDA_SCHEDULERS = {f"torch.optim.lr_scheduler.{n}LR" for n in ("Lambda", "Mul
 _SEEDING = {"random.seed", "numpy.random.seed", "torch.manual_seed"}
 _LOADER = "torch.utils.data.DataLoader"
 _DEPTH = 4
+# What `--fix` writes where a seed is missing.
+_SEED = 0
 
 
 def check_seed(call: Call) -> Iterator[Report]:  # noqa: C901 - one case for each way to seed
@@ -56,7 +58,10 @@ def check_seed(call: Call) -> Iterator[Report]:  # noqa: C901 - one case for eac
     node, name = call.node, call.name
     seed = call.get(0, "seed", "x", "a", "entropy")
     if name in _ALWAYS_FROM_SYSTEM or _reseeds_generator(call):
-        yield Report("D9M204", node)
+        method = "manual_seed_all" if name.endswith("_all") else "manual_seed"
+        owner = ast.unparse(node.func).rpartition(".")[0]
+        alone = owner and isinstance(call.parent, ast.Expr)  # its result is not used
+        yield Report("D9M204", node, edit=f"{owner}.{method}({_SEED})" if alone else "")
     elif name in _SYSTEM_DRAWS:
         if not _is_in_seed(call):
             yield Report("D9M206", node)
@@ -65,7 +70,9 @@ def check_seed(call: Call) -> Iterator[Report]:  # noqa: C901 - one case for eac
         empty = isinstance(value, ast.Constant) and value.value is None
         if empty and not (call.starred or call.unpacked):
             if name in _FROM_SYSTEM_WHEN_EMPTY or not _is_seeded_later(*_find_area(call)):
-                yield Report("D9M201" if name in _GENERATORS else "D9M204", node)
+                alone = len(node.args) + len(node.keywords) <= 1
+                edit = f"{ast.unparse(node.func)}({_SEED})" if alone else ""
+                yield Report("D9M201" if name in _GENERATORS else "D9M204", node, edit=edit)
         elif seed is not None:
             yield from _judge(node, seed, call.scope)
     elif name in _GLOBAL_SEEDS or call.method == "manual_seed":
@@ -218,7 +225,9 @@ def check_worker_seed(call: Call) -> Iterator[Report]:
     parts = () if function is None else ast.walk(function)
     for inner in [Call(part, call.tree) for part in parts if isinstance(part, ast.Call)]:
         if inner.name in _SEEDING and inner.read(0, "seed", "a") not in (None, UNKNOWN):
-            yield Report("D9M207", inner.node)
+            known = resolve(ast.Name("torch"), inner.scope) == "torch"
+            edit = f"{ast.unparse(inner.node.func)}(torch.initial_seed() % 2**32)"
+            yield Report("D9M207", inner.node, edit=edit if known else "")
 
 
 def check_rank_seeds(call: Call) -> Iterator[Report]:

@@ -36,7 +36,20 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
     if site == "popped" or (is_order_used(node, tree) and not is_message(node, tree)):
         certain = elements == "strings"
         reason = "" if certain else _MIXED
-        yield Report("D9M301", node, "certain" if certain else "depends", reason)
+        ordered = certain and site == "iterated" and _has_order(node, tree.scope[node])
+        edit = "sorted({})" if ordered else ""
+        yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
+
+
+def _has_order(node: ast.expr, scope: Scope) -> bool:
+    """Return whether elements can be sorted: a text and a number cannot."""
+    for value in scope.list_values(node)[0]:
+        match value:
+            case ast.Set(elements) | ast.Call(
+                _, [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements)]
+            ) if set(map(_read_element, elements)) != {"strings"}:
+                return False
+    return True
 
 
 def check_set_call(call: Call) -> Iterator[Report]:

@@ -19,6 +19,12 @@ CASES = {
     "    return natsorted(kept)": "depends",
     "    pattern = 'a.txt'\n    return glob.glob(pattern)": None,
     "    return glob.glob('*.txt')": "certain",
+    "    kept = []\n    for n in os.listdir(folder):\n        kept.append(n)\n"
+    "    return kept": "certain",
+    "    for n in os.listdir(folder):\n        with open(n, 'w') as file:\n"
+    "            file.write(n)": None,
+    "    found = os.listdir(folder)\n    raise ValueError(', '.join(found))": None,
+    "    found = os.listdir(folder)\n    return ', '.join(found)": "certain",
     "    return list({'a', folder})": "certain",
     "    raise ValueError(', '.join({'a', folder}))": None,
     "    logging.warning('%s', list({'a', folder}))": None,

@@ -1,0 +1,122 @@
+"""`d9m scan --fix` writes what has one right answer; the program then gives the same each time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_d9m.cli.main import main
+from lightning_d9m.lint.fixes import fix_text
+from lightning_d9m.lint.rules import RULES
+
+GALLERY = Path(__file__).parents[1] / "support" / "gallery_training.py"
+HEAD = "import glob, os, random, torch\nimport numpy as np\nfrom pathlib import Path\n"
+FIXED = {
+    "rng = np.random.default_rng()": "rng = np.random.default_rng(0)",
+    "rng = np.random.RandomState(seed=None)": "rng = np.random.RandomState(0)",
+    "random.seed()": "random.seed(0)",
+    "torch.seed()": "torch.manual_seed(0)",
+    "torch.cuda.seed_all()": "torch.cuda.manual_seed_all(0)",
+    "g = torch.Generator()\ng.seed()": "g = torch.Generator()\ng.manual_seed(0)",
+    "files = [n for n in os.listdir('ä')]": "files = [n for n in sorted(os.listdir('ä'))]",
+    "files = list(Path('.').glob(\n    '*.py'\n))": (
+        "files = list(sorted(Path('.').glob(\n    '*.py'\n)))"
+    ),
+    "files = [e.name for e in os.scandir('.')]": (
+        "files = [e.name for e in sorted(os.scandir('.'), key=lambda entry: entry.name)]"
+    ),
+    "names = list({'b', 'a'})": "names = list(sorted({'b', 'a'}))",
+    "names = {'b', 'a'}\nfor name in names: print(np.random.rand(), name)": (
+        "names = {'b', 'a'}\nfor name in sorted(names): print(np.random.rand(), name)"
+    ),
+    "all = [*{f'{np.random.default_rng()}', 'a'}]": (
+        "all = [*sorted({f'{np.random.default_rng(0)}', 'a'})]"
+    ),
+    "def init(n):\n    np.random.seed(3)\ntorch.utils.data.DataLoader([], worker_init_fn=init)": (
+        "def init(n):\n    np.random.seed(torch.initial_seed() % 2**32)\n"
+        "torch.utils.data.DataLoader([], worker_init_fn=init)"
+    ),
+}
+LEFT = (
+    "seed = torch.seed()",
+    "rng = np.random.SeedSequence(None, spawn_key=(1,))",
+    "torch.manual_seed(os.getpid())",
+    "names = list({'b', 1})",
+    "names = list(set(os.environ))",
+    "with os.scandir('.') as found:\n    names = [one.name for one in found]",
+    "for folder, inner, files in os.walk('.'): print(list(files), np.random.rand())",
+    "names = list({'b', 'a'})  # d9m: ignore[D9M301] they are counted",
+)
+
+
+def fix(text):
+    return fix_text(f"{HEAD}{text}\n", "a.py", "2.13", frozenset(RULES)).after.removeprefix(HEAD)
+
+
+@pytest.mark.parametrize("text", FIXED)
+def test_one_right_answer(text):
+    assert fix(text) == f"{FIXED[text]}\n"
+    assert fix(FIXED[text]) == f"{FIXED[text]}\n"
+
+
+@pytest.mark.parametrize("text", LEFT)
+def test_no_right_answer(text):
+    assert fix(text) == f"{text}\n"
+
+
+PROGRAM = """\
+import os
+import random
+import numpy as np
+
+labels = {f"label-{number}" for number in range(20)}
+numbers = {label: number for number, label in enumerate(labels)}
+places = np.cumsum([len(name) for name in os.listdir(".")])
+print(sorted(numbers.items()), places[-1])
+print(np.random.default_rng().random(), random.Random().random())
+"""
+
+
+def test_a_fixed_program_prints_the_same_in_each_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "program.py"
+    path.write_bytes(PROGRAM.replace("\n", "\r\n").encode())
+
+    def outputs():
+        run = (sys.executable, path)
+        seeds = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in (1, 2)]
+        return {subprocess.check_output(run, env=environment) for environment in seeds}
+
+    assert len(outputs()) == 2
+    assert main(["scan", "--diff"]) == 1
+    assert "+numbers = {label: number for number, label in enumerate(sorted(labels))}\n" in (
+        capsys.readouterr().out
+    )
+    assert len(outputs()) == 2
+    assert main(["scan", "--fix"]) == 0
+    shown = capsys.readouterr()
+    assert "fixed: 4 findings in 1 file" in shown.err
+    assert shown.out.startswith("0 found in 1 file")
+    assert path.read_bytes().count(b"\r\n") == PROGRAM.count("\n")
+    assert len(outputs()) == 1
+    assert main(["scan", "--diff"]) == 0
+
+
+def test_the_gallery(tmp_path, capsys):
+    """What is left has no answer that fits every program."""
+    path = tmp_path / "train.py"
+    path.write_text(GALLERY.read_text(encoding="utf-8"), encoding="utf-8")
+    assert main(["scan", str(path), "--fix", "--select", "D9M2,D9M3", "--format", "github"]) == 1
+    shown = capsys.readouterr()
+    assert "fixed: 6 findings in 1 file" in shown.err
+    assert not {rule for rule in ("D9M201", "D9M204", "D9M301", "D9M302") if rule in shown.out}
+    compile(path.read_text(encoding="utf-8"), path, "exec")
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.py").write_text(f"{HEAD}random.seed()\n")
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    assert main(["scan", str(tmp_path), "--fix"]) == 2
+    assert "cannot be fixed: full. Make it writable" in capsys.readouterr().err
