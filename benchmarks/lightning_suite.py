@@ -1,22 +1,21 @@
 """Run Lightning's own tests with ``LIGHTNING_D9M=1``, and list those that break because of it.
 
-    python benchmarks/lightning_suite.py CHECKOUT [--parts PART ...] [--work FOLDER] [--output FILE]
-                                         [--again]
+    python benchmarks/lightning_suite.py CHECKOUT [--files FILE ...] [--partitions N]
+                                         [--work FOLDER] [--output FILE]
 
 CHECKOUT is a clone of Lightning's repository at the release that is installed, or a close one. Its
-``tests/tests_pytorch`` run against the installed package, one process for each PART (a folder or a
-file there; by default all of them). The environment needs what those tests use, above all
-pytest-rerunfailures. Tests of a part that do not pass run once more in two processes without the
-others, with the variable and without it. A test breaks if it passes without it only;
-"passed_again" lists those that pass with it then. ``UNFAIR`` gives the reasons of those that test
-what determinism must change; the exit status is 1 if any other breaks. FOLDER keeps the outcomes
-of each part, and a part that is there does not run again. With ``--again`` the output is that of an
-earlier run, and only its broken tests in the parts are judged again; "again" says which parts ran.
+``tests/tests_pytorch`` run against the installed package. The environment needs what those tests
+use, above all pytest-rerunfailures. Whole files run: each partition shuffles them by its number and
+gives every twelve to one process. No test gets a second try. A group in which tests fail runs
+again without the variable; a test breaks if it passes there. ``UNFAIR`` gives the reasons of those
+that test what determinism must change; the exit status is 1 if any other breaks. FOLDER keeps the
+outcomes of each group, and a group that is there does not run again.
 """
 
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ MODES: dict[str, dict[str, str]] = {"without": {}, "with": {"LIGHTNING_D9M": "1"
 # releases, which the repository does not hold.
 _WITHOUT = ("-p", "no:randomly", "-p", "no:cacheprovider", "--color", "no", "--timeout", "300")
 _WITHOUT += ("-k", "not legacy")
+_FILES = 12  # of one process
 
 # Tests of what determinism must change, by pattern of their names, with the reasons.
 UNFAIR = {
@@ -71,13 +71,10 @@ UNFAIR = {
 }
 
 
-def list_parts(tests: Path) -> list[str]:
-    """Return the folders and files of the tests, by name."""
-    return sorted(
-        path.name
-        for path in tests.iterdir()
-        if path.match("test_*.py") or (path.is_dir() and any(path.rglob("test_*.py")))
-    )
+def list_groups(files: list[str], partition: int) -> list[list[str]]:
+    """Return the files of each process of a partition."""
+    shuffled = random.Random(partition).sample(sorted(files), len(files))  # noqa: S311 - an order
+    return [shuffled[at : at + _FILES] for at in range(0, len(shuffled), _FILES)]
 
 
 def run_tests(tests: Path, mode: str, arguments: list[str]) -> dict[str, str] | None:
@@ -116,23 +113,33 @@ def is_failure(outcome: str) -> bool:
     return bool(outcome) and not outcome.startswith("skipped")
 
 
-def run_once(tests: Path, part: str, work: Path) -> dict[str, str] | None:
-    """Return the outcomes of a part with the variable; run it if it has not run."""
-    kept = work / f"{part.replace('/', '.')}.json"
+def run_group(tests: Path, work: Path, name: str, files: list[str]) -> dict[str, Any]:
+    """Return the outcomes of a group by mode; run it if it has not run."""
+    kept = work / f"{name}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(run_tests(tests, "with", [part]), indent=1) + "\n")
-    return cast(dict[str, str] | None, json.loads(kept.read_text()))
+        found = {"with": run_tests(tests, "with", files)}
+        if found["with"] is None or any(map(is_failure, found["with"].values())):
+            found["without"] = run_tests(tests, "without", files)
+        kept.write_text(json.dumps(found, indent=1) + "\n")
+    return cast(dict[str, Any], json.loads(kept.read_text()))
 
 
-def name_node(tests: Path, name: str) -> str:
-    """Return the name that pytest takes for a test of a report."""
-    path, _, test = name.partition("::")
-    classes: list[str] = []
-    names = path.split(".")
-    names = names[1:] if names[0] == tests.name else names
-    while names and not tests.joinpath(*names).with_suffix(".py").exists():
-        classes.insert(0, names.pop())
-    return "::".join(["/".join(names) + ".py", *classes, test])
+def count_partition(tests: Path, work: Path, files: list[str], partition: int) -> dict[str, Any]:
+    """Run a partition; return how many tests pass, and those that break with their outcomes."""
+    passed, broken, crashed = 0, dict[str, str](), list[list[str]]()
+    for number, group in enumerate(list_groups(files, partition)):
+        outcomes = run_group(tests, work, f"{partition}-{number:02d}", group)
+        plain = outcomes.get("without") or {}
+        if outcomes["with"] is None:
+            crashed.append(group)
+            continue
+        passed += sum(not outcome for outcome in outcomes["with"].values())
+        broken |= {
+            name: outcome
+            for name, outcome in outcomes["with"].items()
+            if is_failure(outcome) and plain.get(name) == ""
+        }
+    return {"passed": passed, "broken": broken, "crashed": crashed}
 
 
 def find_reason(name: str) -> str | None:
@@ -140,71 +147,46 @@ def find_reason(name: str) -> str | None:
     return next((why for pattern, why in UNFAIR.items() if fnmatchcase(name, pattern)), None)
 
 
-def update(earlier: dict[str, Any], result: dict[str, Any], tests: Path) -> dict[str, Any]:
-    """Return an earlier result in which the broken tests of some parts are judged again."""
-    parts = tuple(f"{part}::" for part in result["parts"])
-    before = earlier["broken"]
-    kept = {
-        name: why for name, why in before.items() if not name_node(tests, name).startswith(parts)
-    }
-    broken = kept | result["broken"]
-    again = {name: result[name] for name in ("date", "versions", "parts", "passed")}
-    passed = earlier["passed"] + len(before) - len(broken)
-    return {**earlier, "passed": passed, "broken": broken, "again": again}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--parts", nargs="*", help="default: all")
+    parser.add_argument("--files", nargs="*", help="below tests_pytorch; default: all")
+    parser.add_argument("--partitions", type=int, default=3)
     parser.add_argument("--work", type=Path, help="default: a temporary folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "lightning-suite.json")
-    parser.add_argument("--again", action="store_true", help="update an earlier output")
     options = parser.parse_args()
     tests = options.checkout.resolve() / "tests" / "tests_pytorch"
     work = options.work or Path(tempfile.mkdtemp())
     work.mkdir(parents=True, exist_ok=True)
-    passed = 0
-    broken: dict[str, str] = {}
-    passed_again: list[str] = []
-    crashed: list[str] = []
-    parts = options.parts or list_parts(tests)
-    for part in parts:
-        outcomes = run_once(tests, part, work)
-        if outcomes is None:
-            crashed.append(part)
-            continue
-        failed = [name for name, outcome in outcomes.items() if is_failure(outcome)]
-        passed += sum(not outcome for outcome in outcomes.values())
-        if failed:
-            nodes = [name_node(tests, name) for name in failed]
-            again, plain = (run_tests(tests, mode, nodes) or {} for mode in ("with", "without"))
-            passing = [name for name in failed if plain.get(name) == ""]
-            broken |= {name: again.get(name, "missing") for name in passing if again.get(name, "?")}
-            passed_again += [name for name in passing if again.get(name) == ""]
+    every = [str(path.relative_to(tests)) for path in tests.rglob("test_*.py")]
+    files = options.files or every
+    counted = [count_partition(tests, work, files, n + 1) for n in range(options.partitions)]
+    names = sorted({name for found in counted for name in found["broken"]})
+    broken = {
+        name: {
+            "outcomes": [found["broken"].get(name, "") for found in counted],
+            "reason": find_reason(name),
+        }
+        for name in names
+    }
     result: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {
             **{name: version(name) for name in ("lightning", "torch", "lightning-d9m", "pytest")},
             "python": sys.version.split()[0],
         },
-        "parts": parts,
-        "passed": passed + len(passed_again),
-        "broken": {
-            name: {"outcome": outcome, "reason": find_reason(name)}
-            for name, outcome in broken.items()
-        },
-        "passed_again": passed_again,
-        "crashed": crashed,
+        "files": len(files),
+        "passed": [found["passed"] for found in counted],
+        "broken": broken,
+        "crashed": [found["crashed"] for found in counted],
     }
-    if options.again:
-        result = update(json.loads(options.output.read_text()), result, tests)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name, entry in result["broken"].items():
-        print(f"{name}\n    {entry['outcome']}\n    {entry['reason'] or 'NO REASON'}")
-    count = len(result["broken"])
-    print(f"{result['passed']} tests pass with LIGHTNING_D9M=1, {count} only without it.")
-    return int(bool(crashed) or not all(entry["reason"] for entry in result["broken"].values()))
+    for name, entry in broken.items():
+        print(f"{name}\n    {entry['outcomes']}\n    {entry['reason'] or 'NO REASON'}")
+    for found in counted:
+        print(f"{found['passed']} tests pass with LIGHTNING_D9M=1, {len(found['broken'])} do not.")
+    unfair = all(entry["reason"] for entry in broken.values())
+    return int(not unfair or any(found["crashed"] for found in counted))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ It loads torch only for a test that uses it, or if the setting ``d9m`` is on.
 
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -96,6 +97,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
         seed_all(session.settings.seed)
     return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Count fits from 0 in each test, so that its draws do not depend on the tests before it."""
+    if (session := sys.modules.get("lightning_d9m.control.session")) is not None:
+        session.set_fits(0)
 
 
 @pytest.fixture(autouse=True)

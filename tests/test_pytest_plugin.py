@@ -67,6 +67,42 @@ def test_a_marker_and_a_fixture_open_a_session(suite):
     ).assert_outcomes(passed=4)
 
 
+def test_the_draws_of_a_fit_do_not_depend_on_the_tests_before(suite):
+    result = suite(
+        test_it="""
+        import pytest, torch, training
+        from lightning_d9m import DeterminismCallback, deterministic
+
+        seen = []
+
+        @pytest.fixture(scope="module")
+        def session():
+            with deterministic():
+                yield
+
+        def digests(monkeypatch, folder):
+            callback = DeterminismCallback(ledger_dir=folder)
+            monkeypatch.setattr(training, "DeterminismCallback", lambda: callback)
+            for _ in range(2):
+                torch.manual_seed(1)
+                training.train()
+                yield callback.digest
+
+        @pytest.mark.parametrize("time", [1, 2])
+        def test_process(time, monkeypatch, tmp_path):
+            seen.append(list(digests(monkeypatch, tmp_path)))
+            assert seen[-1] == seen[0]
+            assert seen[-1][0] != seen[-1][1]  # a second fit draws other numbers
+
+        @pytest.mark.parametrize("time", [1, 2])
+        def test_session(time, session, monkeypatch, tmp_path):
+            seen.append(list(digests(monkeypatch, tmp_path)))
+            assert seen[-1] == seen[0]
+        """
+    )
+    result.assert_outcomes(passed=4)
+
+
 def test_a_setting_that_is_not_allowed_fails_the_test(suite):
     result = suite(
         test_it="""

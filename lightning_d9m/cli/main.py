@@ -44,6 +44,10 @@ _GROUPS = {
             "lightning_d9m.cli.locate",
             "find the step, rank, module and op at which runs diverge",
         ),
+        "bisect": (
+            "lightning_d9m.cli.bisect",
+            "find the git commit that changed the bits of a training",
+        ),
         "scan": ("lightning_d9m.cli.scan", "find code in a program that makes its runs differ"),
         "report": (
             "lightning_d9m.cli.report",

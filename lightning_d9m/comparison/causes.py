@@ -118,6 +118,12 @@ _CAUSES = {
         "Only a logged value differs; the training itself is equal.",
         "If it cannot be equal, such as a measured time, exclude it with ignored_metrics.",
     ),
+    "evaluation": Cause(
+        "logged value",
+        "What an evaluation computes differs; the training itself is equal in these two runs.",
+        "Look at what validation_step reads and computes. EarlyStopping, ReduceLROnPlateau or "
+        "ModelCheckpoint may turn the value into other weights in other runs.",
+    ),
     "steering": Cause(
         "logged value",
         "A logged value differs first, and the training differs later.",
@@ -243,8 +249,10 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
         longer = any(side.count for side in alone)
         return _CAUSES["length" if longer else "unknown"]
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
-    if name == "scalar" and not comparison.only_logged_values:
-        name = "steering"
+    if name == "scalar":
+        name = {"logged values": "scalar", "evaluations": "evaluation"}.get(
+            comparison.extent, "steering"
+        )
     return _CAUSES[name]
 
 

@@ -49,7 +49,6 @@ __all__ = [
 
 _TICK = 2**16
 _Probes = (Batch, Frames)
-_LOGGED = frozenset({"scalar", "scalars"})
 
 
 RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, BatchComparison | None], None]
@@ -203,10 +202,11 @@ class _Tally:
             return None
         if isinstance(one, RunFacts) and isinstance(other, RunFacts):
             self.refusals = run_refusals(one, other)
-        elif found.only_logged or isinstance(one, End):
+        elif found.trained_alike or isinstance(one, End):
             difference = record_difference(one, other)
             found.differing += difference is not None
-            found.only_logged &= difference is None or difference.by_group.keys() <= _LOGGED
+            if difference is not None:
+                self._note(difference.by_group)
             if difference is not None and found.first is None:
                 found.first = difference
                 found.divergence = _at_record(found.rank, difference, list_entries(one, other))
@@ -226,6 +226,11 @@ class _Tally:
         known: OneSided = getattr(self.found, side)
         setattr(self.found, side, OneSided(known.count + count, known.first or first))
 
+    def _note(self, groups: Iterable[str]) -> None:
+        """Note groups in which something differs."""
+        if self.found.trained_alike:
+            self.found.groups = tuple(dict.fromkeys((*self.found.groups, *groups)))
+
     def _count_frames(self, one: Frames, other: Frames) -> None:
         """Count frames of the same batches and places."""
         self.found.batches += one.count - ((one.epoch, one.batch) == self.batch)
@@ -234,7 +239,7 @@ class _Tally:
         if one is other:
             return
         frames = find_differences(one, other)
-        self.found.only_logged = False  # as long as it is True, frames come as batches
+        self._note(("probes",))  # as long as training is alike, frames come as batches
         first, last = (one.batch + one.batches * number for number in (frames.first, frames.last))
         self.found.differing_places += frames.places
         self.found.differing_batches += frames.frames - ((one.epoch, first) == self.differing_batch)
@@ -248,7 +253,7 @@ class _Tally:
             found.places += one.size
             return None
         # Once the training differs, places are listed only for an observer.
-        compared = compare_batches(one, other, listed=self.watched or found.only_logged)
+        compared = compare_batches(one, other, listed=self.watched or found.trained_alike)
         found.places += compared.places
         where = describe_record(other)
         for side in ("only_expected", "only_actual"):
@@ -259,7 +264,7 @@ class _Tally:
             found.differing_batches += number != self.differing_batch
             self.differing_batch = number
             found.differing_places += compared.count
-            found.only_logged &= compared.by_kind.keys() <= _LOGGED
+            self._note(compared.by_kind)
             if found.first is None:
                 found.first = batch_difference(compared, where)
                 found.divergence = _at_place(found.rank, compared)
@@ -314,7 +319,7 @@ def _compare_rank(
     tally = _Tally(result, watched=watch is not None)
     ticked = 0
     # Only what comes before is described: after it most records differ.
-    records = align_records(*files, whole=watch is not None, named=lambda: result.only_logged)
+    records = align_records(*files, whole=watch is not None, named=lambda: result.trained_alike)
     for one, other in records:
         found = None
         batch = other if one is None else one

@@ -8,7 +8,14 @@ from typing import TypeAlias
 from lightning_d9m.comparison.probe_diff import BatchComparison, PlaceDifference
 from lightning_d9m.ledger.format.entry import Mark, describe_fields
 from lightning_d9m.ledger.format.fields import Json
-from lightning_d9m.ledger.format.records import Digests, Header, Opaque, Record, RunFacts
+from lightning_d9m.ledger.format.records import (
+    Digests,
+    Evaluation,
+    Header,
+    Opaque,
+    Record,
+    RunFacts,
+)
 from lightning_d9m.ledger.keys import describe_record
 from lightning_d9m.ledger.stack import same_logical_ranks
 from lightning_d9m.ledger.tables import MISSING, TableValue, table_differences
@@ -299,7 +306,14 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group."""
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
         fields = [_comparable_fields(record) for record in (expected, actual)]
-        return {str(fields[0]["kind"]): (fields[0], fields[1])}
+        kind = str(fields[0]["kind"])
+        if not isinstance(expected, Evaluation) or not isinstance(actual, Evaluation):
+            return {kind: (fields[0], fields[1])}
+        rest = [
+            {name: leaf for name, leaf in table.items() if not name.startswith("scalars")}
+            for table in fields
+        ]
+        return {kind: (rest[0], rest[1]), "scalars": (expected.scalars, actual.scalars)}
     tables: dict[str, tuple[Table, Table]] = {}
     named = list(GROUPS)
     for record in (expected, actual):

@@ -10,6 +10,9 @@ from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifferen
 from lightning_d9m.ledger.kinds import PROBE_KINDS
 from lightning_d9m.ledger.resumed_runs import Break
 
+# Groups of digests and kinds of probes and records that hold logged values, and evaluations.
+LOGGED = frozenset({"scalar", "scalars"})
+EVALUATED = LOGGED | {"evaluation"}
 # The kinds that each rank computes alone: from the inputs up to the exchange of gradients.
 _COMPUTED = PROBE_KINDS[PROBE_KINDS.index("input") : PROBE_KINDS.index("gradient")]
 # Most places of the first divergent batch that are listed; all are counted.
@@ -131,7 +134,8 @@ class RankComparison:
         differing_places: Number of them that differ.
         only_expected_places: Places, in batches of both, that only the earlier run has.
         only_actual_places: Places, in batches of both, that only the later run has.
-        only_logged: Whether nothing differs but logged values.
+        groups: The groups of digests, kinds of probes and of records in which something differs, as
+            long as no state of the training does.
         divergence: The first divergence as a place, with all places that differ in its batch.
         expected_breaks: Where the earlier run was interrupted and resumed.
         actual_breaks: Where the later run was.
@@ -156,10 +160,15 @@ class RankComparison:
     differing_places: int = 0
     only_expected_places: OneSided = NONE
     only_actual_places: OneSided = NONE
-    only_logged: bool = True
+    groups: tuple[str, ...] = ()
     divergence: Divergence | None = None
     expected_breaks: tuple[Break, ...] = ()
     actual_breaks: tuple[Break, ...] = ()
+
+    @property
+    def trained_alike(self) -> bool:
+        """Whether nothing differs but logged values and evaluations."""
+        return EVALUATED.issuperset(self.groups)
 
     @property
     def cut_off(self) -> bool:
@@ -233,12 +242,15 @@ class Comparison:
         return "equal" if all(rank.equal for rank in self.ranks) else "incomplete"
 
     @property
-    def only_logged_values(self) -> bool:
-        """Whether the runs have the same records, and these differ in nothing but logged values."""
+    def extent(self) -> Literal["logged values", "evaluations", "training"]:
+        """What differs at most: the first two only if the runs have the same records."""
         alone = (self.ranks_only_expected, self.ranks_only_actual)
         sides = [(rank.only_expected, rank.only_actual) for rank in self.ranks]
         longer = any(one.count or other.count for one, other in sides)
-        return not (any(alone) or longer) and all(rank.only_logged for rank in self.ranks)
+        if any(alone) or longer or not all(rank.trained_alike for rank in self.ranks):
+            return "training"
+        logged = all(LOGGED.issuperset(rank.groups) for rank in self.ranks)
+        return "logged values" if logged else "evaluations"
 
     @property
     def equal(self) -> bool:

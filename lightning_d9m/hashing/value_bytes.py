@@ -1,7 +1,7 @@
 """An encoding of values as bytes: equal bytes mean equal values of equal types.
 
 Each value begins with a tag of its type, and content of variable size is preceded by its size, so
-that no two values share an encoding. docs/digest.md has the table.
+that no two values share an encoding.
 """
 
 import functools

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_d9m.comparison.ledgers import Comparison, Divergence, RankComparison
 from lightning_d9m.comparison.record_diff import FieldDifference, RecordDifference, name_call
+from lightning_d9m.comparison.result import LOGGED
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
@@ -94,8 +95,8 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
         rank = ranks[found.rank]
         assert rank.first is not None, "it diverges"
         if number == 0:
-            only_logged = comparison.only_logged_values
-            yield from _format_divergence(rank, rank.first, only_logged, verbose=verbose)
+            extent = comparison.extent
+            yield from _format_divergence(rank, rank.first, extent, verbose=verbose)
             continue
         sentence = (
             f"in {rank.first.where}: {name_place(found)}; {found.count:,} of "
@@ -108,7 +109,7 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
 
 
 def _format_divergence(
-    rank: RankComparison, first: RecordDifference, only_logged: bool, *, verbose: bool
+    rank: RankComparison, first: RecordDifference, extent: str, *, verbose: bool
 ) -> Iterator[str]:
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_group.items():
@@ -119,7 +120,7 @@ def _format_divergence(
     expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
     yield f"    reference: {expected}"
     yield f"    this run:  {actual}"
-    if text := advise(first, only_logged=only_logged):
+    if text := advise(first, extent):
         yield from wrap(text, "  ")
     if rank.differing or not rank.places:
         yield f"  Records that differ: {rank.differing:,} of {rank.records:,}."
@@ -135,25 +136,31 @@ def name_place(found: Divergence) -> str:
     return f"{escape(found.kind)} {escape(name_call(found.name, found.call))}"
 
 
-def advise(first: RecordDifference, *, only_logged: bool) -> str:
+def advise(first: RecordDifference, extent: str) -> str:
     """Return advice on a first difference; empty unless the difference alone allows any.
 
     Args:
         first: The difference.
-        only_logged: Whether nothing differs in the runs but logged values.
+        extent: What differs in the runs at most; see ``Comparison.extent``.
     """
-    if first.moment == "initial":
+    if first.moment == "initial" and first.group in ("weights", "buffers"):
         return (
             "It differs before the training: seed before the model is built (lightning_d9m.enable "
             "or seed_everything at the top of the program)."
         )
-    if only_logged:
+    if extent == "logged values":
         return (
             "Only logged values differ in the whole run. Exclude one that cannot be equal, such as "
             "a measured time, with ignored_metrics, or with LIGHTNING_D9M_IGNORED_METRICS=NAME "
             "before the command."
         )
-    if set(first.by_group) <= {"scalar", "scalars"}:
+    if extent == "evaluations":
+        return (
+            "What an evaluation computes differs, and no record of the training does. Do not "
+            "exclude it: in other runs it may steer the training, as val_loss does under "
+            "EarlyStopping or ReduceLROnPlateau."
+        )
+    if LOGGED.issuperset(first.by_group):
         return (
             "A logged value differs first, and the training differs later: do not exclude it. It "
             "may steer the training, as val_loss does under EarlyStopping or ReduceLROnPlateau."

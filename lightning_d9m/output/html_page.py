@@ -114,11 +114,7 @@ def render_page(
         command=find_command(ledgers),
         first=found[0] if found else None,
         first_ranks=_describe_first_ranks(comparison),
-        advice=(
-            advise(comparison.first[1], only_logged=comparison.only_logged_values)
-            if comparison.first
-            else ""
-        ),
+        advice=(advise(comparison.first[1], comparison.extent) if comparison.first else ""),
         one_sided=list(list_one_sided(comparison)),
         one_ledger=is_one_ledger(comparison),
         basis=basis,

@@ -19,16 +19,14 @@ def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), pos
     )  # fmt: skip
 
 
-def comparison(*divergences, refusals=(), stack=(), only_logged=True):
+def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
     none = SimpleNamespace(count=0)
     ranks = [
         SimpleNamespace(divergence=entry, only_expected=none, only_actual=none)
         for entry in divergences
     ]
-    return SimpleNamespace(
-        ranks=ranks, refusals=refusals, stack=stack, only_logged_values=only_logged
-    )
+    return SimpleNamespace(ranks=ranks, refusals=refusals, stack=stack, extent=extent)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +67,10 @@ def test_a_logged_value_that_steers_the_training_is_not_called_harmless():
         harmless = find_cause(comparison(found))
         assert "the training itself is equal" in harmless.text
         assert "ignored_metrics" in harmless.advice
-        steering = find_cause(comparison(found, only_logged=False))
+        evaluated = find_cause(comparison(found, extent="evaluations"))
+        assert "the training itself is equal in these two runs" in evaluated.text
+        assert "ignored_metrics" not in evaluated.advice
+        steering = find_cause(comparison(found, extent="training"))
         assert steering.text == "A logged value differs first, and the training differs later."
         assert "ignored_metrics" not in steering.advice
 

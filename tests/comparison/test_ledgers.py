@@ -9,7 +9,7 @@ from lightning_d9m.comparison import alignment
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format.records import Digests, LoaderFacts
+from lightning_d9m.ledger.format.records import Digests, Evaluation, LoaderFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.output.comparison_text import format_evidence, list_one_sided
 
@@ -594,3 +594,42 @@ def test_a_moment_that_a_later_version_adds(runs):
         "step, epoch 0 (step 3)",
     )
     assert (rank.only_expected.count, rank.only_actual.count, rank.differing) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "outputs", "weight", "extent"),
+    [
+        (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "1", "1", "logged values"),
+        (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "2", "1", "evaluations"),
+        (("0x1.0000000000000p+0", "0x1.0000000000000p+0"), "2", "1", "evaluations"),
+        (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "2", "2", "training"),
+        (("0x1.0000000000000p+0", "0x1.8000000000000p+0"), "1", "2", "training"),
+    ],
+)
+@pytest.mark.parametrize("watch", [None, lambda *_: None])
+def test_what_differs_at_most(runs, values, outputs, weight, extent, watch):
+    """All records decide, whichever differs first."""
+
+    def write(value, output, weight):
+        def edit(rank, records):
+            end = records.index(next(r for r in records if r.get("moment") == "epoch"))
+            records[end]["scalars"]["val_loss"] = value
+            evaluation = Evaluation(
+                name="validate",
+                epoch=0,
+                step=records[end]["step"],
+                batches=2,
+                outputs=output * 32,
+                scalars={"val_loss": value},
+            )
+            records.insert(end + 1, evaluation.as_record())
+            final = next(r for r in records if r.get("moment") == "final")
+            final["totals"]["weights"] = weight * 32
+
+        return read_ledger(runs.write(edit=edit))
+
+    found = compare_ledgers(
+        write(values[0], "1", "1"), write(values[1], outputs, weight), watch=watch
+    )
+    assert found.extent == extent
+    assert found.verdict == "different"

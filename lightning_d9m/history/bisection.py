@@ -1,0 +1,279 @@
+"""The search for the commit that changed the bits of a training.
+
+Each commit is trained in a worktree and compared with the training of a good commit, or with a
+golden ledger. A training that has a reference ends at its first epoch that differs.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lightning_d9m.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.comparison.timeline import Timeline
+from lightning_d9m.errors import CommandError
+from lightning_d9m.history.repository import Commit, Repository, Worktree
+from lightning_d9m.launch.fit_pairs import pair_fits
+from lightning_d9m.launch.progress import EpochCounter
+from lightning_d9m.launch.run import make_run_folder, read_fits, run_once
+from lightning_d9m.ledger.folder import Ledger
+
+_REFERENCE = "LIGHTNING_D9M_REFERENCE"
+_MARKS = {"equal": "good", "different": "bad", "skipped": "skip"}
+
+TrialVerdict = Literal["equal", "different", "skipped"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The training of one commit.
+
+    Attributes:
+        commit: The commit.
+        verdict: How it compares with the reference; ``"skipped"`` if it did not run.
+        seconds: How long it took.
+        reason: Why it was skipped.
+        comparison: Of a training that differs: its first fit that does. None if it has other fits.
+        distance: How far the weights are apart where they first differ, relative to their norm;
+            None if that is not known.
+    """
+
+    commit: Commit
+    verdict: TrialVerdict
+    seconds: float
+    reason: str = ""
+    comparison: Comparison | None = None
+    distance: float | None = None
+
+
+@dataclass(frozen=True)
+class BisectResult:
+    """The result of a bisection.
+
+    Attributes:
+        candidates: The first commit that differs; several if skipped commits hide which one it is.
+        good: The last commit known to be equal before the search.
+        bad: The commit that was known to differ.
+        commits: How many commits were in question.
+        trials: The trainings, in order.
+        patch: What the commit changed; empty if there are several candidates.
+    """
+
+    candidates: tuple[Commit, ...]
+    good: Commit
+    bad: Commit
+    commits: int
+    trials: tuple[Trial, ...]
+    patch: str
+
+    @property
+    def guilty(self) -> Trial | None:
+        """The training of the commit that was found."""
+        found = [trial for trial in self.trials if trial.commit == self.candidates[0]]
+        return found[-1] if found and len(self.candidates) == 1 else None
+
+
+@dataclass
+class Bisection:
+    """Trains commits of a repository.
+
+    Attributes:
+        repository: The repository.
+        command: The command that trains.
+        output: Parent folder of all runs.
+        until: The epoch after which a training is ended; None to train to the end.
+        timeout: Seconds after which a training counts as hanging.
+        links: Paths of the user's working tree that each commit needs.
+        golden: The ledger to compare with; None for that of the good commit.
+    """
+
+    repository: Repository
+    command: Sequence[str]
+    output: Path
+    until: int | None = None
+    timeout: float | None = None
+    links: Sequence[str] = ()
+    golden: Ledger | None = None
+    _trials: list[Trial] = field(default_factory=list)
+    _reference: dict[str, Ledger] = field(default_factory=dict)
+
+    def search(self, good: Commit | None, bad: Commit) -> BisectResult:
+        """Find the first commit after ``good`` that differs from it.
+
+        Args:
+            good: A commit with the right bits; None to look for one among the ancestors of ``bad``,
+                which needs a golden ledger.
+            bad: A later commit whose training differs.
+
+        Raises:
+            CommandError: If ``good`` differs from itself or does not run, or ``bad`` is equal.
+        """
+        with self.repository.open_worktree(self.links) as worktree:
+            inside = Path.cwd().resolve()
+            root = self.repository.root.resolve()
+            folder = worktree.folder / inside.relative_to(root)
+            if self.golden is not None:
+                self._reference = {self.golden.path.name: self.golden}
+            if good is not None:
+                self._check_good(worktree, folder, good)
+            self._check_bad(worktree, folder, bad)
+            if good is None:
+                good, bad = self._find_good(worktree, folder, bad)
+            found, done = worktree.start(good, bad)
+            while not done:
+                trial = self._try(folder, found[0])
+                found, done = worktree.mark(_MARKS[trial.verdict])
+        patch = self.repository.show(found[0]) if len(found) == 1 else ""
+        count = self.repository.count_between(good, bad)
+        return BisectResult(tuple(found), good, bad, count, tuple(self._trials), patch)
+
+    def _check_good(self, worktree: Worktree, folder: Path, good: Commit) -> None:
+        """Train a good commit; twice if its own training is the reference."""
+        for again in (False, True) if self.golden is None else (True,):
+            worktree.check_out(good)
+            trial = self._try(folder, good)
+            _check_trained("good", trial)
+            if trial.verdict == "different":
+                raise CommandError(
+                    f"The good commit {good.short} differs from the golden ledger "
+                    f"{self.golden.path}. Give an earlier commit."
+                    if self.golden is not None
+                    else f"Two trainings of the good commit {good.short} differ, so no commit can "
+                    "be blamed. Find the cause first: d9m locate -- COMMAND"
+                )
+            if not again:
+                self._reference = dict(self._fits)
+
+    def _check_bad(self, worktree: Worktree, folder: Path, bad: Commit) -> None:
+        worktree.check_out(bad)
+        trial = self._try(folder, bad)
+        _check_trained("bad", trial)
+        if trial.verdict == "equal":
+            until = "" if self.until is None else f" until epoch {self.until}"
+            raise CommandError(
+                f"The training of the bad commit {bad.short} is equal to the good one{until}. Give "
+                "a later epoch or another commit. If the command imports the project from where it "
+                "is installed (pip install -e), each commit trains the same code: set PYTHONPATH=."
+            )
+
+    def _find_good(self, worktree: Worktree, folder: Path, bad: Commit) -> tuple[Commit, Commit]:
+        """Return an ancestor that agrees with the golden ledger, and the next one that does not.
+
+        The steps back are 1, 2, 4, 8, ... commits along first parents.
+        """
+        ancestors = self.repository.list_ancestors(bad)
+        steps = [2**power for power in range(len(ancestors).bit_length())]
+        for step in [*(step for step in steps if step < len(ancestors)), len(ancestors) - 1]:
+            commit = self.repository.find_commit(ancestors[step])
+            worktree.check_out(commit)
+            verdict = self._try(folder, commit).verdict
+            if verdict == "equal":
+                return commit, bad
+            if verdict == "different":
+                bad = commit
+        raise CommandError(
+            f"No ancestor of {bad.short} that was tried agrees with the golden ledger "
+            f"{self._reference and next(iter(self._reference.values())).path}. Give a good commit: "
+            "d9m bisect GOOD..BAD -- COMMAND"
+        )
+
+    def _try(self, folder: Path, commit: Commit) -> Trial:
+        """Train the commit that is checked out, compare it, and keep the result."""
+        number = len(self._trials) + 1
+        own = make_run_folder(self.output, f"{number:03d}-{commit.short}")
+        counter = EpochCounter(own)
+        until = self.until
+
+        def has_reached_end() -> bool:
+            return until is not None and counter.count() > until
+
+        start = time.monotonic()
+        failure: CommandError | None = None
+        try:
+            with _working_in(folder):
+                run_once(
+                    self.command,
+                    own,
+                    title=f"training {number}, {commit.short}",
+                    timeout=self.timeout,
+                    variables=self._variables(),
+                    killed_when=has_reached_end,
+                    expected_seconds=self._trials[-1].seconds if self._trials else None,
+                )
+            self._fits = read_fits(own, self.command)
+        except CommandError as error:
+            failure = error
+            self._fits = _read_what_is_there(own, self.command)
+        trial = self._judge(commit, failure, time.monotonic() - start, cut=has_reached_end())
+        self._trials.append(trial)
+        return trial
+
+    def _variables(self) -> dict[str, str]:
+        """Return the reference of a program with one fit; it then ends as soon as it differs."""
+        if len(self._reference) != 1:
+            return {}
+        return {_REFERENCE: str(next(iter(self._reference.values())).path)}
+
+    def _judge(
+        self, commit: Commit, failure: CommandError | None, seconds: float, *, cut: bool
+    ) -> Trial:
+        """Compare the ledgers of a training with the reference."""
+        if self._reference and self._fits:
+            pairs = pair_fits(self._reference, self._fits)
+            for name, expected in self._reference.items():
+                if name not in pairs:
+                    continue
+                timeline = Timeline()
+                found = compare_ledgers(expected, pairs[name], watch=timeline.watch)
+                if found.verdict == "different" or found.refusals:
+                    distance = _first_distance(timeline)
+                    return Trial(commit, "different", seconds, "", found, distance)
+            if failure is None and not cut and pairs.keys() != self._reference.keys():
+                return Trial(commit, "different", seconds)
+        if failure is not None:
+            return Trial(commit, "skipped", seconds, str(failure).partition("\n")[0])
+        return Trial(commit, "equal", seconds)
+
+
+def _check_trained(role: str, trial: Trial) -> None:
+    if trial.verdict == "skipped":
+        raise CommandError(
+            f"The {role} commit {trial.commit.short} must train, and it does not: {trial.reason}"
+        )
+
+
+@contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    """Make a folder the working folder of this process, and so of the commands that it starts.
+
+    Raises:
+        CommandError: If the commit does not have it.
+    """
+    before = Path.cwd()
+    try:
+        os.chdir(folder)
+    except OSError:
+        raise CommandError(f"The commit does not have the folder {folder}.") from None
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _read_what_is_there(folder: Path, command: Sequence[str]) -> dict[str, Ledger]:
+    try:
+        return read_fits(folder, command)
+    except CommandError:
+        return {}
+
+
+def _first_distance(timeline: Timeline) -> float | None:
+    """Return the greatest relative distance of a layer at the first epoch that differs."""
+    for step in sorted(timeline.distances.moments):
+        layers = timeline.distances.moments[step].values()
+        if found := [layer.relative for layer in layers if layer.differing]:
+            return max(found)
+    return None

@@ -1,0 +1,218 @@
+"""``d9m bisect`` on real git repositories, made in a temporary folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_d9m.cli.main import main
+
+# Leaves a ledger as a training does, without importing torch; the values come from a module.
+TRAIN = """
+import os
+from pathlib import Path
+from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
+from values import VALUES
+
+folder = create_ledger_folder(Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"]))
+with LedgerWriter(rank_path(folder, 0)) as ledger:
+    ledger.write(Header(rank=0, world_size=1, fit=0, seed=42, created="", package="0",
+                        settings={}, stack={}).as_record())
+    ledger.write(RunFacts(model="m", parameters=1, train=[]).as_record())
+    for epoch, value in enumerate(VALUES):
+        digest = f"{value:032x}"
+        ledger.write(Digests(moment="epoch", epoch=epoch, step=epoch + 1,
+                             totals={"weights": digest}, groups={"weights": {"w": digest}},
+                             loss=(0.1).hex()).as_record())
+    ledger.write(End(status="finished").as_record())
+Path("left-behind").write_text("a file that git does not know")
+"""
+SAME, OTHER = "VALUES = [1, 2, 3]", "VALUES = [1, 9, 8]"
+BROKEN = "raise SystemExit(3)"
+
+
+def git(folder, *words):
+    who = {"GIT_AUTHOR_NAME": "Ann", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "Ann"}
+    done = subprocess.run(
+        ["git", "-C", str(folder), *words],
+        env=os.environ | who | {"GIT_COMMITTER_EMAIL": "a@b"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def make_repository(folder, contents):
+    """Commit each content of ``values.py``; return the names of the commits."""
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    (folder / "train.py").write_text(TRAIN)
+    names = []
+    for number, content in enumerate(contents):
+        (folder / "values.py").write_text(f"{content}\n# {number}\n")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", f"Change {number}")
+        names.append(git(folder, "rev-parse", "HEAD").strip())
+    return names
+
+
+@pytest.fixture
+def bisect(tmp_path, monkeypatch, capsys):
+    """Return a function that bisects ``tmp_path/project``; it gives (status, facts, errors)."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    def run(*words, inside="project"):
+        monkeypatch.chdir(tmp_path / inside)
+        output = tmp_path / f"output-{len(list(tmp_path.iterdir()))}"
+        command = [sys.executable, "train.py"]
+        status = main(["bisect", "--json", "-o", str(output), *words, "--", *command])
+        captured = capsys.readouterr()
+        return status, json.loads(captured.out or "{}"), captured.err
+
+    return run
+
+
+def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_path, bisect):
+    contents = [SAME] * 13 + [OTHER] * 7
+    for number in (4, 11, 16):
+        contents[number] = BROKEN
+    names = make_repository(tmp_path / "project", contents)
+    (tmp_path / "project/values.py").write_text("not committed")
+    before = git(tmp_path / "project", "status", "--porcelain", "--branch")
+    status, facts, _ = bisect(f"{names[0]}..{names[-1]}")
+    assert status == 1
+    assert [commit["sha"] for commit in facts["candidates"]] == [names[13]]
+    assert facts["candidates"][0]["subject"] == "Change 13"
+    assert facts["candidates"][0]["author"] == "Ann"
+    assert "+VALUES = [1, 9, 8]" in facts["patch"]
+    first = facts["comparison"]["ranks"][0]["divergence"]
+    assert (first["moment"], first["epoch"], first["name"]) == ("epoch", 1, "w")
+    assert facts["commits"] == 19
+    # Twice the good one, once the bad one, and a bisection of 18.
+    assert len(facts["trials"]) <= 3 + 5 + 3
+    # The user's folder is as it was, and no worktree is left.
+    assert git(tmp_path / "project", "status", "--porcelain", "--branch") == before
+    assert (tmp_path / "project/values.py").read_text() == "not committed"
+    assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
+
+
+def test_commits_that_do_not_run_hide_the_guilty_one_and_are_all_named(tmp_path, bisect):
+    names = make_repository(tmp_path / "project", [SAME, SAME, BROKEN, BROKEN, OTHER])
+    status, facts, _ = bisect(f"{names[0]}..{names[-1]}")
+    assert status == 1
+    assert {commit["sha"] for commit in facts["candidates"]} == set(names[2:])
+    assert facts["patch"] == ""
+    assert any("exit status 3" in trial["reason"] for trial in facts["trials"])
+
+
+def test_a_golden_ledger_finds_a_good_commit_and_the_guilty_one(tmp_path, bisect):
+    names = make_repository(tmp_path / "project", [SAME] * 6 + [OTHER] * 3)
+    _, facts, _ = bisect(f"{names[0]}..{names[-1]}")
+    golden = Path(facts["comparison"]["expected"])
+    status, facts, _ = bisect("--golden", str(golden), "HEAD")
+    assert status == 1
+    assert [commit["sha"] for commit in facts["candidates"]] == [names[6]]
+    # The other bits have no good commit.
+    other = Path(facts["comparison"]["actual"])
+    status, _, errors = bisect("--golden", str(other), names[5])
+    assert status == 2
+    assert "No ancestor" in errors
+
+
+def test_a_training_ends_after_the_epoch_that_was_asked_for(tmp_path, bisect):
+    slow = "import time\nfrom itertools import count\n\ndef values():\n    for n in count():\n"
+    slow += "        yield n {}\n        time.sleep(0.3)\n\nVALUES = values()"
+    contents = [slow.format("* 1"), slow.format("+ 0"), slow.format("* 2"), slow.format("* 2")]
+    names = make_repository(tmp_path / "project", contents)
+    status, facts, _ = bisect("--until", "2", f"{names[0]}..{names[-1]}")
+    assert status == 1
+    assert [commit["sha"] for commit in facts["candidates"]] == [names[2]]
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ([SAME, SAME, SAME], "is equal to the good one"),
+        ([BROKEN, SAME, OTHER], "must train, and it does not: The command"),
+        ([SAME, SAME, BROKEN], "must train, and it does not: The command"),
+        (["import time\nVALUES = [time.time_ns()]", OTHER], "d9m locate"),
+    ],
+)
+def test_what_cannot_be_bisected_is_an_error(tmp_path, bisect, contents, message):
+    names = make_repository(tmp_path / "project", contents)
+    status, facts, errors = bisect(f"{names[0]}..{names[-1]}")
+    assert (status, facts) == (2, {})
+    assert message in errors
+    assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["HEAD"], "names no good commit"),
+        (["nothing..HEAD"], "does not name a commit"),
+        (["HEAD..HEAD~1"], "is not an earlier ancestor"),
+        (["--link", "data", "HEAD~1..HEAD"], "--link is 'data', and "),
+    ],
+)
+def test_wrong_commits_are_one_clear_error(tmp_path, bisect, words, message):
+    make_repository(tmp_path / "project", [SAME, OTHER])
+    status, _, errors = bisect(*words)
+    assert status == 2
+    assert message in errors
+
+
+def test_a_folder_without_a_repository_is_one_clear_error(tmp_path, bisect):
+    (tmp_path / "project").mkdir()
+    status, _, errors = bisect("HEAD~1..HEAD")
+    assert status == 2
+    assert "is not in the working tree of a git repository" in errors
+    assert "The git command `git rev-parse --show-toplevel` failed: fatal" in errors
+
+
+def test_a_missing_git_is_named(tmp_path, bisect, monkeypatch):
+    make_repository(tmp_path / "project", [SAME, OTHER])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, errors = bisect("HEAD~1..HEAD")
+    assert status == 2
+    assert "git cannot be started: No such file or directory. Install git." in errors
+
+
+def test_linked_data_is_found_from_a_folder_below_the_top(tmp_path, bisect):
+    read = "from pathlib import Path\nVALUES = [int(Path('../data/n').read_text()) * {}]"
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    (folder / ".gitignore").write_text("data\n")
+    for number in (1, 1, 5):
+        (folder / "sub").mkdir(exist_ok=True)
+        (folder / "sub/train.py").write_text(TRAIN)
+        (folder / "sub/values.py").write_text(read.format(number) + f"\n# {os.urandom(4).hex()}\n")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", "Change")
+    (folder / "data").mkdir()
+    (folder / "data/n").write_text("7")
+    status, facts, _ = bisect("--link", "data", "HEAD~2..HEAD", inside="project/sub")
+    assert status == 1
+    assert "* 5" in facts["patch"]
+    assert (folder / "data/n").read_text() == "7"
+
+
+def test_the_text_names_the_commit_its_patch_and_what_differs(tmp_path, monkeypatch, capsys):
+    make_repository(tmp_path / "project", [SAME, SAME, OTHER])
+    monkeypatch.chdir(tmp_path / "project")
+    output = str(tmp_path / "output")
+    command = [sys.executable, "train.py"]
+    assert main(["bisect", "-o", output, "HEAD~2..HEAD", "--", *command]) == 1
+    text = capsys.readouterr().out
+    assert "first commit that differs: " in text
+    assert "Change 2 (Ann, " in text
+    assert "+VALUES = [1, 9, 8]" in text
+    assert "Rank 0, epoch 1" in text
+    assert "trained: 4 times for 2 commits" in text
