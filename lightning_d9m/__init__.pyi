@@ -17,6 +17,7 @@ from .errors import DriftError as DriftError
 from .errors import InexactResumeError as InexactResumeError
 from .errors import LedgerError as LedgerError
 from .errors import NotBitExactError as NotBitExactError
+from .errors import NotPortableError as NotPortableError
 from .errors import RankLostError as RankLostError
 from .errors import RanksDisagreeError as RanksDisagreeError
 from .errors import ReferenceRefusedError as ReferenceRefusedError
@@ -33,5 +34,6 @@ from .lightning.callback import DeterminismCallback as DeterminismCallback
 from .lightning.logical_ranks.ddp import DDPDeterministicStrategy as DDPDeterministicStrategy
 from .loop.recorder import Recorder as Recorder
 from .loop.transformers_callback import TransformersCallback as TransformersCallback
+from .portability.mode import portable as portable
 from .testing import assert_bit_exact as assert_bit_exact
 from .version import __version__ as __version__
