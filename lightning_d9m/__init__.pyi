@@ -17,6 +17,7 @@ from .errors import DriftError as DriftError
 from .errors import InexactResumeError as InexactResumeError
 from .errors import LedgerError as LedgerError
 from .errors import NotBitExactError as NotBitExactError
+from .errors import NotPortableError as NotPortableError
 from .errors import RankLostError as RankLostError
 from .errors import RanksDisagreeError as RanksDisagreeError
 from .errors import ReferenceRefusedError as ReferenceRefusedError
@@ -34,5 +35,6 @@ from .lightning.logical_ranks.ddp import DDPDeterministicStrategy as DDPDetermin
 from .loop.final_model import record_final as record_final
 from .loop.recorder import Recorder as Recorder
 from .loop.transformers_callback import TransformersCallback as TransformersCallback
+from .portability.mode import portable as portable
 from .testing import assert_bit_exact as assert_bit_exact
 from .version import __version__ as __version__

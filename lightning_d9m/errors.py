@@ -59,6 +59,20 @@ class StackDifferenceError(D9mError, RuntimeError):
         self.differences = tuple(differences)
 
 
+class NotPortableError(D9mError, NotImplementedError):
+    """An operation cannot be computed with the same bits on every machine.
+
+    Attributes:
+        op: The operation of torch, such as ``"aten.linalg_qr.default"``.
+        source: The line of the program that called it, as ``"file:line"``; None if unknown.
+    """
+
+    def __init__(self, message: str, *, op: str, source: str | None) -> None:
+        super().__init__(message)
+        self.op = op
+        self.source = source
+
+
 class NotBitExactError(D9mError, AssertionError):
     """Several runs of a function returned different bits."""
 

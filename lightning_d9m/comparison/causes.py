@@ -242,7 +242,7 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
     """
     if comparison.refusals:
         return _CAUSES["incomparable"]
-    if comparison.stack:
+    if comparison.stack and not comparison.portable:
         return _CAUSES["stack"]
     found = earliest_divergences(comparison)
     if not found:

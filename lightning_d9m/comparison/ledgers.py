@@ -32,7 +32,7 @@ from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.ledger.keys import Item, describe_record
 from lightning_d9m.ledger.resumed_runs import LineageReader
-from lightning_d9m.ledger.stack import same_logical_ranks, stack_differences
+from lightning_d9m.ledger.stack import are_portable, same_logical_ranks, stack_differences
 from lightning_d9m.text import escape
 
 __all__ = [
@@ -127,6 +127,7 @@ def compare_ledgers(
         ranks=tuple(ranks),
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
+        portable=are_portable(expected.header.settings, actual.header.settings),
         initial_weights=None if same_size or any_processes else _compare_initial(expected, actual),
     )
 

@@ -208,6 +208,7 @@ class Comparison:
         ranks_only_actual: Ranks that only the later ledger has.
         initial_weights: Of runs on different numbers of processes, which are alike only before the
             first step: the names of the initial weights that differ; None if both do not have them.
+        portable: Whether both runs computed portable bits, so that no stack explains a difference.
     """
 
     expected: Path
@@ -219,6 +220,7 @@ class Comparison:
     ranks_only_expected: tuple[int, ...]
     ranks_only_actual: tuple[int, ...]
     initial_weights: tuple[str, ...] | None = None
+    portable: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""

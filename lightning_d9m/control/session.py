@@ -81,6 +81,11 @@ class Session:
         patching = self.settings.patch_ops and torch.backends.cuda.is_built()
         if patching and not _is_patched(self.settings) and can_patch():
             stack.enter_context(patches_applied("CUDA", exclude=self.settings.unpatched_ops))
+        if self.settings.portable:
+            # Slow to import: only for those who ask for it.
+            from lightning_d9m.portability.mode import portable
+
+            stack.enter_context(portable())
 
     def verify(self) -> None:
         """Raise a ``SettingError`` if a flag or the number of threads has changed since."""

@@ -42,6 +42,8 @@ class Settings:
             see ``d9m ops``. Without it, torch raises where it has no deterministic kernel. The
             default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that torch computes anyway.
+        portable: Compute every operation so that the bits are the same on every machine, several
+            times slower; see ``docs/portable.md``.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -53,12 +55,13 @@ class Settings:
     fill_uninitialized_memory: bool = True
     patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
+    portable: bool = False
 
     def __post_init__(self) -> None:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
-        for name in ("per_sample_rng", "fill_uninitialized_memory", "patch_ops"):
+        for name in ("per_sample_rng", "fill_uninitialized_memory", "patch_ops", "portable"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise SettingError(f"{name} is {value!r}; allowed: True or False.")
@@ -71,8 +74,9 @@ class Settings:
             find_op(name)  # raises for a misspelled name
 
     def as_record(self) -> dict[str, int | bool | str | None]:
-        """Return the settings as the ledger stores them."""
-        return asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
+        """Return the settings as the ledger stores them; one that is off by default only if on."""
+        record = asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
+        return {name: value for name, value in record.items() if name != "portable" or value}
 
 
 def validate_choice(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -310,6 +310,17 @@ def same_logical_ranks(expected: Mapping[str, object], actual: Mapping[str, obje
     return expected.get(LOGICAL_RANKS) == actual.get(LOGICAL_RANKS) is not None
 
 
+def are_portable(expected: Mapping[str, object], actual: Mapping[str, object]) -> bool:
+    """Return whether the settings of two runs both say that their bits depend on no stack.
+
+    >>> are_portable({"portable": True}, {"portable": True})
+    True
+    >>> are_portable({"portable": True}, {"seed": 1})
+    False
+    """
+    return bool(expected.get("portable") and actual.get("portable"))
+
+
 def check_stack(
     expected: Mapping[str, object],
     actual: Mapping[str, object],

@@ -75,6 +75,10 @@ class DeterminismCallback(_Callback):
             (``d9m ops`` lists them). If False, torch raises where it has no deterministic kernel.
             None inherits; the default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that ``patch_ops`` does not replace. None inherits.
+        portable: Compute the same bits on every machine, several times slower. Initial weights are
+            the same only if the model is built with it on: with ``LIGHTNING_D9M=1`` and
+            ``LIGHTNING_D9M_PORTABLE=1``, or after ``enable(portable=True)``. None inherits; the
+            default is False.
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged scalars that are not
             recorded because they always differ, such as measured times.
         on_inexact_resume: What to do if a fit resumes from a checkpoint and cannot end at the same
@@ -113,6 +117,7 @@ class DeterminismCallback(_Callback):
         fill_uninitialized_memory: bool | None = None,
         patch_ops: bool | None = None,
         unpatched_ops: Sequence[str] | None = None,
+        portable: bool | None = None,
         ignored_metrics: Sequence[str] = (),
         on_inexact_resume: Literal["raise", "warn", "raise_early"] = "raise",
         probes: str | Sequence[str] = (),
@@ -132,6 +137,7 @@ class DeterminismCallback(_Callback):
             fill_uninitialized_memory=fill_uninitialized_memory,
             patch_ops=patch_ops,
             unpatched_ops=None if unpatched_ops is None else _as_tuple(unpatched_ops),
+            portable=portable,
         )
         read_path("ledger_dir", ledger_dir)  # it may be a URL, which is no path
         path = read_path("reference", reference)

@@ -23,6 +23,7 @@ class GivenSettings:
     fill_uninitialized_memory: bool | None = None
     patch_ops: bool | None = None
     unpatched_ops: tuple[str, ...] | None = None
+    portable: bool | None = None
 
     def __post_init__(self) -> None:
         replace(Settings(), **self._given())
@@ -45,6 +46,11 @@ class GivenSettings:
             raise SettingError(
                 "patch_ops is False, but the active session of lightning_d9m.enable() has patched "
                 "the operations already. Leave patch_ops out here, or call enable(patch_ops=False)."
+            )
+        if inherited.portable and self.portable is False:
+            raise SettingError(
+                "portable is False, but the active session of lightning_d9m.enable() computes "
+                "portable bits. Leave portable out here, or call enable(portable=False)."
             )
         if inherited.threads is None:
             inherited = replace(inherited, threads=threads)

@@ -124,7 +124,9 @@ class Search:
         )
 
         found = self._found
-        if not found.divergences or found.pair is None or found.pair.comparison.stack:
+        if not found.divergences or found.pair is None:
+            return ()
+        if found.pair.comparison.stack and not found.pair.comparison.portable:
             return ()
         first, initial = found.divergences[0], found.divergences[0].moment == "initial"
         found.magnitude = measure_recorded(first)

@@ -1,7 +1,8 @@
 """``with Recorder("runs", model, optimizer) as run:`` writes the ledger of any training loop."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -57,6 +58,9 @@ class Recorder:
         probe_modules: Patterns of the names of modules that are probed.
         probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
         probe_ranks: Ranks that record probes; None means all.
+        portable: Compute the same bits on every machine within the ``with`` block; see
+            ``lightning_d9m.portable``. The initial weights are portable only if the model was
+            built so.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -80,6 +84,7 @@ class Recorder:
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
         probe_ranks: int | Sequence[int] | None = None,
+        portable: bool = False,
     ) -> None:
         self._wrapped = model
         self._model = unwrap_model(model)
@@ -94,6 +99,7 @@ class Recorder:
             probe_steps=probe_steps,
             probe_ranks=probe_ranks,
         )
+        self._portable, self._switched = portable, ExitStack()
         self._session: Session | None = None
         self._ranks, self._world_size = Ranks(0), 1
         self._run = RunRecorder(self._policy)
@@ -112,6 +118,10 @@ class Recorder:
         self._session = session = self._ranks.raise_on_all(self._check_setup)
         self._fit = next_fit()
         self._batches = Batches(session.settings, self._fit, self._ranks.rank)
+        if self._portable:
+            from lightning_d9m.portability.mode import portable
+
+            self._switched.enter_context(portable())
         self._interruption.resume()
         return self
 
@@ -138,6 +148,7 @@ class Recorder:
             if self._batches is not None:
                 self._batches.release()
             self._session = self._batches = self._probes = None
+            self._switched.close()
 
     @property
     def ledger(self) -> Path | None:
@@ -173,7 +184,7 @@ class Recorder:
             self._model,
             lambda: describe_training(
                 self._ranks,
-                session.settings,
+                replace(session.settings, portable=self._portable or session.settings.portable),
                 {"world.size": self._world_size},
                 self._model,
                 self._wrapped,

@@ -9,6 +9,10 @@ from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
 _RANGES_SHOWN = 8
+_STACKS = {
+    False: "The stacks differ, which alone may change results:",
+    True: "The stacks differ; portable bits do not depend on them:",
+}
 # As long as a stack records a variable: if they were cut, two values might look alike.
 _VALUE = 256
 # A path, or a sentence about one, is shown in full.
@@ -32,7 +36,7 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
     if is_one_ledger(comparison):
         lines.append("Both are the same ledger, so this shows nothing about two runs.")
     for found, title in (
-        (comparison.stack, "The stacks differ, which alone may change results:"),
+        (comparison.stack, _STACKS[comparison.portable]),
         (comparison.settings, "These settings differ, but the runs are still comparable:"),
         (comparison.refusals, "The runs cannot be compared:"),
     ):

@@ -17,7 +17,7 @@ from lightning_d9m.hashing.training_state import Groups
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Digests, End, Header, Json, RunFacts
 from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, check_stack
+from lightning_d9m.ledger.stack import SHARDED_PARAMETERS, are_portable, check_stack
 from lightning_d9m.recording.collective import Ranks
 from lightning_d9m.recording.rank_agreement import RankAgreement, rank_error
 from lightning_d9m.recording.reference import Reference
@@ -182,7 +182,10 @@ class LedgerRecorder:
         self._reference = reference
         # The stack first: a different driver must not look like nondeterminism.
         expected, actual = reference.header.stack, self._header.stack
-        warning = check_stack(expected, actual, self._policy.on_stack_difference)
+        policy = self._policy.on_stack_difference
+        if are_portable(reference.header.settings, self._header.settings):
+            policy = "ignore"
+        warning = check_stack(expected, actual, policy)
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
         reference.check_header(self._header)

@@ -1,0 +1,635 @@
+"""Rules for arithmetic, comparisons that choose, elementary functions, and sums."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.exact_sums import cut_terms, plan_pieces, read_exponents, round_sums
+from lightning_d9m.portability import functions
+from lightning_d9m.portability.functions import evaluate
+from lightning_d9m.portability.products import matmul
+from lightning_d9m.portability.registry import RULES, as_tensor, composed, rule
+from lightning_d9m.portability.sums import add_terms
+
+_FUNCTIONS = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf", "erfc"),
+    *("erfinv", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "sin", "sinh"),
+    *("silu", "tan", "tanh"),
+)
+RULES.update({name: partial(evaluate, getattr(functions, name)) for name in _FUNCTIONS})
+
+
+# These round once, or not at all; complex numbers are refused.
+RULES |= {name: getattr(torch, name) for name in ("mul", "multiply", "abs", "absolute", "sgn")}
+RULES["mul_"] = Tensor.mul_
+
+
+# Processors make NaNs of different signs, and convert numbers out of range differently.
+@rule("signbit")
+def signbit(values: Tensor) -> Tensor:
+    """Whether a number is below 0, or -0.0; False for NaN."""
+    return torch.signbit(values) & ~values.isnan()
+
+
+@rule("copysign")
+def copysign(values: Tensor, signs: Any) -> Tensor:
+    """The values with other signs."""
+    if isinstance(signs, Tensor):
+        signs = torch.where(signs.isnan(), 0.0, signs)
+    return torch.copysign(values, signs)
+
+
+def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Show the bits of numbers; NaN gets one pattern first."""
+    if values.is_floating_point() and not dtype.is_floating_point:
+        values.masked_fill_(values.isnan(), math.nan)
+    return torch.ops.aten.view.dtype(values, dtype)  # type: ignore[no-any-return]
+
+
+def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Bring numbers that are converted to integers into their range; NaN becomes 0."""
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return values
+    if not values.is_floating_point():
+        return values
+    limits = torch.iinfo(dtype)
+    wide = torch.where(values.isnan(), 0.0, values.double())
+    highest = float(limits.max) if limits.bits < 64 else 2.0**63 - 1024
+    return wide.clamp_(float(limits.min), highest)
+
+
+@rule("_to_copy")
+def to_copy(values: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Convert numbers."""
+    bounded = _bound_to(values, dtype)
+    return torch.ops.aten._to_copy(bounded, dtype=dtype, **kwargs)  # type: ignore[no-any-return]  # noqa: SLF001
+
+
+@rule("copy_")
+def copy_in_place(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy numbers into a tensor."""
+    return target.copy_(_bound_to(source, target.dtype), non_blocking=non_blocking)
+
+
+@rule("copy")
+def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return numbers with the shape and dtype of a tensor."""
+    return copy_in_place(torch.empty_like(target), source, non_blocking)
+
+
+# One rounding for each operation: a machine with fused operations rounds `a + alpha * b` once.
+@rule("add")
+def add(left: Any, right: Any, alpha: float = 1) -> Tensor:
+    """``left + alpha * right``."""
+    return torch.add(left, right if alpha == 1 else right * alpha)
+
+
+@rule("sub")
+def subtract(left: Any, right: Any, alpha: float = 1) -> Tensor:
+    """``left - alpha * right``."""
+    return torch.sub(left, right if alpha == 1 else right * alpha)
+
+
+@rule("rsub")
+def subtract_from(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
+    """``right - alpha * left``."""
+    return torch.sub(as_tensor(right, left), left if alpha == 1 else left * alpha)
+
+
+@rule("add_")
+def add_in_place(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
+    """``left += alpha * right``."""
+    return left.add_(right if alpha == 1 else right * alpha)
+
+
+@rule("sub_")
+def subtract_in_place(left: Tensor, right: Any, alpha: float = 1) -> Tensor:
+    """``left -= alpha * right``."""
+    return left.sub_(right if alpha == 1 else right * alpha)
+
+
+@rule("div", "true_divide")
+def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
+    """The quotient; CUDA multiplies by the reciprocal of a number, so it gets a tensor."""
+    if rounding_mode is None:
+        if isinstance(right, Tensor) or not left.is_floating_point():
+            return torch.div(left, right)
+        return torch.div(left, torch.full((1,) * left.dim(), right).to(left))
+    dtype = torch.result_type(left, right)
+    if not dtype.is_floating_point:
+        return torch.div(left, right, rounding_mode=rounding_mode)
+    # A quotient of float32 numbers is never rounded to a whole number in float64.
+    wide = (as_tensor(one, right if one is left else left).double() for one in (left, right))
+    quotient = torch.div(*wide)
+    return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
+
+
+@rule("floor_divide")
+def floor_divide(left: Any, right: Any) -> Tensor:
+    """The quotient, rounded down."""
+    return divide(left, right, rounding_mode="floor")
+
+
+def _remainder(mode: str, left: Any, right: Any) -> Tensor:
+    dtype = torch.result_type(left, right)
+    if not dtype.is_floating_point:
+        return (torch.remainder if mode == "floor" else torch.fmod)(left, right)
+    wide, other = (as_tensor(one, right if one is left else left).double() for one in (left, right))
+    result = wide - divide(wide, other, mode) * other
+    return torch.where(other.isinf() & wide.isfinite(), wide, result).to(dtype)
+
+
+RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
+
+
+@rule("addcmul")
+def addcmul(start: Tensor, left: Tensor, right: Tensor, value: float = 1) -> Tensor:
+    """``start + value * left * right``, each operation rounded."""
+    product = left * right
+    return start + (product if value == 1 else product * value)
+
+
+@rule("addcdiv")
+def addcdiv(start: Tensor, left: Tensor, right: Tensor, value: float = 1) -> Tensor:
+    """``start + value * left / right``, each operation rounded."""
+    quotient = left / right
+    return start + (quotient if value == 1 else quotient * value)
+
+
+@rule("lerp")
+def lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Linear interpolation, from the nearer end."""
+    gap = end - start
+    if isinstance(weight, Tensor):
+        near = start + gap * weight
+        return torch.where(weight.abs() < 0.5, near, end - gap * (1 - weight))
+    if abs(weight) < 0.5:
+        return gap.mul_(weight).add_(start)
+    return end - gap.mul_(1 - weight)
+
+
+@rule("reciprocal")
+def reciprocal(values: Tensor) -> Tensor:
+    """1 / x."""
+    return torch.div(torch.ones((), device=values.device), values)
+
+
+@rule("sqrt")
+def sqrt(values: Tensor) -> Tensor:
+    """The square root; torch's own is not correctly rounded on x86."""
+    if values.dtype == torch.float64:
+        return evaluate(functions.sqrt, values)
+    # A root of a float32 number is never so near to the middle of two float32 numbers.
+    return evaluate(torch.sqrt, values)
+
+
+@rule("rsqrt")
+def rsqrt(values: Tensor) -> Tensor:
+    """1 / sqrt(x)."""
+    return reciprocal(sqrt(values))
+
+
+@rule("pow")
+def power(base: Any, exponent: Any) -> Tensor:
+    """The power; whole exponents up to 3 are products."""
+    if not isinstance(base, Tensor):
+        base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
+    if not torch.result_type(base, exponent).is_floating_point:
+        return torch.pow(base, exponent)
+    if not isinstance(exponent, Tensor):
+        simple: dict[float, Callable[[], Tensor]] = {
+            1.0: base.clone,
+            2.0: lambda: base * base,
+            3.0: lambda: base * base * base,
+            0.5: lambda: sqrt(base),
+            -0.5: lambda: rsqrt(base),
+            -1.0: lambda: reciprocal(base),
+            -2.0: lambda: reciprocal(base * base),
+        }
+        if base.is_floating_point() and float(exponent) in simple:
+            return simple[float(exponent)]()
+        exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
+        dtype = base.dtype if base.is_floating_point() else torch.get_default_dtype()
+        return evaluate(functions.pow, base.double(), exponent).to(dtype)
+    dtype = torch.result_type(base, exponent)
+    return evaluate(functions.pow, base.double(), exponent.double()).to(dtype)
+
+
+# Processors disagree on the greater one of 0.0 and -0.0.
+@rule("relu")
+def relu(values: Tensor) -> Tensor:
+    """The values that are positive, else 0."""
+    return torch.threshold(values, 0, 0)
+
+
+@rule("maximum")
+def maximum(left: Tensor, right: Tensor) -> Tensor:
+    """The greater one, or NaN; of equal ones the left one."""
+    return torch.where((right > left) | right.isnan(), right, left)
+
+
+@rule("minimum")
+def minimum(left: Tensor, right: Tensor) -> Tensor:
+    """The smaller one, or NaN; of equal ones the left one."""
+    return torch.where((right < left) | right.isnan(), right, left)
+
+
+@rule("fmax")
+def fmax(left: Tensor, right: Tensor) -> Tensor:
+    """The greater one that is a number."""
+    return torch.where((right > left) | left.isnan(), right, left)
+
+
+@rule("fmin")
+def fmin(left: Tensor, right: Tensor) -> Tensor:
+    """The smaller one that is a number."""
+    return torch.where((right < left) | left.isnan(), right, left)
+
+
+@rule("clamp", "clip")
+def clamp(values: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002 - torch's
+    """The values within bounds."""
+    dtype = values.dtype
+    for bound in (min, max):
+        dtype = dtype if bound is None else torch.result_type(values.to(dtype), bound)
+    result = values.to(dtype)
+    if min is not None:
+        result = maximum(result, as_tensor(min, result).to(dtype))
+    if max is not None:
+        result = minimum(result, as_tensor(max, result).to(dtype))
+    return result.clone() if result is values else result
+
+
+@rule("clamp_min")
+def clamp_min(values: Tensor, min: Any) -> Tensor:  # noqa: A002 - torch's
+    """The values, at least a bound."""
+    return clamp(values, min)
+
+
+@rule("clamp_max")
+def clamp_max(values: Tensor, max: Any) -> Tensor:  # noqa: A002 - torch's
+    """The values, at most a bound."""
+    return clamp(values, None, max)
+
+
+@rule("amax")
+def amax(values: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    """The greatest value; zero has one sign."""
+    return torch.amax(values, list(dim), keepdim=keepdim) + 0
+
+
+@rule("amin")
+def amin(values: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    """The least value; zero has one sign."""
+    return torch.amin(values, list(dim), keepdim=keepdim) + 0
+
+
+def _extreme(name: str, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = getattr(torch, name)(values, *args, **kwargs)
+    if isinstance(result, Tensor):
+        return result + 0
+    if name == "aminmax":
+        return tuple(one + 0 for one in result)
+    dim = args[0] if args else kwargs["dim"]
+    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    if not values.dim():
+        return values.clone(), result[1]
+    index = result[1] if keepdim else result[1].unsqueeze(dim)
+    chosen = values.gather(dim, index)
+    return (chosen if keepdim else chosen.squeeze(dim)), result[1]
+
+
+RULES |= {name: partial(_extreme, name) for name in ("max", "min", "aminmax")}
+
+
+@rule("sort")
+def sort(
+    values: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """The stable order: an unstable one is not the same everywhere."""
+    del stable
+    return torch.sort(values, stable=True, dim=dim, descending=descending)
+
+
+@rule("argsort")
+def argsort(values: Tensor, dim: int = -1, descending: bool = False, **_: Any) -> Tensor:
+    """The stable order's indices."""
+    return sort(values, dim, descending)[1]
+
+
+@rule("topk")
+def topk(
+    values: Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # noqa: A002
+) -> tuple[Tensor, Tensor]:
+    """The first k of the stable order."""
+    del sorted
+    if not values.dim():
+        return values.clone(), torch.zeros_like(values, dtype=torch.int64)
+    found = sort(values, dim, largest)
+    return tuple(one.narrow(dim, 0, k).contiguous() for one in found)  # type: ignore[return-value]
+
+
+@rule("kthvalue")
+def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The k-th of the stable order."""
+    found = [one.narrow(dim, k - 1, 1) for one in sort(values, dim)]
+    return tuple(one if keepdim else one.squeeze(dim) for one in found)  # type: ignore[return-value]
+
+
+@rule("median")
+def median(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The lower median, or NaN."""
+    if dim is None:
+        return median(values.reshape(-1), 0)[0]
+    ordered = sort(values, dim)
+    last = ordered[0].narrow(dim, -1, 1).isnan()
+    first_nan = values.isnan().int().argmax(dim, keepdim=True)
+    middle = (values.shape[dim] - 1) // 2
+    index = torch.where(last, first_nan, ordered[1].narrow(dim, middle, 1))
+    found = (values.gather(dim, index), index)
+    return tuple(one if keepdim else one.squeeze(dim) for one in found)
+
+
+@rule("sum")
+def sum_values(
+    values: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The exact sum, rounded once."""
+    if not values.is_floating_point():
+        if dtype is None or not dtype.is_floating_point:
+            dims = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+            return torch.sum(values, **dims, dtype=dtype)
+        values = values.to(dtype)
+    if dtype == torch.float64:
+        values = values.to(dtype)
+    return add_terms(values, _as_list(dim), keepdim=keepdim, dtype=dtype or values.dtype)
+
+
+@rule("mean")
+def mean(
+    values: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The exact sum, divided by the number of terms."""
+    total = sum_values(values, dim, keepdim, dtype=_at_least_32(dtype or values.dtype))
+    result = total / torch.full((1,) * total.dim(), _count(values, dim)).to(total)
+    return result.to(dtype or values.dtype)
+
+
+def spread(
+    values: Tensor, dim: Sequence[int] | None, correction: float = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the variance and the mean, with the dimensions kept, in float32 or float64."""
+    dtype = _at_least_32(values.dtype)
+    center = mean(values, dim, keepdim=True, dtype=dtype)
+    gaps = values.double() - center
+    total = add_terms(gaps.mul_(gaps), _as_list(dim), keepdim=True, dtype=dtype)
+    degrees = max(_count(values, dim) - correction, 0)
+    return total / torch.full((1,) * total.dim(), degrees).to(total), center
+
+
+def _variance(
+    root: bool,
+    with_mean: bool,
+    values: Tensor,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Any:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 0 if unbiased is False else 1
+    result, center = spread(values, dim, correction)
+    result = sqrt(result) if root else result
+    dims = _as_list(dim) or list(range(values.dim()))
+    shown = [one.to(values.dtype) for one in (result, center)]
+    if not keepdim and values.dim():
+        shown = [one.squeeze(tuple(dims)) for one in shown]
+    return tuple(shown) if with_mean else shown[0]
+
+
+RULES |= {
+    "var": partial(_variance, False, False),
+    "std": partial(_variance, True, False),
+    "var_mean": partial(_variance, False, True),
+    "std_mean": partial(_variance, True, True),
+}
+
+
+@rule("linalg_vector_norm")
+def vector_norm(
+    values: Tensor,
+    ord: float = 2,  # noqa: A002 - torch's
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A norm; the sum of squares is exact and rounded once."""
+    values = values if dtype is None else values.to(dtype)
+    out = _at_least_32(values.dtype)
+    dims = _as_list(dim)
+    add_up = partial(add_terms, dims=dims, keepdim=keepdim, dtype=out)
+    if ord == 2:
+        wide = values.double()
+        result = sqrt(add_up(wide * wide))
+    elif ord == 1:
+        result = add_up(values.abs())
+    elif ord == 0:
+        result = add_up((values != 0).to(out))
+    elif math.isinf(ord):
+        find = torch.amax if ord > 0 else torch.amin
+        result = find(values.abs(), dims or list(range(values.dim())), keepdim=keepdim)
+    else:
+        result = power(add_up(power(values.abs(), ord)), 1 / ord)
+    return result.to(values.dtype)
+
+
+@rule("norm")
+def norm(
+    values: Tensor,
+    p: float | None = 2,
+    dim: Sequence[int] = (),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A norm."""
+    return vector_norm(values, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@rule("cumsum")
+def cumsum(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The exact sum of the values up to each one, rounded once."""
+    if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
+        return torch.cumsum(values, dim, dtype=dtype)
+    values = values if dtype is None else values.to(dtype)
+    if not values.dim() or not values.numel():
+        return values.clone()
+    terms = values.double()
+    tops = read_exponents(terms).amax(dim, keepdim=True)
+    pieces = cut_terms(terms, tops, plan_pieces(values.dtype, values.shape[dim]))
+    return round_sums([piece.cumsum(dim) for piece in pieces], tops, values.dtype).add_(0.0)
+
+
+@rule("prod")
+def product(
+    values: Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The product of neighbors, of these products, and so on."""
+    if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
+        dims = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+        return torch.prod(values, **dims, dtype=dtype)
+    values = values if dtype is None else values.to(dtype)
+    rest = values.reshape(-1) if dim is None or not values.dim() else values.movedim(dim, -1)
+    if not rest.shape[-1]:
+        rest = torch.ones((*rest.shape[:-1], 1)).to(values)
+    while rest.shape[-1] > 1:
+        odd = rest[..., -1:] if rest.shape[-1] % 2 else rest[..., :0]
+        even = rest[..., : rest.shape[-1] // 2 * 2]
+        rest = torch.cat([even[..., 0::2] * even[..., 1::2], odd], -1)
+    result = rest[..., 0]
+    return result.unsqueeze(dim) if keepdim and dim is not None else result.clone()
+
+
+@rule("cumprod")
+def cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The product of the values up to each one, by doubling."""
+    if not values.is_floating_point() and (dtype is None or not dtype.is_floating_point):
+        return torch.cumprod(values, dim, dtype=dtype)
+    result = values.clone() if dtype is None else values.to(dtype, copy=True)
+    step, length = 1, values.shape[dim] if values.dim() else 0
+    while step < length:
+        later = result.narrow(dim, step, length - step)
+        later.copy_(later * result.narrow(dim, 0, length - step))
+        step *= 2
+    return result
+
+
+RULES |= {"mm": matmul, "bmm": matmul}
+
+
+@rule("dot", "vdot")
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """The exact sum of products, rounded once."""
+    return matmul(left.unsqueeze(0), right.unsqueeze(1)).view(())
+
+
+@rule("mv")
+def multiply_vector(matrix: Tensor, vector: Tensor) -> Tensor:
+    """The product of a matrix and a vector."""
+    return matmul(matrix, vector.unsqueeze(1)).squeeze(1)
+
+
+def add_scaled(start: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return ``beta * start + alpha * product``, each operation rounded."""
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:
+        return product
+    return product + (start if beta == 1 else start * beta)
+
+
+@rule("addmm", "baddbmm", "addmv", "addbmm", "addr")
+def add_product(
+    start: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """A product that is added to ``start``."""
+    if right.dim() == 1:
+        result = multiply_vector(left, right) if left.dim() > 1 else left.unsqueeze(1) * right
+    else:
+        result = matmul(left, right)
+        if start.dim() < result.dim() and result.dim() == 3 and start.dim() == 2:
+            result = sum_values(result, [0])
+    return add_scaled(start, result, beta, alpha)
+
+
+@rule("arange")
+def arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Equal steps; multiplied and added, each rounded."""
+    if dtype is None and all(isinstance(one, int) for one in args):
+        return torch.arange(*args, dtype=dtype, **kwargs)
+    if dtype is not None and not dtype.is_floating_point:
+        return torch.arange(*args, dtype=dtype, **kwargs)
+    start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+    count = max(0, math.ceil((end - start) / step))
+    places = torch.arange(count, dtype=torch.float64)
+    final = dtype or torch.get_default_dtype()
+    return torch.add(places * float(step), float(start)).to(dtype=final, **_placed(kwargs))
+
+
+def _placed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {} if kwargs.get("device") is None else {"device": kwargs["device"]}
+
+
+@rule("linspace")
+def linspace(
+    start: float, end: float, steps: int, *, dtype: torch.dtype | None = None, **kwargs: Any
+) -> Tensor:
+    """Equal steps from both ends."""
+    places = torch.arange(steps, dtype=torch.float64)
+    step = (float(end) - float(start)) / max(steps - 1, 1)
+    rising = places * step + float(start)
+    falling = torch.rsub((steps - 1 - places) * step, float(end))
+    result = torch.where(places < steps // 2 + (steps == 1), rising, falling)
+    return result.to(dtype=dtype or torch.get_default_dtype(), **_placed(kwargs))
+
+
+@composed("logsumexp")
+def logsumexp(values: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    """The logarithm of the sum of exponentials."""
+    dims = _as_list(dim) or list(range(values.dim()))
+    top = values.amax(dims, keepdim=True)
+    top = torch.where(top.abs() == math.inf, 0.0, top)
+    result = (values - top).exp().sum(dims, keepdim=True).log() + top
+    return result if keepdim else result.squeeze(tuple(dims))
+
+
+@composed("logaddexp")
+def logaddexp(left: Tensor, right: Tensor) -> Tensor:
+    """The logarithm of the sum of two exponentials."""
+    top = torch.maximum(left, right)
+    gap = torch.where(left == right, 0.0, -(left - right).abs())
+    return top + gap.exp().log1p()
+
+
+@rule("trace")
+def trace(matrix: Tensor) -> Tensor:
+    """The sum of the diagonal."""
+    return sum_values(matrix.diagonal())
+
+
+def _as_list(dim: Any) -> list[int] | None:
+    if dim is None:
+        return None
+    return [dim] if isinstance(dim, int) else list(dim)
+
+
+def _count(values: Tensor, dim: Any) -> int:
+    dims = _as_list(dim) or range(values.dim())
+    return math.prod(values.shape[one] for one in dims) if values.dim() else 1
+
+
+def _at_least_32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

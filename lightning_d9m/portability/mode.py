@@ -1,0 +1,331 @@
+"""The mode that computes each operation of torch with the same bits on every machine.
+
+Every operation belongs to one class: torch's own kernel moves values or compares them (``MOVES``),
+a rule computes it, torch's decomposition runs under the mode, or it takes only whole numbers. An
+operation in no class raises an error.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_d9m.errors import NotPortableError
+from lightning_d9m.portability import (
+    arithmetic,
+    layers,
+    losses,
+    optimizers,
+    random_numbers,
+    resampling,
+)
+from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
+
+_REGISTERED = (arithmetic, layers, losses, optimizers, random_numbers, resampling)
+
+# Torch's own kernels serve: they move values, compare them, or round them to whole numbers.
+MOVES = frozenset(
+    """
+    _conj_physical _copy_from _local_scalar_dense _pack_padded_sequence
+    _pack_padded_sequence_backward _pin_memory _reshape_alias _unique2 _unsafe_index
+    _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    adaptive_max_pool2d adaptive_max_pool3d all any argmax argmin argwhere as_strided
+    as_strided_copy as_strided_scatter bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor block_diag bucketize cat ceil channel_shuffle clone
+    complex constant_pad_nd count_nonzero cummax cummin detach_copy diag_embed
+    diagonal_backward diagonal_scatter embedding empty empty_like empty_permuted empty_strided
+    eq equal expand_copy eye fill flip floor frac fractional_max_pool2d fractional_max_pool3d
+    full full_like gather ge gt heaviside im2col index index_copy index_fill index_select
+    is_pinned is_same_size is_set_to isin isinf isnan isneginf isposinf item le lift
+    lift_fresh lift_fresh_copy logical_and logical_not logical_or logical_xor lt masked_fill
+    masked_scatter masked_select max_pool2d_with_indices max_pool3d_with_indices max_unpool2d
+    max_unpool3d nan_to_num narrow_copy ne neg negative new_empty new_empty_strided new_full
+    new_ones new_zeros nextafter nonzero nonzero_static ones ones_like permute_copy
+    pixel_shuffle pixel_unshuffle record_stream reflection_pad1d reflection_pad2d
+    reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
+    replication_pad3d resize resize_as roll rot90 round scalar_tensor scatter searchsorted
+    select_backward select_copy select_scatter set sign slice_backward slice_copy
+    slice_scatter split_copy split_with_sizes_copy squeeze_copy stack sym_numel sym_size
+    sym_storage_offset sym_stride t_copy take threshold transpose_copy tril tril_indices triu
+    triu_indices trunc unbind_copy unfold_copy unique_consecutive unique_dim unsafe_split
+    unsafe_split_with_sizes unsqueeze_copy upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d view_as_complex_copy view_as_real_copy view_copy where zero zeros
+    zeros_like
+    """.split()  # noqa: SIM905 - a table is easier to read
+)
+# Transfers between processes that compute nothing.
+_TRANSFERS = frozenset(
+    """
+    _allgather_base_ all_gather_into_tensor all_to_all_single allgather_ allgather_coalesced_
+    allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier broadcast broadcast_
+    gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send wait_tensor
+    """.split()  # noqa: SIM905 - a table is easier to read
+)
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
+_MOST_NESTED = 8  # calls of one operation within each other
+_PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
+_IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001 - torch has no public name
+
+
+class PortableMode(TorchDispatchMode):
+    """Computes each operation by its class."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._running: list[Any] = []
+        self._found: dict[Any, Rule] = {torch.ops.aten.view.dtype: arithmetic.view_bits}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute an operation."""
+        if types and any(one.__torch_dispatch__ is not _PLAIN for one in types):
+            return NotImplemented  # a subclass of Tensor takes it apart first
+        found = self._found.get(func)
+        if found is None:
+            found = self._found[func] = self._find(func)
+        return found(*args, **(kwargs or {}))
+
+    def _find(self, func: Any) -> Rule:
+        """Return what computes an operation."""
+        space, _, name = func._schema.name.partition("::")  # noqa: SLF001 - its public name
+        if space == "prims":
+            return self._compose(func.impl_aten, func)
+        if space in ("c10d", "_c10d_functional", "c10d_functional"):
+            return func if name in _TRANSFERS else partial(_reduce, func)
+        found = self._find_in_tables(func, name) if space == "aten" else None
+        if found is not None:
+            return found
+        implicit = func.has_kernel_for_dispatch_key(_IMPLICIT)
+        if func in decomposition_table or implicit:
+            return self._compose(decomposition_table.get(func, func.decompose), func)
+        functional = _find_functional(func)
+        if functional is not None:
+            return partial(_write, func, self._find(functional))
+        return partial(_take_integers, func)
+
+    def _find_in_tables(self, func: Any, name: str) -> Rule | None:
+        base = name.removesuffix("_") if not name.startswith("__") else name
+        exact, general = self._rule(name), self._rule(base)
+        if exact is not None and not any(one.is_out for one in func._schema.arguments):  # noqa: SLF001
+            return partial(_checked, func, exact)
+        if general is not None:
+            return partial(_checked, func, partial(_write, func, general))
+        apart = optimizers.take_apart(name) if name.startswith("_foreach_") else None
+        if apart is not None:
+            return self._compose(apart)
+        plain = _find_functional(func)
+        moves = base in MOVES and "reduce" not in func._overloadname  # noqa: SLF001 - a sum
+        if moves or _is_view(func) or (plain is not None and _is_view(plain)):
+            return func  # type: ignore[no-any-return]
+        return None
+
+    def _rule(self, name: str) -> Rule | None:
+        if name in COMPOSED:
+            return self._compose(COMPOSED[name])
+        return RULES.get(name)
+
+    def _compose(self, function: Rule, func: Any = None) -> Rule:
+        """Run a function under the mode; refuse an operation that leads back to itself."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if func is not None and self._running.count(func) >= _MOST_NESTED:
+                refuse(func)
+            self._running.append(func)
+            try:
+                with self:
+                    return function(*args, **kwargs)
+            finally:
+                self._running.pop()
+
+        return run
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns  # noqa: SLF001 - torch has no public form
+    alias = returns[0].alias_info if returns else None
+    return alias is not None and not alias.is_write
+
+
+def _find_functional(func: Any) -> Any:
+    """Return the overload without a side effect of one that writes; None if there is none."""
+    schema = func._schema  # noqa: SLF001 - torch has no public form
+    if not schema.is_mutable:
+        return None
+    packet, name = schema.name.partition("::")[2].removesuffix("_"), func._overloadname  # noqa: SLF001
+    found = getattr(getattr(torch.ops, func.namespace), packet, None)
+    if found is None:
+        return None
+    wanted = [(one.name, str(one.type)) for one in schema.arguments if not one.is_out]
+    for overload in found.overloads():
+        candidate = getattr(found, overload)
+        if candidate._schema.is_mutable:  # noqa: SLF001
+            continue
+        given = [(one.name, str(one.type)) for one in candidate._schema.arguments]  # noqa: SLF001
+        if given == wanted or (not schema.name.endswith("_") and overload == name):
+            return candidate
+    return None
+
+
+def _write(func: Any, general: Rule, *args: Any, **kwargs: Any) -> Any:
+    """Compute a functional form, and write the results where the operation writes them."""
+    schema = func._schema  # noqa: SLF001 - torch has no public form
+    outs = [one.name for one in schema.arguments if one.is_out]
+    if not outs:
+        if not schema.is_mutable:
+            return general(*args, **kwargs)
+        return args[0].copy_(general(*args, **kwargs))
+    targets = [kwargs.pop(name) for name in outs]
+    results = general(*args, **kwargs)
+    for target, result in zip(
+        targets, results if isinstance(results, tuple) else (results,), strict=True
+    ):
+        if target.shape != result.shape:
+            target.resize_(result.shape)
+        target.copy_(result)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _checked(func: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
+    """Apply a rule to dense real numbers; leave shapes without values to torch."""
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                return func(*args, **kwargs)
+            if value.is_complex() or value.layout != torch.strided:
+                refuse(func)
+    return rule(*args, **kwargs)
+
+
+def _take_integers(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operation in no class on whole numbers only, which are exact."""
+    given = [*_tensors(args), *_tensors(kwargs.values())]
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    if seeded or any(_has_fractions(one) for one in given):
+        if given and all(one.is_meta for one in given):
+            return func(*args, **kwargs)
+        refuse(func)
+    result = func(*args, **kwargs)
+    if any(_has_fractions(one) for one in _tensors([result])):
+        refuse(func)
+    return result
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.layout != torch.strided
+
+
+def _reduce(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reduce over processes if the order of the additions cannot matter."""
+    whole = not any(_has_fractions(one) for one in _tensors(args))
+    if whole or torch.distributed.get_world_size() == 1:
+        return func(*args, **kwargs)
+    operation = next((one for one in args if "ReduceOp" in type(one).__name__), None)
+    if not any(name in str(operation) for name in ("MAX", "MIN")):
+        remedy = (
+            "Sum over ranks with DDPDeterministicStrategy(logical_ranks=...), in a fixed order."
+        )
+        refuse(func, remedy)
+    return func(*args, **kwargs)
+
+
+def refuse(func: Any, remedy: str = "") -> NoReturn:
+    """Raise the error for an operation that cannot be computed portably."""
+    source = find_source()
+    remedy = remedy or "Replace it by operations that can, or switch portable off."
+    where = f" at {source}" if source else ""
+    raise NotPortableError(
+        f"{func} cannot be computed with the same bits on every machine{where}: it is in none of "
+        f"the classes of docs/portable.md. {remedy}",
+        op=str(func),
+        source=source,
+    )
+
+
+def find_source() -> str | None:
+    """Return the innermost line that is neither torch's, Lightning's nor ours, as ``file:line``."""
+    ours = str(Path(__file__).parents[1])
+    frame: Any = sys._getframe(1)  # noqa: SLF001 - inspect.stack reads every file
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _FOREIGN and not frame.f_code.co_filename.startswith(ours):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+_MODE = PortableMode()
+_active = threading.local()
+
+
+def is_portable() -> bool:
+    """Return whether the operations of this thread are computed portably."""
+    return bool(getattr(_active, "count", 0))
+
+
+@contextmanager
+def _switched(
+    get: Callable[[], bool], put: Callable[[bool], object], value: bool
+) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Compute every operation of the body with the same bits on every machine.
+
+    It is several times slower than torch. An operation that cannot be computed so raises a
+    ``NotPortableError``.
+
+    Examples:
+        >>> import torch
+        >>> with portable():
+        ...     torch.tensor([1e8, 1.0, -1e8]).sum().item()
+        1.0
+    """
+    if is_portable():
+        yield
+        return
+    cuda, cpu = torch.backends.cuda, torch._C  # noqa: SLF001 - the flag has no public setter
+    with ExitStack() as stack:
+        switches = (
+            # oneDNN's recurrent layers are one operation; without it torch takes them apart.
+            (cpu._get_mkldnn_enabled, cpu._set_mkldnn_enabled, False),  # noqa: SLF001
+            # Fused attention adds in an order of its own; the plain one is products and softmax.
+            (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
+            (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
+            (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
+            # The fast path of encoder layers is one operation.
+            (
+                torch.backends.mha.get_fastpath_enabled,
+                torch.backends.mha.set_fastpath_enabled,
+                False,
+            ),
+        )
+        for switch in switches:
+            stack.enter_context(_switched(*switch))
+        _active.count = 1
+        stack.callback(setattr, _active, "count", 0)
+        stack.enter_context(_MODE)
+        yield

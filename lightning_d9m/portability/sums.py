@@ -1,0 +1,192 @@
+"""Sums and products of float32 numbers, rounded once from their exact values.
+
+float64 holds every product of two float32 numbers. A sum of n such terms in float64, in any order
+and by any library, is off by at most n * 2**-53 times the sum of their sizes. If all numbers within
+twice this bound round to one float32 number, that number is the exact sum rounded, whatever the
+order was. Otherwise (for about one element in 10,000) ``math.fsum`` adds the terms of the element.
+Which elements need it may differ between machines; the results do not. Sums of float64 numbers are
+those of ``patches.exact_sums``, and products of float64 numbers come from Ozaki's scheme.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.patches.exact_sums import exact_sum
+
+UNIT = 2.0**-53
+BLOCK = 512
+"""Terms that are added at a time: shorter sums have smaller bounds."""
+
+_MOST_TERMS = 2**20  # that are added exactly at a time
+
+
+def settle(total: Tensor, bound: Tensor, find_terms: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round float64 sums to float32 as their exact values round.
+
+    Args:
+        total: The sums, contiguous; any order of additions.
+        bound: At least twice the greatest error of each sum; it is overwritten.
+        find_terms: Returns the terms of sums, ``[sums, terms]``, given their flat positions.
+    """
+    result = (total + bound).to(torch.float32)
+    unsure = torch.sub(total, bound, out=bound).to(torch.float32) != result
+    if bool(unsure.any()):
+        places = unsure.view(-1).nonzero().view(-1)
+        flat, exact = result.view(-1), total.view(-1)[places]
+        flat[places] = exact.to(torch.float32)
+        places = places[exact.isfinite()]
+        length = find_terms(places[:1]).shape[-1]
+        for part in places.split(max(1, _MOST_TERMS // max(length, 1))):
+            sums = [add_exactly(row) for row in find_terms(part).tolist()]
+            flat[part] = torch.tensor(sums, dtype=torch.float64, device=flat.device).float()
+    return result.add_(0.0)  # one zero
+
+
+def add_exactly(terms: list[float]) -> float:
+    """Return a sum in float64 that rounds to float32 as the exact sum does.
+
+    Its last bit is 1 unless it is exact (rounding to odd).
+    """
+    total = math.fsum(terms)
+    terms.append(-total)
+    rest = math.fsum(terms)
+    if rest and not struct.unpack("<q", struct.pack("<d", total))[0] & 1:
+        return math.nextafter(total, math.copysign(math.inf, rest))
+    return total
+
+
+def add_terms(
+    values: Tensor, dims: Sequence[int] | None, *, keepdim: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the sum over dimensions, rounded once to a dtype (twice to one of 16 bits).
+
+    The terms are float32 numbers, or float64 numbers below 2**512.
+    """
+    count = values.dim()
+    axes = sorted({dim % count for dim in (dims or range(count))}) if count else []
+    shape = [1 if axis in axes else size for axis, size in enumerate(values.shape)]
+    if not keepdim:
+        final = [size for axis, size in enumerate(values.shape) if axis not in axes]
+    else:
+        final = shape
+    if not values.numel():
+        return torch.zeros(final, dtype=dtype, device=values.device)
+    if dtype == torch.float64:
+        return exact_sum(values, axes).add_(0.0).view(final)
+    terms = values.to(torch.float64)
+    total, rounds = _reduce(terms, axes)
+    size, _ = _reduce(terms.abs(), axes)
+    others = [axis for axis in range(count) if axis not in axes]
+
+    def find_terms(places: Tensor) -> Tensor:
+        places = places.clone()
+        index: list[Tensor] = []
+        for axis in reversed(others):
+            index.insert(0, places % values.shape[axis])
+            places = places // values.shape[axis]
+        rows = terms.permute(*others, *axes)[tuple(index)] if others else terms.unsqueeze(0)
+        return rows.reshape(max(len(places), 1), -1)
+
+    total = total.contiguous()
+    result = settle(total, size * (2 * (rounds + 2) * UNIT), find_terms)
+    return result.view(final).to(dtype)
+
+
+def _reduce(terms: Tensor, axes: Sequence[int]) -> tuple[Tensor, int]:
+    """Add over dimensions one after the other; return also the greatest number of roundings."""
+    rounds = 0
+    for axis in sorted(axes, key=lambda axis: -axis):
+        length = terms.shape[axis]
+        part = math.gcd(length, BLOCK)
+        if length > 2 * BLOCK and part > 1:
+            terms = terms.unflatten(axis, (length // part, part)).sum(axis + 1)
+            rounds, length = rounds + part, length // part
+        terms, rounds = terms.sum(axis, keepdim=True), rounds + length
+    return terms, rounds
+
+
+def multiply(left: Tensor, right: Tensor, size: Tensor | None = None) -> Tensor:
+    """Return the products of float32 matrices, given in float64 as ``[b, m, k]`` and ``[b, k, n]``.
+
+    ``size`` has bounds of the norms of the right matrix's columns, if the caller knows them.
+    """
+    inner, columns = left.shape[2], right.shape[2]
+    rows = left.shape[1]
+    if not left.numel() or not right.numel():
+        return left.new_zeros((len(left), rows, columns), dtype=torch.float32)
+    total = _multiply_in_blocks(left, right)
+    terms = min(inner, BLOCK) + -(-inner // BLOCK) + 2
+    size = measure(right, 1) if size is None else size
+    bound = measure(left, 2).mul_(2 * terms * UNIT) * size
+
+    def find_terms(places: Tensor) -> Tensor:
+        batch, place = places // (rows * columns), places % (rows * columns)
+        return left[batch, place // columns] * right[batch, :, place % columns]
+
+    return settle(total, bound, find_terms)
+
+
+def _multiply_in_blocks(left: Tensor, right: Tensor) -> Tensor:
+    total = torch.bmm(left[:, :, :BLOCK], right[:, :BLOCK])
+    for start in range(BLOCK, left.shape[2], BLOCK):
+        part = slice(start, start + BLOCK)
+        total += torch.bmm(left[:, :, part], right[:, part])
+    return total
+
+
+def measure(matrices: Tensor, dim: int) -> Tensor:
+    """Return a bound of the Euclidean norms along a dimension, which stays."""
+    if matrices.stride(dim) == 1:
+        norms: Tensor = torch.linalg.vector_norm(matrices, dim=dim, keepdim=True)
+        return norms.mul_(1.0 + 2.0**-20)
+    return matrices.square().sum(dim, keepdim=True).sqrt_().mul_(1.0 + 2.0**-20)
+
+
+def multiply_doubles(left: Tensor, right: Tensor) -> Tensor:
+    """Return the products of float64 matrices; the same bits in any order (Ozaki's scheme).
+
+    Rows and columns are cut into pieces of so few bits that every sum of products of two pieces is
+    exact. The pieces keep at least 55 bits below the greatest element of a row or a column.
+    """
+    inner = left.shape[2]
+    if not left.numel() or not right.numel():
+        return left.new_zeros((len(left), left.shape[1], right.shape[2]))
+    number = 3
+    while True:
+        bits = (51 - (number * inner - 1).bit_length()) // 2
+        if bits * number >= 55:
+            break
+        number += 1
+    parts, left_scale = _cut(left, 2, bits, number)
+    others, right_scale = _cut(right, 1, bits, number)
+    result = left.new_zeros(())
+    for order in reversed(range(number)):
+        wide = torch.cat(parts[: order + 1], dim=2)
+        high = torch.cat(others[: order + 1][::-1], dim=1)
+        exact = torch.bmm(wide, high)
+        result = exact if order == number - 1 else exact.add_(result)
+    result.mul_(left_scale).mul_(right_scale).add_(0.0)
+    bad = ~(left.isfinite().all(2, keepdim=True) & right.isfinite().all(1, keepdim=True))
+    if bool(bad.any()):
+        special = [torch.where(one.isfinite(), one.sign(), one) for one in (left, right)]
+        result = torch.where(bad, torch.bmm(*special), result)
+    return result
+
+
+def _cut(matrices: Tensor, dim: int, bits: int, number: int) -> tuple[list[Tensor], Tensor]:
+    """Cut each vector along a dimension into pieces; return also the scale of each vector."""
+    finite = torch.where(matrices.isfinite(), matrices, 0.0)
+    top = finite.abs().amax(dim, keepdim=True).contiguous()
+    exponent = ((top.view(torch.int64) >> 52) - 1023).clamp_(-1022, 1022)
+    rest = finite * ((1023 - exponent) << 52).view(torch.float64)
+    pieces = []
+    for place in range(1, number + 1):
+        constant = 1.5 * 2.0 ** (52 - bits * place)
+        piece = (rest + constant).sub_(constant)
+        rest = rest - piece
+        pieces.append(piece)
+    return pieces, ((1023 + exponent) << 52).view(torch.float64)

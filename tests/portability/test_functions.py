@@ -1,0 +1,107 @@
+"""Elementary functions are compared with mpmath, which torch brings through sympy."""
+
+import math
+
+import mpmath
+import pytest
+import torch
+
+from lightning_d9m.portability import functions
+from lightning_d9m.portability.functions import evaluate
+
+REFERENCES = {
+    name: getattr(mpmath, name)
+    for name in (
+        *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp"),
+        *("erfinv", "expm1", "log", "log10", "log1p", "sin", "sinh", "sqrt", "tan", "tanh"),
+    )
+} | {
+    "exp2": lambda x: mpmath.mpf(2) ** x,
+    "log2": lambda x: mpmath.log(x, 2),
+    "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
+    "softplus": lambda x: mpmath.log1p(mpmath.exp(x)),
+}
+DOMAINS = {
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1, 1)),
+    **dict.fromkeys(("log", "log2", "log10", "sqrt"), (0, math.inf)),
+    "acosh": (1, math.inf),
+    "log1p": (-1, math.inf),
+}
+
+
+def sample(count):
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator)
+    anything = bits.to(torch.int32).view(torch.float32)
+    near = torch.randn(count, generator=generator) * 3
+    return torch.cat([anything[anything.isfinite()], near, near * 1e-3, near.abs() / 8])
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_error_is_half_a_unit(name):
+    low, high = DOMAINS.get(name, (-math.inf, math.inf))
+    values = [x for x in sample(40).tolist() if low < x < high]
+    results = evaluate(getattr(functions, name), torch.tensor(values)).tolist()
+    with mpmath.workprec(200):
+        for value, result in zip(values, results, strict=True):
+            exact = REFERENCES[name](mpmath.mpf(value))
+            if abs(exact) >= 2.0**128:
+                assert abs(result) == math.inf
+                continue
+            exponent = mpmath.frexp(exact)[1] if exact else 0
+            unit = mpmath.mpf(2) ** max(exponent - 24, -149)
+            assert abs(result - exact) <= 0.501 * unit, (value, result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_special_values_are_those_of_torch(name, dtype):
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3e38, -3e38, 1e-30, -1e-30]
+    values = torch.tensor(special, dtype=dtype)
+    expected = (torch.nn.functional.softplus if name == "softplus" else getattr(torch, name))(
+        values
+    )
+    result = evaluate(getattr(functions, name), values)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0, equal_nan=True)
+    zero = expected == 0
+    assert torch.equal(torch.signbit(result[zero]), torch.signbit(expected[zero]))
+
+
+@pytest.mark.parametrize("name", ["pow", "atan2"])
+def test_functions_of_two_numbers(name):
+    numbers = [
+        0.0,
+        -0.0,
+        1,
+        -1,
+        2,
+        -2,
+        0.5,
+        -0.5,
+        3,
+        -3,
+        math.inf,
+        -math.inf,
+        math.nan,
+        1e30,
+        1e-30,
+    ]
+    left, right = torch.meshgrid(torch.tensor(numbers), torch.tensor(numbers), indexing="ij")
+    result = evaluate(getattr(functions, name), left.reshape(-1), right.reshape(-1))
+    expected = getattr(torch, name)(left.double(), right.double()).float().reshape(-1)
+    torch.testing.assert_close(result, expected, rtol=2e-7, atol=0, equal_nan=True)
+
+
+def test_the_root_of_float64_is_correctly_rounded():
+    bits = torch.randint(
+        0, 0x7FF0000000000000, (20_000,), generator=torch.Generator().manual_seed(0)
+    )
+    values = bits.view(torch.float64)
+    roots = functions.sqrt(values).tolist()
+    assert roots == [math.sqrt(value) for value in values.tolist()]
+
+
+def test_chunks_give_what_one_piece_gives():
+    values = torch.randn(3 * 2**14 + 5)
+    whole = functions.exp(values.double()).float()
+    assert torch.equal(evaluate(functions.exp, values), whole)
