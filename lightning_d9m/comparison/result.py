@@ -245,7 +245,7 @@ class Comparison:
 
     @property
     def extent(self) -> Literal["logged values", "evaluations", "training"]:
-        """What differs at most: the first two only if the runs have the same records."""
+        """The most that differs: the first two only if the runs have the same records."""
         alone = (self.ranks_only_expected, self.ranks_only_actual)
         sides = [(rank.only_expected, rank.only_actual) for rank in self.ranks]
         longer = any(one.count or other.count for one, other in sides)
