@@ -279,8 +279,8 @@ class TrainerSession:
         strategy = self._trainer.strategy
         original: Callable[[object], object] = strategy.process_dataloader
 
-        def process_dataloader(loader: object) -> object:
-            processed = original(loader)
+        def process_dataloader(dataloader: object) -> object:
+            processed = original(dataloader)
             name = str(cast(Any, self._trainer.state.stage).value)
             stage = _STAGES.get(name, name)
             controlled = self._loaders.wrap_loader(processed, stage)

@@ -432,6 +432,11 @@ class TestBadInput:
         ):
             DeterminismCallback(**{name: "ignore it"})
 
+    @pytest.mark.parametrize("name", ["reference", "ledger_dir"])
+    def test_what_is_no_path(self, name):
+        with pytest.raises(SettingError, match=f"{name} is 5; allowed: a path, or None for none"):
+            DeterminismCallback(**{name: 5})
+
     def test_a_missing_reference(self, fit, tmp_path):
         from lightning_d9m import LedgerError
 

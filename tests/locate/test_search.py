@@ -150,6 +150,19 @@ def test_a_logged_number_is_measured_from_the_ledger():
     assert (found.magnitude.ulps, len(looks)) == (1, 1)
 
 
+@pytest.mark.parametrize("extent", ["evaluations", "training"])
+def test_a_value_of_a_validation_is_followed_into_its_operations(extent):
+    """They belong to the last step of the epoch."""
+    logged = pair("scalars", "val_loss", moment="epoch", step=10, values=("0x0p+0", "0x1p+0"))
+    logged.comparison.extent = extent
+    op = pair("op", "(model)::aten.add.Tensor", step=9)
+    found, looks = search(logged, logged, logged, op, op)
+    assert (found.cause.kind, found.divergences[0].step) == ("op", 9)
+    steps = [words.get("probe_steps") for _, words in looks]
+    assert steps == [None, "0:10", "0:11", "9:10", "9:10"]
+    assert looks[3][0] == "operations of (model)"
+
+
 @pytest.mark.parametrize("error", [ValueError("the dump"), KeyboardInterrupt()])
 def test_what_was_found_is_told_if_a_later_look_fails(error):
     looks = iter([pair(**EPOCH), pair("loss", "loss", step=4)])

@@ -193,7 +193,7 @@ class ResumableFit:
                 filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
             reset()
 
-    def _start_batches(self, start: Callable[..., None], *args: Any) -> None:
+    def _start_batches(self, start: Callable[..., None], *args: Any, **words: Any) -> None:
         trainer, session = self._trainer, self._session
         between = self._was_saved_between_epochs
         if makes_iterator_again(trainer):
@@ -202,7 +202,7 @@ class ResumableFit:
             session.restart_epoch(trainer.current_epoch)
             iterate_again(trainer, self._loader_states)
         self._loader_states = []
-        start(*args)
+        start(*args, **words)
         if self._resumed is not None and exactness.is_at_end(trainer):  # a batch may be fetched
             session.restore_numbers(self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
@@ -216,9 +216,9 @@ class ResumableFit:
                 run_state.restore_within(trainer, self._rank_state, self._report_problem)
             self._resumed = None
 
-    def _end_batch(self, end: Callable[..., None], *args: Any) -> None:
+    def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
-        end(*args)
+        end(*args, **words)
 
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
