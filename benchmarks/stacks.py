@@ -148,7 +148,7 @@ def resume(programs: Path, log: Path) -> dict[str, Any]:
 
 
 def run_tests(programs: Path, log: Path) -> dict[str, Any]:
-    """Run the tests against the wheel; warnings of old packages are no errors there."""
+    """Run the tests against the wheel; warnings of old packages do not fail them."""
     options = ("-q", "-o", "filterwarnings=", "-p", "no:cacheprovider", f"--rootdir={ROOT}")
     paths = [ROOT / path for path in TESTS]
     done = run(programs / "pytest", *options, "-c", ROOT / "pyproject.toml", *paths, log=log)

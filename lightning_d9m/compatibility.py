@@ -1,4 +1,4 @@
-"""What differs between versions of torch and Lightning; no other file looks at a version.
+"""Differences between versions of torch and Lightning; no other file looks at a version.
 
 Where an older release lacks something, this module says what does not work with it.
 """
@@ -99,7 +99,7 @@ def _has_accelerators() -> bool:
 def find_accelerator(*, available: bool = False) -> torch.device | None:
     """Return the kind of device that torch was built for, without starting its driver.
 
-    If ``available``, only one that this machine has. An older torch is asked for CUDA only.
+    If ``available``, only one that this machine has. With an older torch, only CUDA is known.
     """
     if _has_accelerators():
         check = {"check_available": True} if available else {}

@@ -1,6 +1,7 @@
 """Checks of this process and machine for causes of nondeterminism, each with its fix."""
 
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from lightning_d9m.control.settings import HIGHEST_SEED
 from lightning_d9m.control.threads import DYNAMIC, threads_vary
 from lightning_d9m.control.torch_flags import capture_flags
 
+_GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]
 
 # The values that a session accepts, its own choice first, and the effect of any other value.
@@ -103,6 +105,7 @@ def _run_checks() -> Iterator[CheckResult]:
     for name, (allowed, reason) in _VARIABLES.items():
         yield check_optional_variable(name, allowed, reason, unset="the callback sets it")
     yield _check_nccl()
+    yield from _check_host_name()
     yield from _check_flags()
     yield _check_precision()
     yield _check_threads()
@@ -174,6 +177,31 @@ def _check_nccl() -> CheckResult:
         "NVLS reduces inside the network switch, in an order that differs between calls.",
         f"Unset it, or set {environment.NCCL}={environment.NCCL_DEFAULT}.",
         f"export {environment.NCCL}={environment.NCCL_DEFAULT}",
+    )
+
+
+def _check_host_name() -> Iterator[CheckResult]:
+    """Check the address that Gloo gives to other hosts, if a launcher names one of them."""
+    first = os.environ.get("MASTER_ADDR", "")
+    if first in ("", "localhost") or first.startswith("127."):
+        return
+    if interface := os.environ.get(_GLOO):
+        yield CheckResult(_GLOO, "ok", interface)
+        return
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "no address"
+    if address[0].isdigit() and not address.startswith("127."):
+        yield CheckResult(_GLOO, "ok", f"not set; this host's name resolves to {address}")
+        return
+    yield CheckResult(
+        _GLOO,
+        "problem",
+        "not set",
+        f"The name of this host, {socket.gethostname()}, resolves to {address}, so the ranks on "
+        "other hosts cannot connect to this one, and wait until a timeout.",
+        f"Set it to the interface that `ip route get {first}` names.",
     )
 
 

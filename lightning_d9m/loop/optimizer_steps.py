@@ -10,6 +10,7 @@ Ranks do not communicate for it, because a program need not step on every rank.
 import os
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -217,7 +218,7 @@ class OptimizerSteps:
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._undo.append(register(self._before_forward).remove)
         # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
-        self._undo.append(Finalize(None, self.finish, exitpriority=0).cancel)
+        self._undo.append(Finalize(None, self._finish_process, exitpriority=0).cancel)
 
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""
@@ -231,6 +232,19 @@ class OptimizerSteps:
         run, self._run = self._run, None
         if run is not None and self._process == os.getpid():
             self._attempt(lambda: run.finish(getattr(sys, "last_value", None)))
+
+    def _finish_process(self) -> None:
+        """Finish the ledger at the end of the process; a difference there is its exit status.
+
+        Python ignores the errors of functions that it calls at exit.
+        """
+        try:
+            self.finish()
+        except D9mError:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
         if self._run is None and torch.is_grad_enabled() and module.training:

@@ -149,6 +149,32 @@ def test_an_old_torch_is_found(healthy, report, monkeypatch, version, status):
     assert report()[1]["torch"]["status"] == status
 
 
+@pytest.mark.parametrize(
+    ("first", "address", "interface", "status"),
+    [
+        ("10.0.0.1", "127.0.1.1", None, "problem"),
+        ("10.0.0.1", None, None, "problem"),
+        ("10.0.0.1", "10.0.0.2", None, "ok"),
+        ("10.0.0.1", "127.0.1.1", "eth0", "ok"),
+        ("127.0.0.1", "127.0.1.1", None, None),
+    ],
+)
+def test_an_address_that_other_hosts_cannot_reach_is_found(
+    healthy, report, monkeypatch, first, address, interface, status
+):
+    def resolve(name):
+        if address is None:
+            raise OSError(name)
+        return address
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", resolve)
+    monkeypatch.setenv("MASTER_ADDR", first)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    found = report()[1].get("GLOO_SOCKET_IFNAME")
+    assert (None if found is None else found["status"]) == status
+
+
 def test_rocm_is_noted(healthy, report, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert report()[1]["torch"]["status"] == "note"

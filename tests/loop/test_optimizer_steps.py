@@ -222,6 +222,16 @@ def test_a_program_that_does_not_know_us_leaves_a_ledger(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def test_a_difference_that_only_the_final_state_shows_is_the_exit_status(tmp_path):
+    variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path)}
+    assert run_program(tmp_path, **variables).returncode == 0
+    variables |= {"LIGHTNING_D9M_REFERENCE": str(tmp_path / "fit-000")}
+    end = "with torch.no_grad(): model[0].weight.view(torch.int32)[0, 0] ^= 1"
+    done = run_program(tmp_path, end=end, **variables)
+    assert done.returncode == 1
+    assert "DriftError" in done.stderr
+
+
 def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(tmp_path):
     end = (
         "if os.fork(): os.wait()\nelse: optimizer.step(); os._exit(0)\nraise ValueError('planted')"
