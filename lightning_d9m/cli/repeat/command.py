@@ -28,6 +28,13 @@ from lightning_d9m.launch.run import Run, make_output, make_run_folder, read_fit
 from lightning_d9m.output.repeat_text import RepeatReport
 
 _MIN_RUNS = 2
+# What changes the bits of a training on one machine, unless they are portable.
+_PORTABLE = {"LIGHTNING_D9M_PORTABLE": "1", "OMP_NUM_THREADS": "1"}
+_STACKS = (
+    ("one thread", _PORTABLE),
+    ("two threads", _PORTABLE | {"OMP_NUM_THREADS": "2"}),
+    ("no vector instructions", _PORTABLE | {"ATEN_CPU_CAPABILITY": "default"}),
+)
 _MOST_PRINTED, _MOST_SHOWN = 2**20, 60
 _VARIES = re.compile(
     r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|%|\b[Pp][Ii][Dd]\b"
@@ -37,7 +44,7 @@ _VARIES = re.compile(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``d9m repeat``."""
     parser.usage = (
-        "d9m repeat [-n RUNS | --processes P,P,... |\n"
+        "d9m repeat [-n RUNS | --portable | --processes P,P,... |\n"
         "                   --interrupt [--allow-objects]]\n"
         "                  [-o DIR] [--timeout SECONDS] [--format FORMAT | --json] [-v]\n"
         "                  -- COMMAND ..."
@@ -47,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs",
         type=whole_number(_MIN_RUNS, MOST_RUNS),
         help="number of runs (default: 2)",
+    )
+    parser.add_argument(
+        "--portable",
+        action="store_true",
+        help="compute portable bits, and run with one thread, with two, and without vector "
+        "instructions",
     )
     parser.add_argument(
         "--processes",
@@ -95,11 +108,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         count = arguments.runs or _MIN_RUNS
-        plans = (
-            [PlannedRun(argv, f"run {number} of {count}") for number in range(1, count + 1)]
-            if arguments.processes is None
-            else plan_runs(argv, arguments.processes)
-        )
+        if arguments.portable:
+            plans = [PlannedRun(argv, title, variables=given) for title, given in _STACKS]
+        elif arguments.processes is None:
+            plans = [PlannedRun(argv, f"run {number} of {count}") for number in range(1, count + 1)]
+        else:
+            plans = plan_runs(argv, arguments.processes)
         runs = _repeat(plans, output, arguments.timeout)
         printed = "" if arguments.processes else _compare_printed(output)
         report = RepeatReport(runs, output, argv, printed=printed)
@@ -153,6 +167,11 @@ def _read_printed(log: Path) -> list[str]:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.portable and (arguments.runs or arguments.processes or arguments.interrupt):
+        raise SettingError(
+            "--portable is given with --runs, --processes or --interrupt. --portable makes one run "
+            "for each setting of this machine. Leave one of them out."
+        )
     if arguments.processes is not None:
         _check_processes(arguments)
     if arguments.interrupt and arguments.runs is not None:

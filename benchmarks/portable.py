@@ -1,0 +1,86 @@
+"""CPU time of a training step with portable bits over plain torch's, one thread, in one run."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lightning_d9m
+
+
+def make_digits() -> nn.Module:
+    """Return the network of examples/digits.py."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1024, 128), nn.ReLU()),
+        nn.Linear(128, 10),
+    )
+
+
+def make_mlp() -> nn.Module:
+    """Return three linear layers."""
+    return nn.Sequential(
+        nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    )
+
+
+def make_transformer() -> nn.Module:
+    """Return two encoder layers."""
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, activation="gelu")
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+MODELS = {
+    "digits": (make_digits, (64, 1, 8, 8)),
+    "mlp": (make_mlp, (128, 256)),
+    "transformer": (make_transformer, (16, 32, 64)),
+}
+
+
+def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], steps: int) -> list[float]:
+    """Return the least CPU time of a plain and of a portable step, which take turns."""
+    torch.manual_seed(0)
+    model, inputs = make(), torch.randn(shape)
+    optimizer = torch.optim.AdamW(model.parameters())
+    least = [float("inf")] * 2
+    for _ in range(steps):
+        for place, context in enumerate((nullcontext, lightning_d9m.portable)):
+            with context():
+                start = time.process_time()
+                loss = model(inputs).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                least[place] = min(least[place], time.process_time() - start)
+    return least
+
+
+def main() -> None:
+    """Measure, print and write the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, object] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    for name, (make, shape) in MODELS.items():
+        plain, portable = measure(make, shape, arguments.steps)
+        found[name] = {
+            "plain_ms": round(plain * 1e3, 2),
+            "portable_ms": round(portable * 1e3, 2),
+            "ratio": round(portable / plain, 2),
+        }
+    text = json.dumps(found, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
