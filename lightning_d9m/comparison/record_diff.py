@@ -270,7 +270,7 @@ def _add_leaf(leaves: dict[str, Json], path: str, leaf: Json) -> None:
 
 
 def _leaves(value: Json, path: str) -> Iterator[tuple[str, Json]]:
-    """Yield (path, leaf); three times as fast for a record as ``nested_values.list_leaves``."""
+    """Yield (path, leaf); three times as fast for a record as ``list_pytree_leaves``."""
     if isinstance(value, dict | list) and value:
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for name, entry in entries:
